@@ -1,0 +1,127 @@
+"""Bytes of a program: live, staged and received, per device; derived from the types alone.
+
+A value is live from its definition (inputs: from the start) to its last use, outputs to the end. During a step its
+operands, its results, every other live value and its staging exist at once: that is the workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.core.messages import kept, own_places
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType, same
+
+Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The bytes of a program on its devices (ascending ids)."""
+
+    devices: tuple[int, ...]
+    peak_bytes: int  # largest sum of live values between steps
+    workspace_bytes: int  # largest sum of live values, results and staging during a step
+    step_workspaces: tuple[int, ...]
+    received: np.ndarray  # int64 [devices]
+    step_received: tuple[int, ...]  # bytes at the worst device, per step
+    rounds: tuple[int, ...]
+
+
+class _Ledger:
+    """Bytes of types per device of the union of the meshes; plain integers while all devices agree."""
+
+    def __init__(self, devices: tuple[int, ...]) -> None:
+        self.devices = devices
+        self.ids = np.asarray(devices, dtype=np.int64)
+
+    def rows(self, t: TensorType) -> np.ndarray:
+        return np.searchsorted(self.ids, t.mesh.ids)
+
+    def spread(self, t: TensorType, values: np.ndarray) -> np.ndarray:
+        if t.mesh.devices == self.devices:
+            return values
+        out = np.zeros(len(self.devices), dtype=np.int64)
+        out[self.rows(t)] = values
+        return out
+
+    def size(self, t: TensorType) -> Bytes:
+        if t.all_even and t.mesh.size == len(self.devices):
+            return t.local_bytes()
+        return self.spread(t, t.elements() * t.itemsize)
+
+
+def _worst(value: Bytes) -> int:
+    return int(np.max(value))
+
+
+def account(program: Program) -> Account:
+    """Return the bytes of a program."""
+    ledger = _Ledger(program.devices)
+    sizes = {name: ledger.size(t) for name, t in program.types.items()}
+    live: Bytes = 0
+    used = {o for step in program.steps for o in step.operands} | set(program.outputs)
+    for name, _ in program.inputs:
+        live = live + sizes[name]
+    peak = workspace = _worst(live)
+    for name, _ in program.inputs:
+        if name not in used:
+            live = live - sizes[name]
+    received = np.zeros(len(program.devices), dtype=np.int64)
+    workspaces: list[int] = []
+    step_received: list[int] = []
+    rounds: list[int] = []
+    for step, freed in zip(program.steps, program.last_uses(), strict=True):
+        operands, results = program.step_types(step)
+        for name in step.results:
+            live = live + sizes[name]
+        workspaces.append(_worst(live) + step.op.staging(*operands))
+        for name in freed:
+            live = live - sizes[name]
+        peak = max(peak, _worst(live))
+        got = step.op.received(*operands)
+        step_received.append(int(got.max(initial=0)))
+        received = received + ledger.spread(results[0], got)
+        rounds.append(step.op.rounds(*operands))
+    return Account(
+        devices=program.devices,
+        peak_bytes=peak,
+        workspace_bytes=max([workspace, *workspaces]),
+        step_workspaces=tuple(workspaces),
+        received=received,
+        step_received=tuple(step_received),
+        rounds=tuple(rounds),
+    )
+
+
+def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -> int:
+    """Return max(sum of source shards, sum of destination shards) over devices."""
+    devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
+    ledger = _Ledger(devices)
+    return max(_worst(sum((ledger.size(t) for t in side), 0)) for side in (sources, destinations))
+
+
+def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.ndarray:
+    """Return the bytes that each device must receive at least: int64 [devices].
+
+    Equal partial parts: the destination box minus what the device holds (nothing away from the source's mesh or root).
+    A partial source and a destination that is not: the whole destination box. A destination partial otherwise: 0.
+    """
+    ledger = _Ledger(devices)
+    needs = np.asarray(t.elements())
+    for name in t.layout.root:
+        needs = np.where(t.mesh.coordinate(name) == 0, needs, 0)
+    source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
+    if t.mesh == s.mesh and source == target and s.layout.reduction == t.layout.reduction:
+        needs = np.where(needs > 0, needs - kept(s, t), 0)
+    elif target:
+        needs = np.zeros_like(needs)
+    elif not source:
+        needs = np.where(needs > 0, needs - kept(s, t), 0)
+    return ledger.spread(t, needs * t.itemsize)
+
+
+__all__ = ["Account", "account", "bound_bytes", "lower_bound", "own_places", "same"]

@@ -1,0 +1,84 @@
+"""Element types: one table from the short name that types print to the numpy dtype that holds the data."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shardplan.errors import LayoutError
+
+_NUMPY: dict[str, Any] = {
+    "bool": np.bool_,
+    "i8": np.int8,
+    "i16": np.int16,
+    "i32": np.int32,
+    "i64": np.int64,
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "u32": np.uint32,
+    "u64": np.uint64,
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "f8e4m3": ml_dtypes.float8_e4m3fn,
+    "f8e5m2": ml_dtypes.float8_e5m2,
+    "c64": np.complex64,
+    "c128": np.complex128,
+}
+_ALIASES = {
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+    "s8": "i8",
+    "s16": "i16",
+    "s32": "i32",
+    "s64": "i64",
+    "pred": "bool",
+} | {np.dtype(kind).name: name for name, kind in _NUMPY.items()}
+
+NAMES = tuple(_NUMPY)
+
+
+@functools.cache
+def short_name(dtype: Any) -> str:
+    """Return the short name of `dtype`, which may be a short name, a numpy name or a numpy dtype.
+
+    Raises `LayoutError` naming the legal dtypes.
+    """
+    if isinstance(dtype, str) and dtype in _NUMPY:
+        return dtype
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name in _ALIASES:
+        return _ALIASES[name]
+    raise LayoutError(f"unknown dtype {name!r}; legal dtypes are {', '.join(NAMES)}")
+
+
+@functools.cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a short name."""
+    return np.dtype(_NUMPY[name])
+
+
+@functools.cache
+def itemsize(name: str) -> int:
+    """Return the bytes of one element."""
+    return numpy_dtype(name).itemsize
+
+
+def identity(reduction: str, dtype: np.dtype[Any]) -> Any:
+    """Return the value that leaves `reduction` (sum, max, min) unchanged, for a numpy dtype."""
+    if reduction == "sum":
+        return dtype.type(0)
+    if dtype.kind == "b":
+        return dtype.type(reduction == "min")
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return dtype.type(info.min if reduction == "max" else info.max)
+    if dtype.name == "float8_e4m3fn":  # the one format without an infinity
+        info = ml_dtypes.finfo(dtype)
+        return dtype.type(info.min if reduction == "max" else info.max)
+    return dtype.type(-np.inf if reduction == "max" else np.inf)

@@ -1,0 +1,486 @@
+"""`Expression`: the small language of fused elementwise ops, and what typing asks of it.
+
+Operands are named `a`, `b`, `c`, ... in operand order. Legal are numbers, `+ - * / **` (constant exponent), unary `-`,
+the functions of `FUNCTIONS`, and comparisons as the condition of `where`. Everything a partial operand needs to know is
+derived from the tree: the degree in a set of operands (sums), and the direction in them (max and min).
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, assert_never
+
+import numpy as np
+
+from shardplan.errors import ParseError, TypingError
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """An operand."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A constant; a sign directly before it belongs to it."""
+
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Negate:
+    """Unary minus."""
+
+    operand: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """`+ - * / **` or a comparison."""
+
+    symbol: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of the language applied to its arguments."""
+
+    function: str
+    arguments: tuple[Node, ...]
+
+
+Node = Name | Number | Negate | Binary | Call
+
+
+def _sigmoid(x: Any) -> Any:
+    small = np.exp(-np.abs(x))  # never overflows
+    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
+def _gelu(x: Any) -> Any:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function: its arity, meaning, flops an element, whether it increases, and which dtypes it is defined on."""
+
+    arity: int
+    meaning: Callable[..., Any]
+    flops: int = 1
+    increasing: bool = False  # on the whole extended line: the fill of a max or min partial is an infinity
+    integers: bool = False  # maps integers to integers
+    complex: bool = True
+
+
+FUNCTIONS: dict[str, Function] = {
+    "exp": Function(1, np.exp, increasing=True),
+    "log": Function(1, np.log),
+    "sqrt": Function(1, np.sqrt),
+    "rsqrt": Function(1, lambda x: 1 / np.sqrt(x), 2),
+    "tanh": Function(1, np.tanh, increasing=True),
+    "relu": Function(1, lambda x: np.maximum(x, 0), increasing=True, integers=True, complex=False),
+    "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False),
+    "gelu": Function(1, _gelu, 9, complex=False),
+    "silu": Function(1, lambda x: x * _sigmoid(x), 5, complex=False),
+    "sin": Function(1, np.sin),
+    "cos": Function(1, np.cos),
+    "abs": Function(1, np.abs, integers=True, complex=False),
+    "maximum": Function(2, np.maximum, integers=True, complex=False),
+    "minimum": Function(2, np.minimum, integers=True, complex=False),
+    "where": Function(3, np.where, integers=True),
+}
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "**": lambda x, y: x**y,
+    "<": lambda x, y: x < y,
+    "<=": lambda x, y: x <= y,
+    ">": lambda x, y: x > y,
+    ">=": lambda x, y: x >= y,
+    "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
+}
+_COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 4} | dict.fromkeys(_COMPARISONS, 0)
+_SYMBOLS: dict[type[ast.AST], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.Pow: "**",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+_ZERO = -1  # the degree of the constant 0: homogeneous of every degree
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A parsed expression.
+
+    >>> e = Expression.parse("relu(a)*b+-1")
+    >>> print(e, e.arity, e.flops(), e.degree("b"), Expression.parse("relu(a) * b").degree("b"))
+    relu(a) * b + -1 2 3 None 1
+    """
+
+    root: Node
+
+    @staticmethod
+    def parse(text: str) -> Expression:
+        """Read an expression; raises `ParseError` pointing at the character."""
+        return _parse(text)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The operands, in order."""
+        return tuple(sorted({n.name for n in _walk(self.root) if isinstance(n, Name)}))
+
+    @property
+    def arity(self) -> int:
+        """The number of operands."""
+        return len(self.names)
+
+    @property
+    def conditions(self) -> frozenset[str]:
+        """The operands that stand alone as the condition of a `where`: these are of dtype bool."""
+        return frozenset(
+            n.arguments[0].name
+            for n in _walk(self.root)
+            if isinstance(n, Call) and n.function == "where" and isinstance(n.arguments[0], Name)
+        )
+
+    def __str__(self) -> str:
+        """Return the canonical text, which `parse` reads back to an equal expression."""
+        return _text(self.root, 0)
+
+    def evaluate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the value on `arrays`, one per operand, broadcast as numpy does; constants take the arrays' dtype."""
+        kinds = [x.dtype for x in arrays if x.dtype.kind != "b"]
+        dtype = np.result_type(*kinds) if kinds else np.dtype(np.bool_)
+        with np.errstate(all="ignore"):
+            return np.asarray(_evaluate(self.root, dict(zip(self.names, arrays, strict=True)), dtype))
+
+    def degree(self, names: Iterable[str]) -> int | None:
+        """Return the degree in the operands `names` jointly: 0 if independent of them, 1 if linear and homogeneous.
+
+        None if it is neither: a partial sum may not pass then. The constant 0 is homogeneous of every degree.
+        """
+        chosen = frozenset(names)
+        found = _degree(self.root, chosen)
+        return (1 if chosen & set(self.names) else 0) if found == _ZERO else found
+
+    def monotone(self, name: str, *, finite: bool = False) -> bool:
+        """Say whether the value increases (weakly) with the operand `name`, the others fixed and finite.
+
+        Holds on the infinities too, which fill a max or min partial; hence `log` and `sqrt` do not count. With
+        `finite` the fill is the least or largest number of the dtype instead, which arithmetic could take out of
+        range: only selections (maximum, minimum, relu, where) count then.
+        """
+        return _direction(self.root, frozenset((name,)), "max", finite) == 1
+
+    def commutes(self, names: Iterable[str], reduction: str, *, finite: bool = False) -> bool:
+        """Say whether reducing (`max`, `min`) the operands `names` together and evaluating may change places."""
+        return _direction(self.root, frozenset(names), reduction, finite) == 1
+
+    def flops(self) -> int:
+        """Return the operations an element."""
+        return sum(
+            FUNCTIONS[n.function].flops if isinstance(n, Call) else int(isinstance(n, Binary | Negate))
+            for n in _walk(self.root)
+        )
+
+    def check(self, dtype: np.dtype[Any], shown: str) -> None:
+        """Raise `TypingError` unless every operation is closed in `dtype`, whose short name is `shown`."""
+        for n in _walk(self.root):
+            bad = _unfit(n, dtype)
+            if bad:
+                raise TypingError(f'"{self}": {bad[0]} is not defined for {shown}; legal is {bad[1]}')
+
+
+def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
+    """What of a node does not fit a dtype, and what would."""
+    kind = dtype.kind
+    match node:
+        case Number(value):
+            if kind == "b":
+                return f"the constant {value}", "a numeric dtype"
+            if kind in "iu":
+                if isinstance(value, float):
+                    return f"the constant {value}", "a floating dtype"
+                if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+                    return f"the constant {value}", f"{np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+        case Negate():
+            if kind in "bu":
+                return "unary -", "a signed dtype"
+        case Binary(symbol, _, right):
+            if kind == "b" and symbol not in _COMPARISONS:
+                return symbol, "a numeric dtype"
+            if kind in "iu" and symbol == "/":
+                return "/", "a floating dtype"
+            if (
+                kind in "iu"
+                and symbol == "**"
+                and isinstance(right, Number)
+                and (right.value < 0 or isinstance(right.value, float))
+            ):
+                return f"** {right.value}", "a floating dtype, or an integer exponent of at least 0"
+            if kind == "c" and symbol in _COMPARISONS[:4]:
+                return symbol, "a real dtype"
+        case Call(function, _):
+            entry = FUNCTIONS[function]
+            if kind == "b" and function not in ("maximum", "minimum", "where"):
+                return function, "a numeric dtype"
+            if kind in "iu" and not entry.integers:
+                return function, "a floating dtype"
+            if kind == "c" and not entry.complex:
+                return function, "a real dtype"
+        case Name():
+            pass
+        case _:
+            assert_never(node)
+    return None
+
+
+def _walk(node: Node) -> list[Node]:
+    found: list[Node] = [node]
+    match node:
+        case Name() | Number():
+            pass
+        case Negate(operand):
+            found += _walk(operand)
+        case Binary("**", left, _):  # the exponent is part of the operation
+            found += _walk(left)
+        case Binary(_, left, right):
+            found += _walk(left) + _walk(right)
+        case Call(_, arguments):
+            for x in arguments:
+                found += _walk(x)
+        case _:
+            assert_never(node)
+    return found
+
+
+def _text(node: Node, outer: int) -> str:
+    match node:
+        case Name(name):
+            return name
+        case Number(value):
+            # a base or a factor with a sign is set in parentheses, as Python would read it otherwise
+            return f"({value!r})" if outer >= 4 and math.copysign(1, value) < 0 else repr(value)
+        case Negate(Number() as number):
+            return _paren(f"-({_text(number, 0)})", outer > 3)
+        case Negate(operand):
+            return _paren(f"-{_text(operand, 3)}", outer > 3)
+        case Binary("**", left, right):
+            return _paren(f"{_text(left, 5)} ** {_text(right, 3)}", outer > 4)
+        case Binary(symbol, left, right):
+            level = _PRECEDENCE[symbol]
+            return _paren(f"{_text(left, level)} {symbol} {_text(right, level + 1)}", outer > level)
+        case Call(function, arguments):
+            return f"{function}({', '.join(_text(x, 0) for x in arguments)})"
+        case _:
+            assert_never(node)
+
+
+def _paren(text: str, needed: bool) -> str:
+    return f"({text})" if needed else text
+
+
+def _evaluate(node: Node, values: dict[str, np.ndarray], dtype: np.dtype[Any]) -> Any:
+    match node:
+        case Name(name):
+            return values[name]
+        case Number(value):
+            return dtype.type(value) if dtype.kind in "fc" else value
+        case Negate(operand):
+            return -_evaluate(operand, values, dtype)
+        case Binary("**", left, Number(exponent)):
+            base = _evaluate(left, values, dtype)
+            return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
+        case Binary(symbol, left, right):
+            return _BINARY[symbol](_evaluate(left, values, dtype), _evaluate(right, values, dtype))
+        case Call(function, arguments):
+            return FUNCTIONS[function].meaning(*(_evaluate(x, values, dtype) for x in arguments))
+        case _:
+            assert_never(node)
+
+
+def _degree(node: Node, names: frozenset[str]) -> int | None:
+    """0, 1, `_ZERO`, or None for neither."""
+    match node:
+        case Name(name):
+            return int(name in names)
+        case Number(value):
+            return _ZERO if value == 0 else 0
+        case Negate(operand):
+            return _degree(operand, names)
+        case Binary("**", left, Number(exponent)):
+            base = _degree(left, names)
+            if base == 1 and exponent == 1:
+                return 1
+            return 0 if base in (0, _ZERO) else None
+        case Binary(symbol, left, right):
+            x, y = _degree(left, names), _degree(right, names)
+            if x is None or y is None:
+                return None
+            if symbol in "+-":
+                return _same(x, y)
+            if symbol == "*":
+                return _ZERO if _ZERO in (x, y) else (x + y if x + y <= 1 else None)
+            if symbol == "/":
+                return x if y in (0, _ZERO) else None
+            return 0 if x != 1 and y != 1 else None
+        case Call("where", (condition, yes, no)):
+            x, y = _degree(yes, names), _degree(no, names)
+            if _degree(condition, names) not in (0, _ZERO) or x is None or y is None:
+                return None
+            return _same(x, y)
+        case Call(_, arguments):
+            return 0 if all(_degree(x, names) in (0, _ZERO) for x in arguments) else None
+        case _:
+            assert_never(node)
+
+
+def _same(x: int, y: int) -> int | None:
+    if _ZERO in (x, y):
+        return max(x, y)
+    return x if x == y else None
+
+
+def _depends(node: Node, names: frozenset[str]) -> frozenset[str]:
+    return frozenset(n.name for n in _walk(node) if isinstance(n, Name)) & names
+
+
+def _direction(node: Node, names: frozenset[str], reduction: str, finite: bool) -> int | None:
+    """0 constant in `names`, 1 or -1 if the node maps the reduction over them to itself or to its opposite, or None."""
+    if not _depends(node, names):
+        return 0
+    match node:
+        case Name():
+            return 1
+        case Number():
+            return 0
+        case Negate(operand):
+            found = _direction(operand, names, reduction, finite)
+            return None if found is None or finite else -found
+        case Binary("+" | "-" as symbol, left, right):
+            x, y = _direction(left, names, reduction, finite), _direction(right, names, reduction, finite)
+            if finite or x is None or y is None or len(_depends(node, names)) > 1 < abs(x) + abs(y):
+                return None
+            return _agree(x, y if symbol == "+" else -y)
+        case Binary("*" | "/" as symbol, left, right):
+            if symbol == "*" and isinstance(left, Number):
+                left, right = right, left
+            x = _direction(left, names, reduction, finite)
+            if finite or x is None or not isinstance(right, Number) or right.value == 0:
+                return None
+            return x if right.value > 0 else -x
+        case Binary():
+            return None
+        case Call("maximum" | "minimum" as function, (left, right)):
+            x, y = _direction(left, names, reduction, finite), _direction(right, names, reduction, finite)
+            found = None if x is None or y is None else _agree(x, y)
+            if found is not None and x and y and len(_depends(node, names)) > 1:
+                opposite = {"max": "minimum", "min": "maximum"}[reduction]
+                return found if (function == opposite) == (found == -1) else None
+            return found
+        case Call("where", (condition, yes, no)):
+            x, y = _direction(yes, names, reduction, finite), _direction(no, names, reduction, finite)
+            return None if _depends(condition, names) or x is None or y is None else _agree(x, y)
+        case Call(function, arguments):
+            if not FUNCTIONS[function].increasing or (finite and function != "relu"):
+                return None
+            return _direction(arguments[0], names, reduction, finite)
+        case _:
+            assert_never(node)
+
+
+def _agree(x: int, y: int) -> int | None:
+    return None if x * y < 0 else x or y
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Expression:
+    body = text.strip()
+    start = len(text) - len(text.lstrip())
+    try:
+        tree = ast.parse(body, mode="eval").body
+    except SyntaxError as error:
+        before = "".join(body.splitlines(keepends=True)[: (error.lineno or 1) - 1])
+        at = min(len(before) + (error.offset or 1) - 1, len(body))
+        raise ParseError(f"an expression is malformed: {error.msg}", text, start + at) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ParseError(f"an expression is malformed: {error}", text, start) from None
+
+    def fail(node: ast.expr, message: str) -> ParseError:
+        return ParseError(message, text, start + _offset(body, node.lineno, node.col_offset))
+
+    try:
+        expression = Expression(_convert(tree, fail, False))
+        names = expression.names
+    except RecursionError:
+        raise ParseError("an expression is nested too deeply; cut it into several ops", text, start) from None
+    if names != tuple(chr(ord("a") + k) for k in range(len(names))) or not names:
+        shown = ", ".join(names) if names else "none"
+        message = f"an expression uses its operands a, b, c, ... without a gap; this one uses {shown}"
+        raise ParseError(message, text, start)
+    return expression
+
+
+def _offset(text: str, line: int, column: int) -> int:
+    """The position of a (1-based line, UTF-8 column) in `text`."""
+    lines = text.splitlines(keepends=True)[: max(line, 1)]
+    if not lines:
+        return 0
+    return sum(map(len, lines[:-1])) + len(lines[-1].encode()[:column].decode(errors="ignore"))
+
+
+def _convert(node: ast.expr, fail: Callable[[ast.expr, str], ParseError], condition: bool) -> Node:
+    match node:
+        case ast.Name(id=name):
+            if len(name) != 1 or not "a" <= name <= "z":
+                raise fail(node, f"unknown operand {name!r}; operands are a, b, c, ... in order")
+            return Name(name)
+        case ast.Constant(value=value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise fail(node, f"the constant {ast.unparse(node)} is not a finite number")
+            return Number(value)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
+            number = _convert(operand, fail, False)
+            return Number(-number.value) if isinstance(number, Number) else Negate(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return Negate(_convert(operand, fail, False))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:
+            result = Binary(_SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
+            if result.symbol == "**" and not isinstance(result.right, Number):
+                raise fail(right, "the exponent of ** is a number")
+            return result
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _SYMBOLS:
+            if not condition:
+                raise fail(node, "a comparison is legal only as the condition of where(condition, yes, no)")
+            return Binary(_SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
+        case ast.Call(func=ast.Name(id=function), args=args, keywords=[]) if function in FUNCTIONS:
+            if len(args) != FUNCTIONS[function].arity:
+                raise fail(node, f"{function} takes {FUNCTIONS[function].arity} arguments, not {len(args)}")
+            return Call(function, tuple(_convert(x, fail, function == "where" and k == 0) for k, x in enumerate(args)))
+        case ast.Call(func=ast.Name(id=function)) if function not in FUNCTIONS:
+            raise fail(node, f"unknown function {function!r}; legal are {', '.join(FUNCTIONS)}")
+        case _:
+            raise fail(
+                node, f"{ast.unparse(node)!r} is not an expression; legal are operands, numbers, + - * / **, functions"
+            )

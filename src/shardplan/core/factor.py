@@ -1,0 +1,301 @@
+"""`FactorRule`: how the dims of an op's operands and results hang together, and the typing rule that follows from it.
+
+Section 1 of the simulation spec. Every dim is an ordered list of *factors*, major to minor; a factor that is sharded is
+sharded alike wherever it occurs. Invariants: a dim's size is the product of its factors' sizes; a factor of kind
+`reduce` occurs in operands only. `FactorRule.infer` is the only place where compute ops derive layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardplan.core.layout import Layout, suffix_text
+from shardplan.core.mesh import Mesh
+from shardplan.core.notation import axes_text
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError, TypingError
+
+Dims = tuple[tuple[str, ...], ...]  # per dim its factors, major to minor
+Passes = Callable[[frozenset[int], str], bool]
+KINDS = ("pass", "reduce", "replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor: its size, its kind (`pass`, `reduce`, `replicate`), and of a reduced one the reduction: sum, max, min."""
+
+    name: str
+    size: int
+    kind: str = "pass"
+    reduction: str | None = None
+
+
+def factor_names(count: int, skip: int = 0) -> tuple[str, ...]:
+    """Return `count` factor names as Shardy gives them: i, j, ..., z, z_1, z_2, ..., after the first `skip`."""
+    return tuple(chr(ord("i") + k) if k < 18 else f"z_{k - 17}" for k in range(skip, skip + count))
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRule:
+    """The factors of every dim of operands and results.
+
+    >>> ik, kj, ij = (("i",), ("k",)), (("k",), ("j",)), (("i",), ("j",))
+    >>> rule = FactorRule((ik, kj), (ij,), (Factor("i", 8), Factor("j", 16), Factor("k", 8, "reduce", "sum")))
+    >>> print(rule)
+    ([i,k],[k,j])->([i,j]) {i=8,j=16,k=8}
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    factors: tuple[Factor, ...]
+
+    def factor(self, name: str) -> Factor:
+        """Return the factor called `name`."""
+        return next(f for f in self.factors if f.name == name)
+
+    def __str__(self) -> str:
+        """Return Shardy's text; what the factor lists do not say (a max, a replicated factor) is appended."""
+        sizes = ",".join(f"{f.name}={f.size}" for f in self.factors)
+        text = f"{_side(self.operands)}->{_side(self.results)} {{{sizes}}}"
+        for kind in ("max", "min"):
+            names = [f.name for f in self.factors if f.reduction == kind]
+            text += f" {kind}={{{','.join(names)}}}" if names else ""
+        fixed = [f.name for f in self.factors if f.kind == "replicate"]
+        return text + (f" need_replication={{{','.join(fixed)}}}" if fixed else "")
+
+
+def _side(tensors: tuple[Dims, ...]) -> str:
+    return "(" + ",".join("[" + ",".join("".join(d) for d in dims) + "]" for dims in tensors) + ")"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One place where a factor lies: a dim of an operand, with the axes that the factor carries there."""
+
+    operand: int
+    dim: int
+    atoms: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def infer(
+    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtype: str | None = None
+) -> tuple[TensorType, ...]:
+    """Return the result types, by rules 1 to 5 of section 1.
+
+    `linear(partial, reduction)` says whether the op may take exactly the operands `partial` (indices) as partial with
+    `reduction` over an axis, its result then being partial too: for `sum`, whether it is linear and homogeneous in
+    them jointly. `op` opens every message. Results have the dtype of the first operand unless `dtype` is given.
+
+    Raises `TypingError` for operands of another count, shape or mesh, `LayoutError` where layouts do not meet.
+    """
+    _check_shapes(rule, operands, op)
+    mesh = operands[0].mesh
+    held: dict[str, list[_Held]] = {f.name: [] for f in rule.factors}
+    for k, (dims, t) in enumerate(zip(rule.operands, operands, strict=True)):
+        for d, factors in enumerate(dims):
+            for name, atoms, names in _parts(rule, t, d, factors, f"{op}: dim {d} of operand {k}, {t},"):
+                held[name].append(_Held(k, d, atoms, names))
+    carried: dict[str, _Held] = {}
+    for f in rule.factors:
+        carried[f.name] = _meet(f, held[f.name], operands, op)
+    _check_once(carried, mesh, op)
+    partial, reduction = _partial(rule, carried, operands, linear, op)
+    root = _root(operands, op)
+    names = mesh.fold(tuple(sorted(partial)))
+    out: list[TensorType] = []
+    for dims in rule.results:
+        shape = tuple(math.prod(rule.factor(n).size for n in factors) for factors in dims)
+        layout = Layout(_result_dims(rule, dims, carried, mesh, op), names, reduction, root)
+        out.append(TensorType(dtype or operands[0].dtype, shape, layout, mesh))
+    return tuple(out)
+
+
+def _check_shapes(rule: FactorRule, operands: Sequence[TensorType], op: str) -> None:
+    if len(operands) != len(rule.operands) or not operands:
+        raise TypingError(f"{op}: {len(operands)} operands; the rule {rule} takes {len(rule.operands)}")
+    for k, (dims, t) in enumerate(zip(rule.operands, operands, strict=True)):
+        legal = tuple(math.prod(rule.factor(n).size for n in factors) for factors in dims)
+        if t.shape != legal:
+            raise TypingError(f"{op}: operand {k}, {t}, has the shape {t.shape}; the rule {rule} takes {legal}")
+        if t.mesh != operands[0].mesh:
+            meshes = f"operand 0 is on the mesh {operands[0].mesh}, operand {k} on {t.mesh}"
+            raise TypingError(f"{op}: {meshes}; legal is one mesh")
+
+
+def _parts(
+    rule: FactorRule, t: TensorType, dim: int, factors: tuple[str, ...], where: str
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Deal the axes of a dim out to its factors: (factor, atoms, names); rule 4."""
+    if len(factors) == 1:
+        yield factors[0], t.atoms[dim], t.layout.dims[dim]
+        return
+    if not t.even[dim]:
+        raise LayoutError(f"{where} is unevenly tiled over {_over(t.layout.dims[dim])}; legal to split is an even dim")
+    left = list(t.atoms[dim])
+    for name in factors:
+        rest, taken = rule.factor(name).size, list[int]()
+        while left and rest % t.mesh.atoms[left[0]].size == 0:
+            rest //= t.mesh.atoms[left[0]].size
+            taken.append(left.pop(0))
+        if left and rest > 1:
+            raise LayoutError(
+                f"{where} is over {_over(t.layout.dims[dim])}, which does not fill its factor {name}="
+                f"{rule.factor(name).size} before the minor ones; legal are axes whose product is that size, then others"
+            )
+        yield name, tuple(taken), t.mesh.fold(tuple(taken))
+
+
+def _meet(factor: Factor, places: list[_Held], operands: Sequence[TensorType], op: str) -> _Held:
+    """Return the one way in which a factor is sharded in the operands; rule 1."""
+    if not places:
+        return _Held(-1, -1, (), ())
+    first = places[0]
+    if factor.kind == "replicate":
+        for p in places:
+            if p.atoms:
+                raise LayoutError(
+                    f"{op}: dim {p.dim} of operand {p.operand}, {operands[p.operand]}, is over {_over(p.names)}, "
+                    f"but its factor {factor.name}={factor.size} may not be sharded; legal is no axes"
+                )
+        return first
+    for p in places[1:]:
+        if p.atoms != first.atoms:
+            legal = " or ".join(_over(c) for c in _candidates(places, operands))
+            raise LayoutError(
+                f"{op}: the factor {factor.name}={factor.size} does not meet: dim {first.dim} of operand "
+                f"{first.operand}, {operands[first.operand]}, is over {_over(first.names)}, but dim {p.dim} of operand "
+                f"{p.operand}, {operands[p.operand]}, is over {_over(p.names)}; legal on both: {legal}"
+            )
+    return max(places, key=lambda p: len(p.names))  # axes of size 1 that only one operand names are kept
+
+
+def _candidates(places: list[_Held], operands: Sequence[TensorType]) -> list[tuple[str, ...]]:
+    """The ways to shard a factor, of those that its places have, that every operand has room for; and no axes."""
+    found: list[tuple[str, ...]] = []
+    for p in places:
+        room = all(
+            not set(p.atoms) & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used)) - set(q.atoms))
+            and sum(r.operand == q.operand for r in places) == 1
+            for q in places
+        )
+        if p.atoms and room and p.names not in found:
+            found.append(p.names)
+    return [*found, ()]
+
+
+def _check_once(carried: dict[str, _Held], mesh: Mesh, op: str) -> None:
+    """Rule 2: an axis serves at most one factor."""
+    for (x, p), (y, q) in itertools.combinations(carried.items(), 2):
+        both = set(p.atoms) & set(q.atoms)
+        if both:
+            axes = axes_text(mesh.fold(tuple(sorted(both))))
+            raise LayoutError(
+                f"{op}: the axis {axes} serves the factors {x} (operand {p.operand}, dim {p.dim}) and {y} (operand "
+                f"{q.operand}, dim {q.dim}); an axis serves at most one factor"
+            )
+
+
+def _partial(
+    rule: FactorRule, carried: dict[str, _Held], operands: Sequence[TensorType], linear: Passes, op: str
+) -> tuple[set[int], str | None]:
+    """Return the atoms that the results are partial over, and the one reduction; rules 2 and 3."""
+    mesh = operands[0].mesh
+    held: dict[int, set[int]] = {}
+    kinds: dict[str, str] = {}  # reduction -> who has it
+    for k, t in enumerate(operands):
+        for a in mesh.expand(t.layout.partial):
+            held.setdefault(a, set()).add(k)
+            kinds.setdefault(t.layout.reduction or "sum", f"operand {k}, {t}")
+    for name, p in carried.items():
+        both = set(p.atoms) & set(held)
+        if both:
+            k = min(held[min(both)])
+            axes = axes_text(mesh.fold(tuple(sorted(both))))
+            raise LayoutError(
+                f"{op}: the axis {axes} serves the factor {name} (operand {p.operand}, dim {p.dim}) and is partial in "
+                f"operand {k}, {operands[k]}; legal is one of the two"
+            )
+    for f in rule.factors:
+        if f.kind == "reduce" and carried[f.name].atoms:
+            kinds.setdefault(f.reduction or "sum", f"the sharded factor {f.name}")
+    if len(kinds) > 1:
+        shown = " and ".join(f"{kind} ({who})" for kind, who in kinds.items())
+        raise LayoutError(f"{op}: the result would be partial with {shown}; legal is one reduction")
+    reduction = next(iter(kinds), None)
+    for a, chosen in sorted(held.items()):
+        if not linear(frozenset(chosen), reduction or "sum"):
+            _refuse_partial(a, chosen, reduction or "sum", held, operands, linear, op)
+    atoms = set(held)
+    for f in rule.factors:
+        if f.kind == "reduce":
+            atoms |= set(carried[f.name].atoms)
+    return atoms, reduction
+
+
+def _refuse_partial(
+    atom: int,
+    chosen: set[int],
+    reduction: str,
+    held: dict[int, set[int]],
+    operands: Sequence[TensorType],
+    linear: Passes,
+    op: str,
+) -> None:
+    mesh = operands[0].mesh
+    alike = tuple(sorted(a for a, who in held.items() if who == chosen and a >= atom))
+    shown = " and ".join(f"operand {k}, {operands[k]}," for k in sorted(chosen))
+    legal = [
+        " and ".join(f"operand {k}" for k in s)
+        for size in range(1, min(len(operands), 4) + 1)
+        for s in itertools.combinations(range(len(operands)), size)
+        if linear(frozenset(s), reduction)
+    ][:8]
+    verb = "is" if len(chosen) == 1 else "are"
+    raise LayoutError(
+        f"{op}: exactly {shown} {verb} partial ({reduction}) over {axes_text(mesh.fold(alike))}, and the op does not pass "
+        f"that on; legal as partial there: {' or '.join(['no operand', *legal])}"
+    )
+
+
+def _root(operands: Sequence[TensorType], op: str) -> tuple[str, ...]:
+    first = operands[0]
+    for k, t in enumerate(operands[1:], 1):
+        if set(t.mesh.expand(t.layout.root)) != set(t.mesh.expand(first.layout.root)):
+            shown = [suffix_text((), None, u.layout.root) or "no root axes" for u in (first, t)]
+            raise LayoutError(
+                f"{op}: operand 0, {first}, has {shown[0]}, operand {k}, {t}, {shown[1]}; legal are equal root axes"
+            )
+    return tuple(n for n in first.layout.root if first.mesh.span(n).atoms)
+
+
+def _result_dims(
+    rule: FactorRule, dims: Dims, carried: dict[str, _Held], mesh: Mesh, op: str
+) -> tuple[tuple[str, ...], ...]:
+    """Put the axes of each result dim's factors together; rule 4. A name of size 1 is kept where it first occurs."""
+    out: list[tuple[str, ...]] = []
+    seen: set[str] = set()
+    for d, factors in enumerate(dims):
+        names: list[str] = []
+        full = True
+        for n in factors:
+            p, size = carried[n], rule.factor(n).size
+            product = math.prod(mesh.atoms[a].size for a in p.atoms)
+            if p.atoms and len(factors) > 1 and (size % product or not full):
+                why = "unevenly" if size % product else "under a major factor that is not fully sharded"
+                raise LayoutError(
+                    f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is tiled "
+                    f"over {_over(p.names)} {why}; legal are even tilings, minor factors under full major ones"
+                )
+            full = full and product == size
+            names += [x for x in p.names if mesh.span(x).atoms or x not in seen]
+            seen.update(p.names)
+        out.append(tuple(names))
+    return tuple(out)
+
+
+def _over(names: tuple[str, ...]) -> str:
+    return axes_text(names) if names else "no axes"

@@ -1,0 +1,193 @@
+"""`Layout`: per tensor dim an ordered tuple of axes (major to minor), the partial axes, the root axes.
+
+Invariants: each axis is used at most once over dims, partial and root; all partial axes carry one reduction; axes not
+named replicate. Complete runs of sub-axes are folded into their parent, so equal layouts are equal values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.notation import Scanner, axes_text
+from shardplan.errors import LayoutError
+
+REDUCTIONS = ("sum", "max", "min")
+Spec = Sequence[str | Sequence[str] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which axes cut which dim: what a JAX `PartitionSpec` says, plus partial and root axes.
+
+    >>> str(Layout((("data",), ("tensor", "pipe"), ())))
+    '[@data, @(tensor,pipe), _]'
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+    reduction: str | None = None
+    root: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
+        """The dims as a JAX `PartitionSpec` takes them: None, one name, or a tuple of names."""
+        return tuple(None if not d else d[0] if len(d) == 1 else d for d in self.dims)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Every axis named, dims first."""
+        return (*(a for d in self.dims for a in d), *self.partial, *self.root)
+
+    def suffix(self) -> str:
+        """Return the text of the partial and root axes, `{+a,+b}{root:c}` or empty."""
+        return suffix_text(self.partial, self.reduction, self.root)
+
+    def __str__(self) -> str:
+        """Return `[@data, _]{+seq}`."""
+        return f"[{', '.join('@' + axes_text(d) if d else '_' for d in self.dims)}]{self.suffix()}"
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read `[@data, @(tensor,pipe), _]{+seq}`; names are checked when a type is made."""
+        scanner = Scanner(text)
+        layout = scan_layout(scanner)
+        scanner.finish("the layout")
+        return layout
+
+
+def suffix_text(partial: tuple[str, ...], reduction: str | None, root: tuple[str, ...]) -> str:
+    """Return `{+a,+b}`, `{max:a,b}`, `{root:c}` or a concatenation."""
+    text = ""
+    if partial:
+        text = "{" + ",".join(f"+{a}" for a in partial) + "}" if reduction == "sum" else f"{{{reduction}:{','.join(partial)}}}"
+    return text + (f"{{root:{','.join(root)}}}" if root else "")
+
+
+def scan_layout(scanner: Scanner) -> Layout:
+    """Read a layout at the scanner's position."""
+    dims: list[tuple[str, ...]] = []
+    scanner.expect("[", "a layout")
+    while not scanner.take("]"):
+        if scanner.take("@"):
+            dims.append(scanner.names("an axis after '@'"))
+        elif scanner.take("_") or scanner.peek(",") or scanner.peek("]"):
+            dims.append(())
+        else:
+            raise scanner.error("expected '@axis', '_' or ']' in a layout")
+        if not scanner.take(",") and not scanner.peek("]"):
+            raise scanner.error("expected ',' or ']' in a layout")
+    partial, reduction, root = scan_suffix(scanner)
+    return Layout(tuple(dims), partial, reduction, root)
+
+
+def scan_suffix(scanner: Scanner) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """Read `{+a,+b}`, `{max:a}`, `{U:a}`, `{root:b}` in any number, at the scanner's position."""
+    partial: list[str] = []
+    root: list[str] = []
+    reduction: str | None = None
+    while scanner.take("{"):
+        if scanner.peek("+"):
+            kind = "sum"
+            while True:
+                scanner.expect("+", "partial axes")
+                partial.append(scanner.name("an axis after '+'"))
+                if not scanner.take(","):
+                    break
+        else:
+            start = scanner.position
+            kind = scanner.name("a reduction, 'root' or '+axis'")
+            if kind == "U":
+                kind = "sum"
+            if kind not in (*REDUCTIONS, "root"):
+                scanner.position = start
+                raise scanner.error(f"unknown reduction {kind!r}; legal are {', '.join(REDUCTIONS)}, root")
+            scanner.expect(":", "partial or root axes")
+            target = root if kind == "root" else partial
+            while True:
+                target.append(scanner.name("an axis"))
+                if not scanner.take(","):
+                    break
+        if kind != "root":
+            if reduction not in (None, kind):
+                raise scanner.error(f"one type has the reductions {reduction} and {kind}; all its partial axes carry one")
+            reduction = kind
+        scanner.expect("}", "partial or root axes")
+    return tuple(partial), reduction, tuple(root)
+
+
+def make_layout(
+    ndim: int,
+    spec: Layout | Spec,
+    mesh: Mesh,
+    partial: Mapping[str, str] | None = None,
+    root: Iterable[str] = (),
+) -> Layout:
+    """Return the canonical layout of `spec` on `mesh`: names checked, complete runs of sub-axes folded.
+
+    Raises `LayoutError` for an unknown axis, an axis used twice, mixed reductions, or more entries than dims.
+    """
+    if isinstance(spec, Layout):
+        dims, reduction = spec.dims, spec.reduction
+        partials, roots = spec.partial, spec.root
+    else:
+        dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec)
+        kinds = set((partial or {}).values())
+        for kind in kinds:
+            if kind not in REDUCTIONS:
+                raise LayoutError(f"unknown reduction {kind!r}; legal are {', '.join(REDUCTIONS)}")
+        if len(kinds) > 1:
+            raise LayoutError(f"one type has the reductions {', '.join(sorted(kinds))}; all its partial axes carry one")
+        reduction = next(iter(kinds), None)
+        partials, roots = tuple(partial or {}), tuple(root)
+    if len(dims) > ndim:
+        raise LayoutError(f"the layout {_loose(dims)} names {len(dims)} dims, but the tensor has {ndim}")
+    dims += ((),) * (ndim - len(dims))
+    layout = Layout(
+        tuple(_fold(mesh, d) for d in dims),
+        _fold_set(mesh, partials),
+        reduction if partials else None,
+        _fold_set(mesh, roots),
+    )
+    _check_once(mesh, layout)
+    return layout
+
+
+def _loose(dims: tuple[tuple[str, ...], ...]) -> str:
+    return "(" + ", ".join(axes_text(d) if d else "None" for d in dims) + ")"
+
+
+def _fold(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    if all(mesh.span(n).whole for n in names):
+        return names
+    out: list[str] = []
+    run: list[int] = []
+    for name in names:
+        span = mesh.span(name)
+        if span.atoms:
+            run.extend(span.atoms)
+        else:
+            out.extend(mesh.fold(tuple(run)))
+            run = []
+            out.append(name)
+    return (*out, *mesh.fold(tuple(run)))
+
+
+def _fold_set(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    ones = tuple(n for n in names if not mesh.span(n).atoms)
+    atoms = mesh.expand(names)
+    if len(set(atoms)) != len(atoms) or len(set(ones)) != len(ones):
+        return names  # reported by _check_once
+    return (*mesh.fold(tuple(sorted(atoms))), *sorted(ones))
+
+
+def _check_once(mesh: Mesh, layout: Layout) -> None:
+    seen: dict[int | str, str] = {}
+    for name in layout.used:
+        for key in mesh.span(name).atoms or (name,):
+            if key in seen:
+                other = seen[key]
+                twice = f"axis {name!r} is used twice" if other == name else f"axes {other!r} and {name!r} overlap"
+                raise LayoutError(f"{twice} in {layout}; each axis is used at most once in a type")
+            seen[key] = name

@@ -1,0 +1,336 @@
+"""`Mesh`: ordered, named axes with sizes, and which device ids sit where.
+
+Invariants: axis names are unique identifiers; sizes are at least 1; the place of a device is its row-major index over
+the axes; device ids are distinct. Every axis is internally a run of *atoms*, its finest sub-axes: the prime factors of
+the axis, or of each part that `split` gave it, major first and ascending. A name (axis, part or atom) denotes a
+contiguous run of atoms, hence one (size, stride) pair in mesh order.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.notation import Scanner
+from shardplan.errors import LayoutError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+Parts = tuple[tuple[str, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def primes(n: int) -> tuple[int, ...]:
+    """Return the prime factors of n >= 1, ascending, with multiplicity."""
+    found: list[int] = []
+    p = 2
+    while p * p <= n:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    if n > 1:
+        found.append(n)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A finest sub-axis: its name, size (a prime), and stride in mesh order."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a name denotes: a contiguous run of atoms, of one size and stride in mesh order."""
+
+    name: str
+    size: int
+    stride: int
+    atoms: tuple[int, ...]
+    whole: bool  # a complete axis of the mesh
+
+
+def _index(axes: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Parts, ...]) -> tuple[list[Atom], dict[str, Span]]:
+    atoms: list[Atom] = []
+    spans: dict[str, Span] = {}
+    stride = math.prod(sizes)
+    for axis, size, split in zip(axes, sizes, parts, strict=True):
+        axis_start = len(atoms)
+        outer = stride
+        for part_name, part_size in split or ((axis, size),):
+            part_start = len(atoms)
+            factors = primes(part_size)
+            for k, factor in enumerate(factors):
+                stride //= factor
+                name = part_name if len(factors) == 1 else f"{part_name}.{k}"
+                atoms.append(Atom(name, factor, stride))
+                spans[name] = Span(name, factor, stride, (len(atoms) - 1,), False)
+            spans[part_name] = Span(part_name, part_size, stride, tuple(range(part_start, len(atoms))), False)
+        spans[axis] = Span(axis, size, outer // size, tuple(range(axis_start, len(atoms))), True)
+    return atoms, spans
+
+
+@dataclass(frozen=True, slots=False, init=False, eq=False, repr=False)
+class Mesh:
+    """A grid of devices with named axes.
+
+    `Mesh(data=4, tensor=2)` or `Mesh({"data": 4, "tensor": 2}, devices=range(8, 16))`; the devices are in mesh order
+    (row-major over the axes) and default to 0, 1, .... Raises `LayoutError` for a bad name, size or device list.
+
+    >>> Mesh(data=4, tensor=2).size
+    8
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+    parts: tuple[Parts, ...]
+    atoms: tuple[Atom, ...] = field(compare=False)
+    _spans: dict[str, Span] = field(compare=False)
+    _key: tuple[Any, ...] = field(compare=False)
+    _hash: int = field(compare=False)
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        devices: Iterable[int] | None = None,
+        **sizes: int,
+    ) -> None:
+        """Take axis sizes by keyword or as one ordered mapping."""
+        table = dict(axes or {}) | sizes
+        if axes is not None and sizes:
+            raise LayoutError("a mesh takes its axes as one mapping or as keywords, not both")
+        _fill(self, table, devices, {})
+
+    def split(self, axis: str, /, **parts: int) -> Mesh:
+        """Return this mesh with `axis` refined into sub-axes `axis.part`, major first; their product is its size.
+
+        >>> Mesh(data=8).split("data", node=4, gpu=2).span("data.gpu").size
+        2
+        """
+        if axis not in self.axes:
+            raise LayoutError(f"cannot split {axis!r}: {self._legal()}")
+        size = self.sizes[self.axes.index(axis)]
+        if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
+            raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
+        for name in parts:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise LayoutError(f"cannot split {axis!r}: the part name {name!r} is not an identifier")
+        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
+        splits[axis] = {f"{axis}.{name}": n for name, n in parts.items()}
+        return _make(dict(zip(self.axes, self.sizes, strict=True)), self.devices, splits)
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis sizes by name, in order."""
+        return dict(zip(self.axes, self.sizes, strict=True))
+
+    def span(self, name: str) -> Span:
+        """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
+        found = self._spans.get(name)
+        if found is None:
+            raise LayoutError(f"unknown axis {name!r}: {self._legal()}")
+        return found
+
+    def expand(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the atoms of `names`, in order."""
+        return tuple(a for name in names for a in self.span(name).atoms)
+
+    def fold(self, atoms: tuple[int, ...]) -> tuple[str, ...]:
+        """Return the shortest list of names that denotes `atoms` in this order (complete runs become their parent)."""
+        names: list[str] = []
+        i = 0
+        while i < len(atoms):
+            best = self._spans[self.atoms[atoms[i]].name]
+            for span in self._runs.get(atoms[i], ()):
+                if span.atoms == atoms[i : i + len(span.atoms)]:
+                    best = span
+                    break
+            names.append(best.name)
+            i += len(best.atoms)
+        return tuple(names)
+
+    @cached_property
+    def _runs(self) -> dict[int, tuple[Span, ...]]:
+        runs: dict[int, list[Span]] = {}
+        for span in self._spans.values():
+            if span.atoms:
+                runs.setdefault(span.atoms[0], []).append(span)
+        # the longest run first; of equal runs the whole axis, then the part
+        order = lambda s: (-len(s.atoms), not s.whole, s.name.count("."))  # noqa: E731
+        return {a: tuple(sorted(spans, key=order)) for a, spans in runs.items()}
+
+    def coordinates(self, place: int) -> tuple[int, ...]:
+        """Return the coordinates over the axes of the device at `place` in mesh order."""
+        return tuple(place // self._spans[a].stride % s for a, s in zip(self.axes, self.sizes, strict=True))
+
+    def place(self, device: int | tuple[int, ...]) -> int:
+        """Return the place in mesh order of `device`, given as a place or as coordinates over the axes."""
+        if isinstance(device, tuple):
+            legal = len(device) == len(self.sizes) and all(0 <= c < s for c, s in zip(device, self.sizes, strict=True))
+            if not legal:
+                raise LayoutError(f"device {device} is outside the mesh {self}")
+            return sum(c * self._spans[a].stride for c, a in zip(device, self.axes, strict=True))
+        if not 0 <= device < self.size:
+            raise LayoutError(f"device {device} is outside the mesh {self}: places are 0 to {self.size - 1}")
+        return int(device)
+
+    def coordinate(self, name: str) -> np.ndarray:
+        """Return the coordinate along `name` of every device, int64 [size] in mesh order."""
+        span = self.span(name)
+        return np.arange(self.size) // span.stride % span.size
+
+    def group_places(self, names: Iterable[str]) -> np.ndarray:
+        """Return the groups of a collective over `names`: int64 [groups, members] of places, members major to minor."""
+        return _groups(self.size, tuple((self.atoms[a].size, self.atoms[a].stride) for a in self.expand(names)))
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The device ids as an int64 array [size], in mesh order."""
+        return np.asarray(self.devices, dtype=np.int64)
+
+    def __eq__(self, other: object) -> bool:
+        """Meshes are equal when axes, sizes, splits and devices are."""
+        if self is other:
+            return True
+        return isinstance(other, Mesh) and self._hash == other._hash and self._key == other._key
+
+    def __hash__(self) -> int:
+        """Hash the defining fields, once."""
+        return self._hash
+
+    def __str__(self) -> str:
+        """Return the text that `Mesh.parse` reads: `data=4, tensor=2 devices=8:16`."""
+        axes = ", ".join(
+            f"{a}={s}" if not p else f"{a}=({','.join(f'{n[len(a) + 1 :]}={k}' for n, k in p)})"
+            for a, s, p in zip(self.axes, self.sizes, self.parts, strict=True)
+        )
+        devices = _devices_text(self.devices)
+        return f"{axes} devices={devices}" if devices else axes
+
+    def __repr__(self) -> str:
+        """Show the text form."""
+        return f"Mesh({self})"
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read `data=4, tensor=2` or `data=(node=2,gpu=2) devices=8:12`; raises `ParseError` at the character."""
+        scanner = Scanner(text)
+        mesh = scan_mesh(scanner)
+        scanner.finish("the mesh")
+        return mesh
+
+    def _legal(self) -> str:
+        return f"the mesh has {', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True)) or 'no axes'}"
+
+
+def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> None:
+    for name, size in table.items():
+        if not _IDENTIFIER.match(name):
+            raise LayoutError(f"axis name {name!r} is not an identifier")
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"axis {name!r} has size {size!r}: sizes are integers of at least 1")
+    axes, sizes = tuple(table), tuple(int(s) for s in table.values())
+    count = math.prod(sizes)
+    ids = tuple(range(count)) if devices is None else tuple(int(d) for d in devices)
+    if len(ids) != count:
+        raise LayoutError(f"the mesh {table} has {count} places, but {len(ids)} devices are given")
+    if devices is not None and len(set(ids)) != count:
+        twice = next(d for k, d in enumerate(ids) if d in ids[:k])
+        raise LayoutError(f"device {twice} is listed twice; the device ids of a mesh are distinct")
+    if ids and min(ids) < 0:
+        raise LayoutError(f"device {min(ids)} is negative; device ids are 0 or more")
+    parts = tuple(tuple(splits.get(a, {}).items()) for a in axes)
+    atoms, spans = _index(axes, sizes, parts)
+    key = (axes, sizes, parts, ids)
+    for name, value in {
+        "axes": axes,
+        "sizes": sizes,
+        "devices": ids,
+        "parts": parts,
+        "atoms": tuple(atoms),
+        "_spans": spans,
+        "_key": key,
+        "_hash": hash(key),
+    }.items():
+        object.__setattr__(mesh, name, value)
+
+
+def _make(table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> Mesh:
+    mesh = Mesh.__new__(Mesh)
+    _fill(mesh, table, devices, splits)
+    return mesh
+
+
+def _devices_text(devices: tuple[int, ...]) -> str:
+    first, count = (devices[0], len(devices)) if devices else (0, 0)
+    if devices == tuple(range(first, first + count)):
+        return "" if first == 0 else f"{first}:{first + count}"
+    return f"[{','.join(map(str, devices))}]"
+
+
+def scan_mesh(scanner: Scanner) -> Mesh:
+    """Read a mesh at the scanner's position."""
+    table: dict[str, int] = {}
+    splits: dict[str, dict[str, int]] = {}
+    while not scanner.end() and not scanner.peek("devices=") and not scanner.peek("\n"):
+        start = scanner.position
+        name = scanner.name("an axis name")
+        if name in table:
+            scanner.position = start
+            raise scanner.error(f"axis {name!r} is named twice")
+        scanner.expect("=", "an axis")
+        if scanner.take("("):
+            parts: dict[str, int] = {}
+            while not scanner.take(")"):
+                part = scanner.name("a part name")
+                scanner.expect("=", "a part of an axis")
+                parts[f"{name}.{part}"] = scanner.integer("the size of a part")
+                if not scanner.take(",") and not scanner.peek(")"):
+                    raise scanner.error("expected ',' or ')' in the parts of an axis")
+            splits[name] = parts
+            table[name] = math.prod(parts.values())
+        else:
+            table[name] = scanner.integer("the size of an axis")
+        if not scanner.take(","):
+            break
+    devices: list[int] | None = None
+    if scanner.take("devices="):
+        devices = []
+        if scanner.take("["):
+            while not scanner.take("]"):
+                devices.append(scanner.integer("a device id"))
+                if not scanner.take(",") and not scanner.peek("]"):
+                    raise scanner.error("expected ',' or ']' in the devices")
+        else:
+            first = scanner.integer("the first device id")
+            scanner.expect(":", "a range of devices")
+            devices = list(range(first, scanner.integer("the end of the range of devices")))
+    return _make(table, devices, splits)
+
+
+def _groups(size: int, digits: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Places grouped by the given (size, stride) digits: [groups, members]."""
+    offsets = np.zeros(1, dtype=np.int64)
+    base = np.ones(size, dtype=bool)
+    places = np.arange(size)
+    for count, stride in digits:
+        offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
+        base &= places // stride % count == 0
+    return places[base][:, None] + offsets[None, :]

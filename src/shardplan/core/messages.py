@@ -1,0 +1,220 @@
+"""Who sends which box to whom, vectorised over devices.
+
+The holder rule: of the replicas of a source tile, the sender is the device with the tile's coordinates on the source's
+axes and the receiver's own coordinates elsewhere. A receiver never gets what it holds, and replicas share the load.
+All functions work on any tiling; those that take even types only say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from shardplan.core.tensor import TensorType
+
+Intervals = np.ndarray  # int64 [tiles, 2]
+
+
+def tiles(t: TensorType, dim: int) -> np.ndarray:
+    """Return the (start, stop) of every tile of a dim, in order of its mixed-radix tile index, int64 [tiles, 2]."""
+    lo = np.zeros(1, dtype=np.int64)
+    hi = np.full(1, t.shape[dim], dtype=np.int64)
+    for name in t.layout.dims[dim]:
+        size = t.mesh.span(name).size
+        chunk = -(-(hi - lo) // size)
+        start = lo[:, None] + np.arange(size) * chunk[:, None]
+        stop = np.minimum(start + chunk[:, None], hi[:, None])
+        lo, hi = np.minimum(start, hi[:, None]).reshape(-1), stop.reshape(-1)
+    return np.stack([lo, hi], axis=1)
+
+
+def _offsets(t: TensorType, dim: int) -> np.ndarray:
+    """Contribution of every tile index of a dim to the place of its holder."""
+    out = np.zeros(1, dtype=np.int64)
+    for name in t.layout.dims[dim]:
+        span = t.mesh.span(name)
+        out = (out[:, None] + np.arange(span.size) * span.stride).reshape(-1)
+    return out
+
+
+def own_places(s: TensorType, t: TensorType) -> np.ndarray:
+    """Return, for every device of `t`, its place in the mesh of `s`, or -1: int64 [t.mesh.size]."""
+    if s.mesh is t.mesh or s.mesh.devices == t.mesh.devices:
+        return np.arange(t.mesh.size)
+    table = {d: k for k, d in enumerate(s.mesh.devices)}
+    return np.array([table.get(d, -1) for d in t.mesh.devices], dtype=np.int64)
+
+
+def at_root(t: TensorType) -> np.ndarray:
+    """Return which devices hold the value (coordinate 0 of every root axis), bool [devices]."""
+    held = np.ones(t.mesh.size, dtype=bool)
+    for name in t.layout.root:
+        held &= t.mesh.coordinate(name) == 0
+    return held
+
+
+def kept(s: TensorType, t: TensorType) -> np.ndarray:
+    """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
+    places = own_places(s, t)
+    a, b = s.boxes()[places], t.boxes()
+    overlap = np.minimum(a[:, :, 1], b[:, :, 1]) - np.maximum(a[:, :, 0], b[:, :, 0])
+    held = (places >= 0) & at_root(s)[places]
+    return np.where(held, np.prod(np.maximum(overlap, 0), axis=1, dtype=np.int64), 0)
+
+
+def lacking(s: TensorType, t: TensorType) -> np.ndarray:
+    """Return the bytes of its `t` box that each device of `t` does not hold under `s`: int64 [t.mesh.size].
+
+    Root axes count: a device away from the root of `t` needs nothing, one away from the root of `s` holds nothing.
+    """
+    return np.where(at_root(t), t.elements() - kept(s, t), 0) * t.itemsize
+
+
+def _bases(s: TensorType, t: TensorType) -> np.ndarray:
+    """The place in `s` that supplies each receiver's coordinates on the axes that `s` does not use."""
+    places = own_places(s, t)
+    bases = np.where(places >= 0, places, np.arange(t.mesh.size) % s.mesh.size)
+    for name in (*(n for d in s.layout.dims for n in d), *s.layout.root):
+        span = s.mesh.span(name)
+        bases = bases - bases // span.stride % span.size * span.stride
+    return bases
+
+
+def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per dim, the first and one-past-last source tile that each receiver's box meets."""
+    boxes = t.boxes()
+    out: list[tuple[np.ndarray, np.ndarray]] = []
+    for d in range(t.ndim):
+        cuts = tiles(s, d)
+        out.append(
+            (
+                np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"),
+                np.searchsorted(cuts[:, 0], boxes[:, d, 1], side="left"),
+            )
+        )
+    return out
+
+
+def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return all messages of the general move from `s` to `t`: places of senders in `s`, of receivers in `t`, elements.
+
+    int64 arrays [M]; what a device holds already is not sent. The box of a message is the intersection of the sender's
+    box under `s` with the receiver's under `t`.
+    """
+    ranges = _ranges(s, t)
+    cuts = [tiles(s, d) for d in range(s.ndim)]
+    offsets = [_offsets(s, d) for d in range(s.ndim)]
+    bases, boxes, own = _bases(s, t), t.boxes(), own_places(s, t)
+    wanted = at_root(t) & (t.elements() > 0)
+    counts = [int(max(1, (last - first).max(initial=0))) for first, last in ranges]
+    senders: list[np.ndarray] = []
+    receivers: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    everyone = np.arange(t.mesh.size)
+    for steps in itertools.product(*(range(c) for c in counts)):
+        live = wanted.copy()
+        sender = bases.copy()
+        size = np.ones(t.mesh.size, dtype=np.int64)
+        for d, k in enumerate(steps):
+            first, last = ranges[d]
+            tile = np.minimum(first + k, len(cuts[d]) - 1)
+            live &= first + k < last
+            overlap = np.minimum(cuts[d][tile, 1], boxes[:, d, 1]) - np.maximum(cuts[d][tile, 0], boxes[:, d, 0])
+            size *= np.maximum(overlap, 0)
+            sender += offsets[d][tile]
+        live &= (size > 0) & (sender != own)
+        senders.append(sender[live])
+        receivers.append(everyone[live])
+        sizes.append(size[live])
+    return np.concatenate(senders), np.concatenate(receivers), np.concatenate(sizes)
+
+
+def peers(s: TensorType, t: TensorType) -> int:
+    """Return the largest number of distinct senders that a receiver of the general move hears from."""
+    if s.all_even and t.all_even:
+        count = np.ones(t.mesh.size, dtype=np.int64)
+        for first, last in _ranges(s, t):
+            count *= last - first
+        count -= kept(s, t) > 0
+        return int(np.where(at_root(t), count, 0).max(initial=0))
+    _, receivers, _ = messages(s, t)
+    return int(np.bincount(receivers, minlength=1).max()) if len(receivers) else 0
+
+
+def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
+    """Return the atoms over which the boxes of `t` reach beyond the tiles of `s` (even types on one mesh).
+
+    An atom of a source dim stays put when it stands in the same dim of `t` behind the same product of sizes; a group
+    over all other source atoms then covers every destination box, and no smaller group does.
+    """
+    moved: set[int] = set()
+    size = [a.size for a in s.mesh.atoms]
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        standing = {(math.prod(size[b] for b in theirs[:k]), a) for k, a in enumerate(theirs)}
+        moved |= {a for k, a in enumerate(ours) if (math.prod(size[b] for b in ours[:k]), a) not in standing}
+    return moved
+
+
+def grid(t: TensorType) -> tuple[np.ndarray, ...]:
+    """Return the tile index of every device in every dim, each int64 [devices]."""
+    out: list[np.ndarray] = []
+    for names in t.layout.dims:
+        index = np.zeros(t.mesh.size, dtype=np.int64)
+        for name in names:
+            index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
+        out.append(index)
+    return tuple(out)
+
+
+def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the one-to-one pairs (sender place, receiver place) of a permute from `s` to `t`, or None if there is none.
+
+    Every `t` box must lie inside one tile of `s`. A device that holds its own box keeps it; of the rest, holders and
+    wanters of each tile (box and addend) are matched in order of place. One mesh; int64 arrays [M].
+    """
+    if s.mesh is not t.mesh and s.mesh != t.mesh:
+        return None
+    n = s.mesh.size
+    have, want = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    boxes = t.boxes()
+    for d, index in enumerate(grid(s)):
+        cuts = tiles(s, d)
+        first = np.minimum(np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"), len(cuts) - 1)
+        if np.any((cuts[first, 1] < boxes[:, d, 1]) & (boxes[:, d, 0] < boxes[:, d, 1])):
+            return None
+        have, want = have * len(cuts) + index, want * len(cuts) + first
+    addends = 1
+    for names, t_names in ((s.layout.partial, t.layout.partial),):
+        a, b = (math.prod(s.mesh.span(x).size for x in group) for group in (names, t_names))
+        if a != b or s.layout.reduction != t.layout.reduction:
+            return None
+        addends = a
+        have, want = have * a + _addend(s), want * a + _addend(t)
+    holds, wants = at_root(s) & (s.elements() > 0), at_root(t) & (t.elements() > 0)
+    home = holds & wants & (have == want)
+    senders, receivers = np.flatnonzero(holds & ~home), np.flatnonzero(wants & ~home)
+    if len(receivers) == 0:
+        return receivers, receivers
+    senders = senders[np.argsort(have[senders], kind="stable")]
+    receivers = receivers[np.argsort(want[receivers], kind="stable")]
+    keys, starts = np.unique(have[senders], return_index=True)
+    wanted = want[receivers]
+    slot = np.searchsorted(keys, wanted)
+    if np.any(slot >= len(keys)) or np.any(keys[np.minimum(slot, len(keys) - 1)] != wanted):
+        return None
+    _, first = np.unique(wanted, return_index=True)
+    rank = np.arange(len(wanted)) - np.repeat(first, np.diff(np.append(first, len(wanted))))
+    position = starts[slot] + rank
+    ends = np.append(starts[1:], len(senders))
+    if np.any(position >= ends[slot]) or addends < 1:
+        return None
+    return senders[position], receivers
+
+
+def _addend(t: TensorType) -> np.ndarray:
+    index = np.zeros(t.mesh.size, dtype=np.int64)
+    for name in t.layout.partial:
+        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
+    return index

@@ -1,0 +1,99 @@
+"""The scanner shared by every parser of the package: names, numbers and punctuation, with errors that point.
+
+Axis names are identifiers; sub-axes append `.part` (a level or a prime's number): `data.node`, `data.0`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardplan.errors import ParseError
+
+AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
+INTEGER = re.compile(r"\d+")
+_SPACE = re.compile(r"[ \t]*")
+
+
+class Scanner:
+    """A cursor over one text; every `expect` that fails raises a `ParseError` pointing at the character."""
+
+    def __init__(self, text: str, position: int = 0) -> None:
+        """Start at `position` of `text`."""
+        self.text = text
+        self.position = position
+
+    def skip(self) -> None:
+        """Skip blanks."""
+        match = _SPACE.match(self.text, self.position)
+        if match:
+            self.position = match.end()
+
+    def peek(self, token: str) -> bool:
+        """Say whether `token` comes next."""
+        self.skip()
+        return self.text.startswith(token, self.position)
+
+    def take(self, token: str) -> bool:
+        """Consume `token` if it comes next."""
+        if self.peek(token):
+            self.position += len(token)
+            return True
+        return False
+
+    def expect(self, token: str, where: str) -> None:
+        """Consume `token` or fail, naming what was being read."""
+        if not self.take(token):
+            raise self.error(f"expected {token!r} in {where}")
+
+    def match(self, pattern: re.Pattern[str]) -> str | None:
+        """Consume and return what `pattern` matches next, or None."""
+        self.skip()
+        found = pattern.match(self.text, self.position)
+        if found is None:
+            return None
+        self.position = found.end()
+        return found.group()
+
+    def name(self, what: str) -> str:
+        """Consume an axis-like name, or fail saying that `what` was expected."""
+        found = self.match(AXIS)
+        if found is None:
+            raise self.error(f"expected {what}")
+        return found
+
+    def integer(self, what: str) -> int:
+        """Consume a non-negative integer, or fail saying that `what` was expected."""
+        found = self.match(INTEGER)
+        if found is None:
+            raise self.error(f"expected {what}")
+        return int(found)
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Consume one name or a parenthesised list of names, `a` or `(a,b)`."""
+        if not self.take("("):
+            return (self.name(what),)
+        found: list[str] = []
+        while not self.take(")"):
+            found.append(self.name(what))
+            if not self.take(",") and not self.peek(")"):
+                raise self.error("expected ',' or ')' in a list of axes")
+        return tuple(found)
+
+    def end(self) -> bool:
+        """Say whether nothing but blanks is left."""
+        self.skip()
+        return self.position >= len(self.text)
+
+    def finish(self, what: str) -> None:
+        """Fail unless the text ends here."""
+        if not self.end():
+            raise self.error(f"unexpected text after {what}")
+
+    def error(self, message: str) -> ParseError:
+        """Return a `ParseError` that points at the present character."""
+        return ParseError(message, self.text, self.position)
+
+
+def axes_text(names: tuple[str, ...]) -> str:
+    """Return `a` for one axis, else `(a,b)`."""
+    return names[0] if len(names) == 1 else f"({','.join(names)})"

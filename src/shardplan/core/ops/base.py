@@ -1,0 +1,209 @@
+"""`Op`: what every operation must say of itself, and the shared pieces of collectives.
+
+One frozen class per operation, all its facets on it: typing rule, meaning in numpy, bytes, communication. An op never
+stores types; they follow from its operands. A collective takes any number of operands and moves them as one packed
+transfer.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core.messages import at_root, lacking
+from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+Array = np.ndarray
+Shards = Sequence[Array]  # one array a device, in mesh order
+
+
+@dataclass(frozen=True, slots=True)
+class Op(abc.ABC):
+    """An operation of a program."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Return the result types, or raise `TypingError` / `LayoutError`."""
+
+    @abc.abstractmethod
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        """Return, per result, the shards on all devices, given those of the operands and their types."""
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        """Return the bytes that each device of the result's mesh receives, int64 [devices]."""
+        return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """Return the latency rounds of the step (section 4 of the redistribution spec); 0 for a local op."""
+        return 0
+
+    def staging(self, *operands: TensorType) -> int:
+        """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
+        return 0
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Return the communication of the op over all devices."""
+        return Local(0.0)
+
+    def flops(self, *operands: TensorType) -> float:
+        """Return the floating-point operations of the worst device."""
+        return 0.0
+
+    def touched(self, *operands: TensorType) -> int:
+        """Return the bytes that the worst device reads and writes."""
+        results = self.infer(*operands)
+        return sum(t.local_bytes() for t in (*operands, *results))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Op):
+    """An op that moves or reduces each operand by itself, all operands packed into one transfer."""
+
+    kind: ClassVar[str] = ""  # the kind of `Groups`, empty for a local or point-to-point op
+
+    @abc.abstractmethod
+    def result(self, t: TensorType) -> TensorType:
+        """Return the type of one operand after the op."""
+
+    @abc.abstractmethod
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Return the shards of one operand after the op."""
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Apply `result` to every operand."""
+        if not operands:
+            raise TypingError(f"{self.name} needs at least one operand")
+        if any(t.mesh != operands[0].mesh for t in operands):
+            raise TypingError(f"{self.name} packs operands of one mesh; got {', '.join(map(repr, operands))}")
+        return tuple(self.result(t) for t in operands)
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        """Apply `move` to every operand."""
+        return [self.move(shards, t, self.result(t)) for shards, t in zip(operands, types, strict=True)]
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        """Sum over the operands."""
+        parts = [self.received_one(t, self.result(t)) for t in operands]
+        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return the bytes each device receives for one operand: its new box minus what it holds."""
+        return lacking(t, u)
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return the axes of the groups, major to minor."""
+        return ()
+
+    def rounds(self, *operands: TensorType) -> int:
+        """ceil(log2 q) for gathers and reductions over q devices."""
+        q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
+        return math.ceil(math.log2(q)) if q > 1 else 0
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Return elements packed to send and to receive on the worst device, and whether each side is contiguous."""
+        return 0, 0, True, True
+
+    def staging(self, *operands: TensorType) -> int:
+        """One packed send and one packed receive buffer of a chunk; none where a single operand's side is contiguous."""
+        total = 0
+        chunks: int = getattr(self, "chunks", 1)
+        for t in operands:
+            u = self.result(t)
+            send, receive, send_ok, receive_ok = self.packed(t, u)
+            free = chunks == 1 and len(operands) == 1
+            if not (free and send_ok):
+                total += chunk_elements(send, t.local_shape(), chunks) * t.itemsize
+            if not (free and receive_ok):
+                total += chunk_elements(receive, u.local_shape(), chunks) * t.itemsize
+        return total
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """All groups at once, the bytes of all operands together."""
+        t = operands[0]
+        places = t.mesh.group_places(self.members(t))
+        if places.shape[1] < 2:
+            return Local(0.0)
+        held = np.zeros(len(places))
+        for operand in operands:
+            held += (operand.elements() * operand.itemsize)[places].max(axis=1)
+        live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
+        return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
+
+
+def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
+    """Return how many parts each local dim is cut into so that there are at least `chunks` parts: longest dims first."""
+    counts = [1] * len(shape)
+    left = chunks
+    for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
+        counts[d] = max(1, min(shape[d], left))
+        left = -(-left // counts[d])
+    return tuple(counts)
+
+
+def chunk_elements(elements: int, shape: tuple[int, ...], chunks: int) -> int:
+    """Return the elements of the largest of `chunks` parts of a buffer that packs a local array of `shape`."""
+    if chunks == 1 or not shape:
+        return elements
+    share = math.prod(-(-n // c) for n, c in zip(shape, chunk_counts(shape, chunks), strict=True))
+    return min(elements, -(-elements * share // max(1, math.prod(shape))))
+
+
+def major(shape: tuple[int, ...], dim: int) -> bool:
+    """Say whether a piece cut along `dim` of a local array is one contiguous run: all dims before have extent 1."""
+    return all(n <= 1 for n in shape[:dim])
+
+
+def cut(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:
+    """Return the part of `array`, which holds the box `frm`, that lies in the box `to` (inside `frm`)."""
+    return array[tuple(slice(b[0] - a[0], b[1] - a[0]) for a, b in zip(frm, to, strict=True))]
+
+
+def meet(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    """Return the intersection of two boxes [ndim, 2], or None when it is empty."""
+    lo, hi = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
+    return None if np.any(lo >= hi) else np.stack([lo, hi], axis=1)
+
+
+def assemble(
+    box: np.ndarray, pieces: Sequence[tuple[np.ndarray, Array]], dtype: np.dtype[np.generic], what: str
+) -> Array:
+    """Return the array of `box` put together from the parts of `pieces` (box, array) that meet it, each element once."""
+    out = np.empty(tuple(int(n) for n in box[:, 1] - box[:, 0]), dtype=dtype)
+    filled = 0
+    seen: np.ndarray | None = None
+    for frm, array in pieces:
+        part = meet(frm, box)
+        if part is None and box.shape[0]:
+            continue
+        target = part if part is not None else box
+        index = tuple(slice(b - a, c - a) for (a, _), (b, c) in zip(box, target, strict=True))
+        if filled + out[index].size > out.size or seen is not None:
+            raise TypingError(f"{what}: two senders deliver the same element of the box {box.tolist()}")
+        out[index] = cut(array, frm, target)
+        filled += out[index].size
+    if filled != out.size:
+        raise TypingError(f"{what}: {out.size - filled} elements of the box {box.tolist()} have no sender")
+    return out
+
+
+def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    """Return an array that must not be read: NaN, or the largest integer."""
+    if dtype.kind == "b":
+        return np.ones(shape, dtype=dtype)
+    return np.full(shape, np.iinfo(dtype).max if dtype.kind in "iu" else np.nan).astype(dtype)
+
+
+def point_to_point(
+    t: TensorType, u: TensorType, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int
+) -> Messages:
+    """Return messages by device id from places in the two meshes."""
+    return Messages(t.mesh.ids[sender], u.mesh.ids[receiver], nbytes.astype(np.float64), chunks)

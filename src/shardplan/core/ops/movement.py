@@ -1,0 +1,406 @@
+"""The ops that move data and add nothing: Slice, AllGather, AllToAll, Permute, Exchange, Send.
+
+Typing rules and bytes: section 2 of the redistribution spec. Partial and root axes pass through unchanged; only
+`Permute` may rename them. A suffix is a contiguous minor run of the axes of a dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.messages import at_root, lacking, messages, moved_atoms, own_places, peers, permutation
+from shardplan.core.notation import axes_text
+from shardplan.core.ops.base import (
+    Array,
+    Collective,
+    Shards,
+    assemble,
+    cut,
+    major,
+    meet,
+    point_to_point,
+    poison,
+)
+from shardplan.core.pattern import Local, Pattern
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+Dims = int | tuple[int, ...]
+
+
+def check_dim(op: str, t: TensorType, dim: int) -> None:
+    """Raise `TypingError` unless `dim` is a dim of `t`."""
+    if not 0 <= dim < t.ndim:
+        raise TypingError(f"{op}: {t} has no dim {dim}; legal are 0 to {t.ndim - 1}")
+
+
+def check_chunks(op: str, chunks: int) -> None:
+    """Raise `TypingError` unless the op is cut into at least one part."""
+    if chunks < 1:
+        raise TypingError(f"{op}: chunks={chunks}; an op runs in at least 1 part")
+
+
+def by_dim(op: str, dims: Dims, axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Return the axes of each dim: all of them for one dim, or one dim per axis."""
+    if isinstance(dims, int):
+        return {dims: axes}
+    if len(dims) != len(axes):
+        raise TypingError(f"{op}: {len(dims)} dims for {len(axes)} axes; give one dim, or one dim per axis")
+    out: dict[int, tuple[str, ...]] = {}
+    for d, a in zip(dims, axes, strict=True):
+        out[d] = (*out.get(d, ()), a)
+    return out
+
+
+def with_dims(layout: Layout, mesh: Mesh, changed: dict[int, tuple[int, ...]]) -> Layout:
+    """Return the layout with the atoms of some dims replaced."""
+    dims = tuple(mesh.fold(changed[d]) if d in changed else names for d, names in enumerate(layout.dims))
+    return replace(layout, dims=dims)
+
+
+def without_suffix(op: str, t: TensorType, dim: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the atoms of `dim` without the suffix `axes`, or raise `TypingError`."""
+    check_dim(op, t, dim)
+    run = t.mesh.expand(axes)
+    held = t.atoms[dim]
+    if run and held[len(held) - len(run) :] != run:
+        raise TypingError(
+            f"{op}: {axes_text(axes)} is not a suffix of dim {dim} of {t}; legal are minor runs of "
+            f"{axes_text(t.layout.dims[dim]) if t.layout.dims[dim] else 'no axes'}"
+        )
+    return held[: len(held) - len(run)]
+
+
+def unused(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the atoms of `axes`, or raise `TypingError` when the type uses one of them."""
+    atoms = t.mesh.expand(axes)
+    busy = set(t.mesh.expand(t.layout.used))
+    if len(set(atoms)) != len(atoms) or busy & set(atoms):
+        raise TypingError(f"{op}: the axes {axes_text(axes)} are not all unused in {t}")
+    return atoms
+
+
+def group_move(op: Collective, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+    """Assemble every device's new box from the boxes of its group."""
+    before, after = t.boxes(), u.boxes()
+    out: list[Array] = [poison(x.shape, x.dtype) for x in shards]
+    dtype = numpy_dtype(t.dtype)
+    held = at_root(t)
+    for group in t.mesh.group_places(op.members(t)):
+        pieces = [(before[m], shards[m]) for m in group]
+        for m in group:
+            out[m] = assemble(after[m], pieces, dtype, op.name) if held[m] else poison(u.local_shape(int(m)), dtype)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Collective):
+    """Keep a part: `axes`, unused before, are appended minor to `dim`. Local."""
+
+    name: ClassVar[str] = "slice"
+    dim: int
+    axes: tuple[str, ...]
+
+    def result(self, t: TensorType) -> TensorType:
+        """Append the axes; sub-axes need an even dim (the type refuses them otherwise)."""
+        check_dim(self.name, t, self.dim)
+        atoms = unused(self.name, t, self.axes)
+        return t.with_layout(with_dims(t.layout, t.mesh, {self.dim: t.atoms[self.dim] + atoms}))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Nothing moves."""
+        return np.zeros(t.mesh.size, dtype=np.int64)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Cut every shard."""
+        return [cut(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """A view: no bytes."""
+        return Local(0.0)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """Local: none."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Collective):
+    """Every device gets the tiles of its group: `axes`, a suffix of `dim` (or of one dim per axis), are removed."""
+
+    name: ClassVar[str] = "all_gather"
+    kind: ClassVar[str] = "all_gather"
+    dim: Dims
+    axes: tuple[str, ...]
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The gathered axes."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Remove the suffixes."""
+        check_chunks(self.name, self.chunks)
+        changed = {d: without_suffix(self.name, t, d, a) for d, a in by_dim(self.name, self.dim, self.axes).items()}
+        return t.with_layout(with_dims(t.layout, t.mesh, changed))
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Assemble within groups."""
+        return group_move(self, shards, t, u)
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """The shard is sent whole; the gathered parts are contiguous when one major dim is gathered."""
+        dims = list(by_dim(self.name, self.dim, self.axes))
+        shape = u.local_shape()
+        return math.prod(t.local_shape()), math.prod(shape), True, len(dims) == 1 and major(shape, dims[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll(Collective):
+    """Move axes between dims: the suffix `axes` of `src_dim` is appended, in `order`, to `dst_dim`."""
+
+    name: ClassVar[str] = "all_to_all"
+    kind: ClassVar[str] = "all_to_all"
+    src_dim: int
+    dst_dim: int
+    axes: tuple[str, ...]
+    order: tuple[str, ...] = ()
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The moved axes."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Remove the suffix here, append it there."""
+        check_chunks(self.name, self.chunks)
+        check_dim(self.name, t, self.dst_dim)
+        if self.src_dim == self.dst_dim:
+            raise TypingError(f"{self.name}: source and destination are both dim {self.src_dim}; they must differ")
+        left = without_suffix(self.name, t, self.src_dim, self.axes)
+        moved = t.mesh.expand(self.order or self.axes)
+        if sorted(moved) != sorted(t.mesh.expand(self.axes)):
+            raise TypingError(f"{self.name}: order {axes_text(self.order)} does not permute {axes_text(self.axes)}")
+        changed = {self.src_dim: left, self.dst_dim: t.atoms[self.dst_dim] + moved}
+        return t.with_layout(with_dims(t.layout, t.mesh, changed))
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Assemble within groups."""
+        return group_move(self, shards, t, u)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """One per peer: q - 1."""
+        return math.prod(operands[0].mesh.span(a).size for a in self.axes) - 1
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Sent pieces are contiguous when the cut dim is major, received ones when the joined dim is."""
+        before, after = t.local_shape(), u.local_shape()
+        natural = self.order in ((), self.axes)
+        return (
+            math.prod(before),
+            math.prod(after),
+            natural and major(before, self.dst_dim),
+            major(after, self.src_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(Collective):
+    """Every device sends one tile (or a part it cuts out of its tile) to one device: the type becomes `layout`.
+
+    Legal when every tile of the result lies inside one tile of the operand, with senders and receivers one to one; a
+    device that holds its own tile keeps it. The only op that may rename partial and root axes.
+    """
+
+    name: ClassVar[str] = "permute"
+    layout: Layout
+    chunks: int = 1
+
+    def result(self, t: TensorType) -> TensorType:
+        """Check that the pairs exist."""
+        check_chunks(self.name, self.chunks)
+        u = t.with_layout(self.layout)
+        if permutation(t, u) is None:
+            raise TypingError(f"permute: the tiles of {u} are not one to one inside the tiles of {t}")
+        return u
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """The whole new tile where sender and receiver differ."""
+        out = np.zeros(t.mesh.size, dtype=np.int64)
+        pairs = permutation(t, u)
+        if pairs is not None:
+            out[pairs[1]] = u.elements()[pairs[1]] * u.itemsize
+        return out
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Deliver each pair's tile; the rest keep theirs."""
+        source = np.arange(t.mesh.size)
+        pairs = permutation(t, u)
+        if pairs is not None:
+            source[pairs[1]] = pairs[0]
+        held = at_root(u)
+        before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
+        return [
+            assemble(after[k], [(before[source[k]], shards[source[k]])], dtype, self.name)
+            if held[k]
+            else poison(u.local_shape(k), dtype)
+            for k in range(t.mesh.size)
+        ]
+
+    def rounds(self, *operands: TensorType) -> int:
+        """One, if anything moves."""
+        return int(any(self.received_one(t, self.result(t)).any() for t in operands))
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
+        before, after = t.local_shape(), u.local_shape()
+        cuts = [d for d in range(t.ndim) if before[d] != after[d]]
+        return math.prod(after), math.prod(after), not cuts or (len(cuts) == 1 and major(before, cuts[0])), True
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """One message a pair."""
+        t = operands[0]
+        pairs = permutation(t, self.result(t))
+        if pairs is None or not len(pairs[0]):
+            return Local(0.0)
+        sizes = sum(self.result(x).elements()[pairs[1]] * x.itemsize for x in operands)
+        return point_to_point(t, self.result(t), *pairs, np.asarray(sizes), self.chunks)
+
+
+def _message_pattern(op: Exchange | Send, operands: Sequence[TensorType]) -> Pattern:
+    parts = [(t, op.result(t), *messages(t, op.result(t))) for t in operands]
+    width = max(u.mesh.size for _, u, *_ in parts)
+    keys = np.concatenate([s * width + r for _, _, s, r, _ in parts])
+    if not len(keys):
+        return Local(0.0)
+    weights = np.concatenate([n * t.itemsize for t, _, _, _, n in parts]).astype(np.float64)
+    unique, index = np.unique(keys, return_inverse=True)
+    t, u = parts[0][:2]
+    return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), op.chunks)
+
+
+def _message_move(shards: Shards, t: TensorType, u: TensorType, what: str) -> list[Array]:
+    senders, receivers, _ = messages(t, u)
+    before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
+    own, held, needed = own_places(t, u), at_root(t), at_root(u)
+    pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
+    for r, place in enumerate(own):
+        if place >= 0 and held[place]:
+            pieces[r].append((before[place], shards[place]))
+    for s, r in zip(senders, receivers, strict=True):
+        part = meet(before[s], after[r])
+        if part is None:
+            continue
+        pieces[r].append((part, cut(shards[s], before[s], part)))
+    return [
+        assemble(after[r], pieces[r], dtype, what) if needed[r] else poison(u.local_shape(r), dtype)
+        for r in range(u.mesh.size)
+    ]
+
+
+def _message_packed(t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    senders, receivers, sizes = messages(t, u)
+    if not len(senders):
+        return 0, 0, True, True
+    sent = np.bincount(senders, sizes)
+    got = np.bincount(receivers, sizes)
+    whole_send = bool(np.all(sizes == t.elements()[senders]))
+    whole_receive = bool(np.all(sizes == u.elements()[receivers]))
+    return int(sent.max()), int(got.max()), whole_send, whole_receive
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Collective):
+    """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
+
+    name: ClassVar[str] = "exchange"
+    layout: Layout
+    axes: tuple[str, ...] = ()
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The axes of the groups."""
+        return self.axes or t.mesh.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Check that every group covers the new boxes of its members."""
+        check_chunks(self.name, self.chunks)
+        u = t.with_layout(self.layout)
+        parts = [set(t.mesh.expand(x)) for x in (t.layout.partial, u.layout.partial, t.layout.root, u.layout.root)]
+        if parts[0] != parts[1] or parts[2] != parts[3] or t.layout.reduction != u.layout.reduction:
+            raise TypingError(f"exchange: {t} and {u} differ in their partial or root axes; those must be equal")
+        if self.axes and not self._covered(t, u):
+            raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")
+        return u
+
+    def _covered(self, t: TensorType, u: TensorType) -> bool:
+        if t.all_even and u.all_even:
+            return moved_atoms(t, u) <= set(t.mesh.expand(self.axes))
+        senders, receivers, _ = messages(t, u)
+        free = set(t.mesh.expand(self.axes))
+        fixed = [a for k, a in enumerate(t.mesh.atoms) if k not in free]
+        return all(np.array_equal(senders // a.stride % a.size, receivers // a.stride % a.size) for a in fixed)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Deliver the messages."""
+        return _message_move(shards, t, u, self.name)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """The largest number of non-empty peers a device hears from."""
+        return max(peers(t, self.result(t)) for t in operands)
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """All that is sent, and all that is received."""
+        return _message_packed(t, u)
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Explicit messages."""
+        return _message_pattern(self, operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Collective):
+    """Move to another mesh: every device of `mesh` fetches what it lacks of its box under `layout`."""
+
+    name: ClassVar[str] = "send"
+    layout: Layout
+    mesh: Mesh
+    chunks: int = 1
+
+    def result(self, t: TensorType) -> TensorType:
+        """The same tensor on the other mesh; the operand may not be partial."""
+        check_chunks(self.name, self.chunks)
+        if t.layout.partial:
+            raise TypingError(f"send: {t} is partial; reduce it first")
+        u = t.with_layout(self.layout, self.mesh)
+        if u.layout.partial or u.layout.root:
+            raise TypingError(f"send: the result {u} may be neither partial nor rooted")
+        return u
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """The new box minus what the device holds on the source mesh."""
+        return lacking(t, u)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Deliver the messages."""
+        return _message_move(shards, t, u, self.name)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """The largest number of non-empty peers a device hears from."""
+        return max(peers(t, self.result(t)) for t in operands)
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """All that is sent, and all that is received."""
+        return _message_packed(t, u)
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Explicit messages."""
+        return _message_pattern(self, operands)

@@ -1,0 +1,294 @@
+"""The ops that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, Broadcast, ToPartial.
+
+Typing rules and bytes: section 2 of the redistribution spec; the five collectives of 2110.10548 are among them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.layout import REDUCTIONS
+from shardplan.core.messages import at_root
+from shardplan.core.notation import axes_text
+from shardplan.core.ops.base import Array, Collective, Shards, cut, major, poison
+from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, unused, with_dims, without_suffix
+from shardplan.core.pattern import Local, Pattern
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def _leave(op: str, t: TensorType, axes: tuple[str, ...], reduction: str) -> tuple[str, ...]:
+    """Return the partial axes that remain when `axes` are reduced, or raise `TypingError`."""
+    atoms = t.mesh.expand(axes)
+    held = t.mesh.expand(t.layout.partial)
+    if not set(atoms) <= set(held) or len(set(atoms)) != len(atoms) or (atoms and t.layout.reduction != reduction):
+        legal = f"partial over {axes_text(t.layout.partial)} with {t.layout.reduction}" if held else "not partial"
+        raise TypingError(f"{op}({reduction}) over {axes_text(axes)}: {t} is {legal}")
+    return t.mesh.fold(tuple(a for a in held if a not in set(atoms)))
+
+
+def _sum(shards: Shards, group: np.ndarray, reduction: str) -> Array:
+    total = shards[group[0]]
+    for m in group[1:]:
+        total = _COMBINE[reduction](total, shards[m]).astype(total.dtype)
+    return total
+
+
+def _chunk_bytes(t: TensorType, q: int, index: np.ndarray) -> np.ndarray:
+    """Bytes of the part of its shard that each member owns when q members cut the flat shard by the tiling rule."""
+    elements = t.elements()
+    chunk = -(-elements // q)
+    return np.clip(elements - index * chunk, 0, chunk) * t.itemsize
+
+
+def _member_index(t: TensorType, axes: tuple[str, ...]) -> np.ndarray:
+    index = np.zeros(t.mesh.size, dtype=np.int64)
+    for name in axes:
+        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Collective):
+    """Reduce over `axes` and keep a part: they leave partial and are appended minor to `dim` (or one dim per axis)."""
+
+    name: ClassVar[str] = "reduce_scatter"
+    kind: ClassVar[str] = "reduce_scatter"
+    dim: Dims
+    axes: tuple[str, ...]
+    reduction: str = "sum"
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The reduced axes."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Leave partial, append to the dims."""
+        check_chunks(self.name, self.chunks)
+        left = _leave(self.name, t, self.axes, self.reduction)
+        changed: dict[int, tuple[int, ...]] = {}
+        for d, names in by_dim(self.name, self.dim, self.axes).items():
+            check_dim(self.name, t, d)
+            changed[d] = t.atoms[d] + t.mesh.expand(names)
+        layout = with_dims(t.layout, t.mesh, changed)
+        return t.with_layout(replace(layout, partial=left, reduction=self.reduction if left else None))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """q - 1 addends of the part that a device keeps."""
+        q = math.prod(t.mesh.span(a).size for a in self.axes)
+        return np.where(at_root(t), u.elements() * (q - 1) * u.itemsize, 0)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Sum in member order, then cut."""
+        out = list(shards)
+        for group in t.mesh.group_places(self.axes):
+            total = _sum(shards, group, self.reduction)
+            for m in group:
+                out[m] = cut(total, t.boxes()[m], u.boxes()[m]).copy()
+        return out
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Parts are sent from the shard when they are contiguous in it, and received into a buffer to be added."""
+        dims = list(by_dim(self.name, self.dim, self.axes))
+        shape = t.local_shape()
+        return math.prod(shape), math.prod(shape), len(dims) == 1 and major(shape, dims[0]), False
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Collective):
+    """Reduce over `axes`; every member gets the result."""
+
+    name: ClassVar[str] = "all_reduce"
+    kind: ClassVar[str] = "all_reduce"
+    axes: tuple[str, ...]
+    reduction: str = "sum"
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The reduced axes."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Leave partial."""
+        check_chunks(self.name, self.chunks)
+        left = _leave(self.name, t, self.axes, self.reduction)
+        return t.with_layout(replace(t.layout, partial=left, reduction=self.reduction if left else None))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """2 L (1 - 1/q): q - 1 addends of a device's part, then everyone else's part."""
+        q = math.prod(t.mesh.span(a).size for a in self.axes)
+        part = _chunk_bytes(t, q, _member_index(t, self.axes))
+        return np.where(at_root(t), (q - 1) * part + t.elements() * t.itemsize - part, 0)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Sum in member order."""
+        out = list(shards)
+        for group in t.mesh.group_places(self.axes):
+            total = _sum(shards, group, self.reduction)
+            for m in group:
+                out[m] = total.copy()
+        return out
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Addends arrive in a buffer of one shard; what is sent is contiguous."""
+        size = math.prod(t.local_shape())
+        return size, size, True, False
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce(Collective):
+    """Reduce over `axes` to their coordinate 0: the result is `{root:axes}`."""
+
+    name: ClassVar[str] = "reduce"
+    kind: ClassVar[str] = "reduce"
+    axes: tuple[str, ...]
+    reduction: str = "sum"
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The reduced axes."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Move the axes from partial to root."""
+        check_chunks(self.name, self.chunks)
+        left = _leave(self.name, t, self.axes, self.reduction)
+        root = (*t.layout.root, *self.axes)
+        return t.with_layout(replace(t.layout, partial=left, reduction=self.reduction if left else None, root=root))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """A chain towards coordinate 0: every member but the last receives a shard."""
+        q = math.prod(t.mesh.span(a).size for a in self.axes)
+        last = _member_index(t, self.axes) == q - 1
+        return np.where(at_root(t) & ~last, t.elements() * t.itemsize, 0)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Sum at the first member; the others' values are lost."""
+        out = [poison(x.shape, x.dtype) for x in shards]
+        for group in t.mesh.group_places(self.axes):
+            out[group[0]] = _sum(shards, group, self.reduction)
+        return out
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Addends arrive in a buffer of one shard."""
+        size = math.prod(t.local_shape())
+        return size, size, True, False
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(Collective):
+    """Spread the value of coordinate 0 over `axes`, each of them root or unused, at least one root."""
+
+    name: ClassVar[str] = "broadcast"
+    kind: ClassVar[str] = "broadcast"
+    axes: tuple[str, ...]
+    chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The axes spread over."""
+        return self.axes
+
+    def result(self, t: TensorType) -> TensorType:
+        """Leave root."""
+        check_chunks(self.name, self.chunks)
+        atoms = set(t.mesh.expand(self.axes))
+        root = t.mesh.expand(t.layout.root)
+        busy = set(t.mesh.expand((*(a for d in t.layout.dims for a in d), *t.layout.partial)))
+        if atoms & busy or not atoms & set(root):
+            raise TypingError(f"broadcast over {axes_text(self.axes)}: each must be root or unused, one root, in {t}")
+        return t.with_layout(replace(t.layout, root=t.mesh.fold(tuple(a for a in root if a not in atoms))))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """A shard on every member but the first."""
+        first = _member_index(t, self.axes) == 0
+        return np.where(at_root(u) & ~first, t.elements() * t.itemsize, 0)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Copy the first member's value."""
+        out = list(shards)
+        for group in t.mesh.group_places(self.axes):
+            for m in group:
+                out[m] = shards[group[0]].copy()
+        return out
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """Sent and received whole."""
+        size = math.prod(t.local_shape())
+        return size, size, True, True
+
+
+@dataclass(frozen=True, slots=True)
+class ToPartial(Collective):
+    """Make a value partial (sum, max, min) or rooted (`root`) over `axes`, unused or a suffix of one dim. Local.
+
+    Over unused axes coordinate 0 keeps the value and the others take the identity (for max and min all keep it, for
+    root the others drop it); over a suffix every device keeps its part and fills the rest of the dim.
+    """
+
+    name: ClassVar[str] = "to_partial"
+    axes: tuple[str, ...]
+    reduction: str = "sum"
+
+    def _dim(self, t: TensorType) -> int | None:
+        atoms = t.mesh.expand(self.axes)
+        for d, held in enumerate(t.atoms):
+            if atoms and set(atoms) & set(held):
+                return d
+        return None
+
+    def result(self, t: TensorType) -> TensorType:
+        """Add the axes to the partial or root part."""
+        if self.reduction not in (*REDUCTIONS, "root"):
+            raise TypingError(f"to_partial: unknown reduction {self.reduction!r}; legal are sum, max, min, root")
+        d = self._dim(t)
+        layout = t.layout
+        if d is None:
+            unused(self.name, t, self.axes)
+        else:
+            layout = with_dims(layout, t.mesh, {d: without_suffix(self.name, t, d, self.axes)})
+        if self.reduction == "root":
+            if d is not None:
+                raise TypingError(f"to_partial(root) over {axes_text(self.axes)}: they must be unused in {t}")
+            return t.with_layout(replace(layout, root=(*layout.root, *self.axes)))
+        if layout.reduction not in (None, self.reduction):
+            raise TypingError(f"to_partial({self.reduction}): {t} is already partial with {layout.reduction}")
+        return t.with_layout(replace(layout, partial=(*layout.partial, *self.axes), reduction=self.reduction))
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Nothing moves."""
+        return np.zeros(t.mesh.size, dtype=np.int64)
+
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Keep, fill or drop."""
+        dtype = numpy_dtype(t.dtype)
+        if self._dim(t) is not None:
+            out: list[Array] = []
+            for k, x in enumerate(shards):
+                full = np.full(u.local_shape(k), identity(self.reduction, dtype), dtype=dtype)
+                box = u.boxes()[k]
+                inside = tuple(slice(b[0] - a[0], b[1] - a[0]) for a, b in zip(box, t.boxes()[k], strict=True))
+                full[inside] = x
+                out.append(full)
+            return out
+        first = _member_index(t, self.axes) == 0
+        if self.reduction == "root":
+            return [x if first[k] else poison(x.shape, x.dtype) for k, x in enumerate(shards)]
+        keep_all = self.reduction in ("max", "min")
+        blank = identity(self.reduction, dtype)
+        return [x.copy() if first[k] or keep_all else np.full_like(x, blank) for k, x in enumerate(shards)]
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """A local fill (dropping is free)."""
+        return Local(0.0 if self.reduction == "root" else float(sum(self.result(t).local_bytes() for t in operands)))
+
+    def rounds(self, *operands: TensorType) -> int:
+        """Local: none."""
+        return 0

@@ -1,0 +1,136 @@
+"""`Program`: inputs, SSA steps and outputs over distributed tensors; verified on construction.
+
+SPMD: one program describes all devices, so its size does not depend on their number. Invariants: value names are
+defined once, before use; every step's operand types satisfy its op; the types of all values are derived from the
+inputs' types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops.base import Op
+from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError, TypingError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op applied to named values."""
+
+    op: Op
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Program:
+    """A verified program; `types` maps every value name to its type.
+
+    `inputs` is an ordered mapping (or pairs) of names to types. Raises `TypingError` naming the step that is wrong.
+
+    >>> from shardplan.core.ops import AllGather
+    >>> t = TensorType("f32", (8,), ("x",), Mesh(x=2))
+    >>> p = Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",))
+    >>> str(p.types["1"])
+    'f32[8]'
+    """
+
+    inputs: tuple[tuple[str, TensorType], ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    types: Mapping[str, TensorType] = field(compare=False, hash=False)
+
+    def __init__(
+        self,
+        inputs: Mapping[str, TensorType] | Iterable[tuple[str, TensorType]],
+        steps: Iterable[Step],
+        outputs: Iterable[str],
+    ) -> None:
+        """Verify and derive the types."""
+        pairs = tuple(inputs.items()) if isinstance(inputs, Mapping) else tuple(inputs)
+        body, results = tuple(steps), tuple(outputs)
+        types: dict[str, TensorType] = {}
+        for name, t in pairs:
+            if name in types:
+                raise TypingError(f"input %{name} is defined twice")
+            types[name] = t
+        for number, step in enumerate(body):
+            where = f"step {number} ({step.op.name})"
+            for operand in step.operands:
+                if operand not in types:
+                    raise TypingError(f"{where}: %{operand} is not defined before it")
+            try:
+                found = step.op.infer(*(types[o] for o in step.operands))
+            except ShardplanError as error:
+                raise type(error)(f"{where}: {error}") from None
+            if len(found) != len(step.results):
+                raise TypingError(f"{where}: {len(found)} results, but {len(step.results)} names")
+            for name, t in zip(step.results, found, strict=True):
+                if name in types:
+                    raise TypingError(f"{where}: %{name} is defined twice")
+                types[name] = t
+        for name in results:
+            if name not in types:
+                raise TypingError(f"output %{name} is not defined")
+        object.__setattr__(self, "inputs", pairs)
+        object.__setattr__(self, "steps", body)
+        object.__setattr__(self, "outputs", results)
+        object.__setattr__(self, "types", MappingProxyType(types))
+
+    @property
+    def input_types(self) -> tuple[TensorType, ...]:
+        """The types of the inputs, in order."""
+        return tuple(t for _, t in self.inputs)
+
+    @property
+    def output_types(self) -> tuple[TensorType, ...]:
+        """The types of the outputs, in order."""
+        return tuple(self.types[name] for name in self.outputs)
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The distinct meshes, in order of appearance."""
+        found: dict[Mesh, None] = {}
+        for t in self.types.values():
+            found.setdefault(t.mesh)
+        return tuple(found)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All device ids of all meshes, ascending."""
+        return tuple(sorted({d for mesh in self.meshes for d in mesh.devices}))
+
+    def step_types(self, step: Step) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
+        """Return the operand and result types of a step."""
+        return tuple(self.types[o] for o in step.operands), tuple(self.types[r] for r in step.results)
+
+    def last_uses(self) -> list[set[str]]:
+        """Return, per step, the values that no later step or output reads (operands it frees, results never read)."""
+        alive = set(self.outputs)
+        freed: list[set[str]] = []
+        for step in reversed(self.steps):
+            touched = {*step.operands, *step.results}
+            freed.append({v for v in touched if v not in alive})
+            alive |= set(step.operands)
+        return freed[::-1]
+
+    def __str__(self) -> str:
+        """Return the text that `Program.parse` reads."""
+        from shardplan.core.text import program_text
+
+        return program_text(self)
+
+    def __repr__(self) -> str:
+        """Show the text form."""
+        return f"<Program\n{self}>"
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Read a program's text; comments run from '#' to the end of the line."""
+        from shardplan.core.text import parse_program
+
+        return parse_program(text)

@@ -1,0 +1,118 @@
+"""The reference semantics: every device's array in one process, with numpy. The only oracle of meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.messages import at_root
+from shardplan.core.ops.base import Array, Shards, poison
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def _index(t: TensorType, box: np.ndarray) -> tuple[slice, ...]:
+    return tuple(slice(int(a), int(b)) for a, b in box)
+
+
+def distribute(array: Array, t: TensorType) -> list[Array]:
+    """Return the shard of every device, in mesh order.
+
+    Partial types get addends that reduce to the array exactly: every element has one owner along the partial axes
+    (its flat index modulo their product), the others hold the identity. Away from the root axes the shards are poison.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> distribute(np.arange(4), TensorType("i64", (4,), ("x",), Mesh(x=2)))
+    [array([0, 1]), array([2, 3])]
+    """
+    dtype = numpy_dtype(t.dtype)
+    if tuple(array.shape) != t.shape or array.dtype != dtype:
+        raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
+    boxes, held = t.boxes(), at_root(t)
+    addends = 1
+    index = np.zeros(t.mesh.size, dtype=np.int64)
+    for name in t.layout.partial:
+        size = t.mesh.span(name).size
+        index = index * size + t.mesh.coordinate(name)
+        addends *= size
+    owner = np.arange(array.size).reshape(array.shape) % addends
+    shards: list[Array] = []
+    for k in range(t.mesh.size):
+        where = _index(t, boxes[k])
+        part = array[where]
+        if not held[k]:
+            shards.append(poison(part.shape, dtype))
+        elif addends > 1:
+            blank = identity(t.layout.reduction or "sum", dtype)
+            shards.append(np.where(owner[where] == index[k], part, blank).astype(dtype))
+        else:
+            shards.append(part.copy())
+    return shards
+
+
+def collect(shards: Shards, t: TensorType) -> Array:
+    """Return the global array of shards in mesh order; addends are reduced, replicas must be equal.
+
+    Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
+    """
+    dtype = numpy_dtype(t.dtype)
+    if len(shards) != t.mesh.size:
+        raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
+    out = np.zeros(t.shape, dtype=dtype)
+    boxes, held = t.boxes(), at_root(t)
+    groups = t.mesh.group_places(t.layout.partial)
+    written = np.zeros(t.shape, dtype=bool)
+    for group in groups:
+        if not held[group].all():
+            continue
+        total = None
+        for m in group:
+            shard = np.asarray(shards[m])
+            if shard.shape != t.local_shape(int(m)):
+                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {t.local_shape(int(m))}")
+            total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
+        where = _index(t, boxes[group[0]])
+        assert total is not None
+        if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):
+            raise LayoutError(f"device {group[0]} holds other values than its replica, under {t}")
+        out[where] = total
+        written[where] = True
+    return out
+
+
+def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
+    """Return the shards of every output, given those of every input (all devices, in mesh order).
+
+    Raises `LayoutError` when an input has the wrong number or shape of shards.
+    """
+    if len(inputs) != len(program.inputs):
+        raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
+    values: dict[str, list[Array]] = {}
+    for (name, t), shards in zip(program.inputs, inputs, strict=True):
+        values[name] = check_shards(name, t, shards)
+    for step, freed in zip(program.steps, program.last_uses(), strict=True):
+        operand_types, _ = program.step_types(step)
+        results = step.op.reference([values[o] for o in step.operands], operand_types)
+        values.update(zip(step.results, results, strict=True))
+        for name in freed:
+            values.pop(name, None)
+    return [values[name] for name in program.outputs]
+
+
+def check_shards(name: str, t: TensorType, shards: Shards) -> list[Array]:
+    """Return the shards as arrays after checking their number, shapes and dtype against the type of input `name`."""
+    if len(shards) != t.mesh.size:
+        raise LayoutError(f"input %{name}: {len(shards)} shards for the {t.mesh.size} devices of {t}")
+    arrays = [np.asarray(x) for x in shards]
+    for k, x in enumerate(arrays):
+        if x.shape != t.local_shape(k) or x.dtype != numpy_dtype(t.dtype):
+            raise LayoutError(
+                f"input %{name}, device {k}: a shard of dtype {x.dtype} and shape {x.shape}, but {t} needs "
+                f"{t.dtype} and {t.local_shape(k)}"
+            )
+    return arrays

@@ -1,0 +1,285 @@
+"""`TensorType`: dtype, global shape, layout, mesh; the local part of every device is derived, never stored.
+
+Tiling rule: a dim of size n over axes (a, b, ...) is cut into |a| chunks of ceil(n/|a|), each chunk then over b in the
+same way (trailing chunks may be short or empty). A dim is *even* when the product of its axes divides n; on an uneven
+dim a sub-axis is refused, because nested ceilings differ from the flat one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from shardplan.core import dtypes
+from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
+from shardplan.core.mesh import Mesh
+from shardplan.core.notation import AXIS, Scanner, axes_text
+from shardplan.errors import LayoutError
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
+class TensorType:
+    """The type of a distributed tensor.
+
+    `TensorType("f32", (64, 48), ("data", "tensor"), mesh, partial={"seq": "sum"}, root=("a",))`: the spec is what a
+    JAX `PartitionSpec` takes (None or () for a whole dim; missing trailing dims are whole), or a `Layout`.
+    Raises `LayoutError`.
+
+    >>> mesh = Mesh(data=4, tensor=2)
+    >>> t = TensorType("f32", (64, 48), ("data", "tensor"), mesh)
+    >>> print(t, t.local_shape(0), t.box(3))
+    f32[64@data, 48@tensor] (16, 24) ((16, 32), (24, 48))
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    mesh: Mesh
+    atoms: tuple[tuple[int, ...], ...] = field(compare=False)
+    even: tuple[bool, ...] = field(compare=False)
+    _hash: int = field(compare=False)
+
+    def __init__(
+        self,
+        dtype: object,
+        shape: Sequence[int],
+        spec: Layout | Spec,
+        mesh: Mesh,
+        partial: Mapping[str, str] | None = None,
+        root: Iterable[str] = (),
+    ) -> None:
+        """Check and fold; see the class."""
+        name = dtypes.short_name(dtype)
+        sizes = tuple(int(n) for n in shape)
+        for k, n in enumerate(sizes):
+            if n < 1:
+                raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
+        layout = make_layout(len(sizes), spec, mesh, partial, root)
+        atoms = tuple(mesh.expand(d) for d in layout.dims)
+        even: list[bool] = []
+        for k, (n, names, run) in enumerate(zip(sizes, layout.dims, atoms, strict=True)):
+            product = math.prod(mesh.atoms[a].size for a in run)
+            even.append(n % product == 0)
+            if n % product:
+                for axis in names:
+                    if not mesh.span(axis).whole and mesh.span(axis).size > 1:
+                        raise LayoutError(
+                            f"dim {k} of size {n} is uneven over {axes_text(names)} (product {product}), so the sub-axis "
+                            f"{axis!r} is refused there; legal are whole axes, or a product that divides {n}"
+                        )
+        for field_name, value in {
+            "dtype": name,
+            "shape": sizes,
+            "layout": layout,
+            "mesh": mesh,
+            "atoms": atoms,
+            "even": tuple(even),
+            "_hash": hash((name, sizes, layout, mesh)),
+        }.items():
+            object.__setattr__(self, field_name, value)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtypes.itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def all_even(self) -> bool:
+        """Whether every dim is even, so that all devices hold boxes of one size."""
+        return all(self.even)
+
+    def box(self, device: int | tuple[int, ...]) -> Box:
+        """Return the part of the global array that a device holds: (start, stop) per dim; empty when start == stop.
+
+        `device` is a place in mesh order, or coordinates over the axes.
+        """
+        place = self.mesh.place(device)
+        box: list[tuple[int, int]] = []
+        for n, names in zip(self.shape, self.layout.dims, strict=True):
+            lo, hi = 0, n
+            for name in names:
+                span = self.mesh.span(name)
+                chunk = -(-(hi - lo) // span.size)
+                lo, hi = (
+                    min(lo + place // span.stride % span.size * chunk, hi),
+                    min(lo + (place // span.stride % span.size + 1) * chunk, hi),
+                )
+            box.append((lo, hi))
+        return tuple(box)
+
+    def local_shape(self, device: int | tuple[int, ...] = 0) -> tuple[int, ...]:
+        """Return the shape of the shard of a device (a place in mesh order, or coordinates)."""
+        return tuple(hi - lo for lo, hi in self.box(device))
+
+    def boxes(self) -> np.ndarray:
+        """Return the boxes of all devices, int64 [devices, ndim, 2], in mesh order; read-only."""
+        return _boxes(self)
+
+    def elements(self) -> np.ndarray:
+        """Return the elements that each device holds, int64 [devices], in mesh order; read-only."""
+        return _elements(self)
+
+    def local_bytes(self) -> int:
+        """Return the bytes of the largest shard."""
+        count = 1
+        for n, names in zip(self.shape, self.layout.dims, strict=True):
+            for name in names:  # place 0 of every axis has the largest chunk
+                n = -(-n // self.mesh.span(name).size)
+            count *= n
+        return count * self.itemsize
+
+    def with_layout(self, layout: Layout, mesh: Mesh | None = None) -> TensorType:
+        """Return this type with another layout, on this mesh or another."""
+        return TensorType(self.dtype, self.shape, layout, mesh or self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        """Types are equal when dtype, shape, folded layout and mesh are."""
+        if self is other:
+            return True
+        return (
+            isinstance(other, TensorType)
+            and self._hash == other._hash
+            and (self.dtype, self.shape, self.layout) == (other.dtype, other.shape, other.layout)
+            and self.mesh == other.mesh
+        )
+
+    def __hash__(self) -> int:
+        """Hash the defining fields, once."""
+        return self._hash
+
+    def __str__(self) -> str:
+        """Return `f32[64@data, 48@(tensor,pipe)]{+seq}`."""
+        dims = (f"{n}@{axes_text(d)}" if d else str(n) for n, d in zip(self.shape, self.layout.dims, strict=True))
+        return f"{self.dtype}[{', '.join(dims)}]{self.layout.suffix()}"
+
+    def __repr__(self) -> str:
+        """Show the text form and the mesh."""
+        return f"TensorType({self} on {self.mesh})"
+
+    @staticmethod
+    def parse(text: str, mesh: Mesh) -> TensorType:
+        """Read the notation on `mesh`; raises `ParseError` pointing at the character, or `LayoutError`.
+
+        >>> TensorType.parse("bf16[8@(tensor,data), 3]{root:pipe}", Mesh(data=2, tensor=2, pipe=2)).local_shape(1)
+        (2, 3)
+        """
+        scanner = Scanner(text)
+        found = scan_type(scanner, mesh)
+        scanner.finish("the type")
+        return found
+
+
+def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
+    """Read a type at the scanner's position."""
+    scanner.skip()
+    start = scanner.position
+    name = scanner.match(AXIS)
+    if name is None:
+        raise scanner.error("expected a dtype, as in f32[64@data, 48]")
+    try:
+        dtypes.short_name(name)
+    except LayoutError as error:
+        scanner.position = start
+        raise scanner.error(str(error)) from None
+    scanner.expect("[", "a type")
+    shape: list[int] = []
+    dims: list[tuple[str, ...]] = []
+    while not scanner.take("]"):
+        shape.append(scanner.integer("the size of a dim"))
+        if scanner.take("@"):
+            before = scanner.position
+            dims.append(scanner.names("an axis after '@'"))
+            for axis in dims[-1]:
+                if axis not in mesh._spans:  # pyright: ignore[reportPrivateUsage]
+                    scanner.position = scanner.text.index(axis, before)
+                    raise scanner.error(f"unknown axis {axis!r}: the mesh has {mesh}")
+        else:
+            dims.append(())
+        if not scanner.take(",") and not scanner.peek("]"):
+            raise scanner.error("expected '@', ',' or ']' in a type")
+    partial, reduction, root = scan_suffix(scanner)
+    return TensorType(name, shape, Layout(tuple(dims), partial, reduction, root), mesh)
+
+
+@lru_cache(maxsize=256)
+def _boxes(t: TensorType) -> np.ndarray:
+    out = np.empty((t.mesh.size, t.ndim, 2), dtype=np.int64)
+    for d, (n, names) in enumerate(zip(t.shape, t.layout.dims, strict=True)):
+        out[:, d, 0] = 0
+        out[:, d, 1] = n
+        if not names:
+            continue
+        lo = np.zeros(t.mesh.size, dtype=np.int64)
+        hi = np.full(t.mesh.size, n, dtype=np.int64)
+        for name in names:
+            chunk = -(-(hi - lo) // t.mesh.span(name).size)
+            start = lo + t.mesh.coordinate(name) * chunk
+            lo, hi = np.minimum(start, hi), np.minimum(start + chunk, hi)
+        out[:, d, 0] = lo
+        out[:, d, 1] = hi
+    out.setflags(write=False)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _elements(t: TensorType) -> np.ndarray:
+    if t.all_even:
+        out = np.full(t.mesh.size, t.local_bytes() // t.itemsize, dtype=np.int64)
+    else:
+        boxes = t.boxes()
+        out = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1, dtype=np.int64)
+    out.setflags(write=False)
+    return out
+
+
+def same(t: TensorType, u: TensorType) -> bool:
+    """Say whether two types hold the same data on every device: shape, dtype, partial and root parts, and boxes by id."""
+    if (t.dtype, t.shape) != (u.dtype, u.shape):
+        return False
+    if t.mesh == u.mesh:
+        if t.layout == u.layout:
+            return True
+        m = t.mesh
+        parts = lambda x: (set(m.expand(x.layout.partial)), x.layout.reduction, set(m.expand(x.layout.root)))  # noqa: E731
+        if not _same_reduction(t, u) or parts(t)[0] != parts(u)[0] or parts(t)[2] != parts(u)[2]:
+            return False
+        if t.all_even and u.all_even:
+            return t.atoms == u.atoms
+        return bool(np.array_equal(t.boxes(), u.boxes()))
+    if set(t.mesh.devices) != set(u.mesh.devices) or not _same_reduction(t, u):
+        return False
+    order_t, order_u = np.argsort(t.mesh.ids), np.argsort(u.mesh.ids)
+    if not np.array_equal(t.boxes()[order_t], u.boxes()[order_u]):
+        return False
+    return all(
+        np.array_equal(_digit(t, a)[order_t], _digit(u, b)[order_u])
+        for a, b in ((t.layout.partial, u.layout.partial), (t.layout.root, u.layout.root))
+    )
+
+
+def _same_reduction(t: TensorType, u: TensorType) -> bool:
+    live = [x.layout.reduction if x.mesh.expand(x.layout.partial) else None for x in (t, u)]
+    return live[0] == live[1]
+
+
+def _digit(t: TensorType, names: tuple[str, ...]) -> np.ndarray:
+    index = np.zeros(t.mesh.size, dtype=np.int64)
+    for name in names:
+        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
+    return index

@@ -1,0 +1,230 @@
+"""Programs as text, and back: `parse_program(program_text(p)) == p`.
+
+    program
+      mesh data=4, tensor=2
+      input %0: f32[64@data, 48@tensor]
+      %1 = all_gather(%0; dim=0, axes=(data)): f32[64, 48@tensor]
+      output %1
+
+With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). The type after a step
+is a claim that the parser checks. Comments run from '#' to the end of the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from shardplan.core.layout import Layout, scan_layout
+from shardplan.core.mesh import Mesh, scan_mesh
+from shardplan.core.notation import AXIS, Scanner
+from shardplan.core.ops import OPS, Op
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType, scan_type
+from shardplan.errors import ParseError, ShardplanError
+
+_VALUE = re.compile(r"%[A-Za-z0-9_.]+")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_MESH_NAME = re.compile(r"m\d+")
+
+
+def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None) -> str:
+    """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default are left out."""
+    shown: list[str] = []
+    for item in dataclasses.fields(op):
+        value = getattr(op, item.name)
+        if item.default is dataclasses.MISSING or value != item.default:
+            shown.append(f"{item.name}={_value_text(value, meshes or {})}")
+    attributes = f"; {', '.join(shown)}" if shown else ""
+    return f"{op.name}({', '.join('%' + o for o in operands)}{attributes})"
+
+
+def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
+    if isinstance(value, Mesh):
+        return meshes.get(value, f"<{value}>")
+    if isinstance(value, Layout):
+        return str(value)
+    if isinstance(value, tuple):
+        return f"({','.join(_value_text(v, meshes) for v in value)})"  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, str) and not AXIS.fullmatch(value):
+        return json.dumps(value)
+    return str(value)
+
+
+def program_text(program: Program, note: Callable[[int, Step], str] | None = None) -> str:
+    """Return a program's text; `note(number, step)` may add a comment to each step's line."""
+    meshes = program.meshes
+    names = {m: f"m{k}" for k, m in enumerate(meshes)}
+    several = len(meshes) > 1
+
+    def typed(t: TensorType) -> str:
+        return f"{t} on {names[t.mesh]}" if several else str(t)
+
+    lines = ["program"]
+    lines += [f"  mesh {names[m]}: {m}" if several else f"  mesh {m}" for m in meshes]
+    lines += [f"  input %{name}: {typed(t)}" for name, t in program.inputs]
+    body: list[tuple[str, str]] = []
+    for number, step in enumerate(program.steps):
+        results = ", ".join(f"%{r}" for r in step.results)
+        types = "; ".join(typed(program.types[r]) for r in step.results)
+        text = f"  {results} = {op_text(step.op, step.operands, names)}: {types}"
+        body.append((text, note(number, step) if note else ""))
+    width = max((len(t) for t, _ in body if len(t) <= 110), default=0)
+    lines += [f"{t:<{width}}  # {n}" if n else t for t, n in body]
+    lines.append(f"  output {', '.join('%' + o for o in program.outputs)}")
+    return "\n".join(lines)
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
+        self.scanner = Scanner(self.text)
+        self.meshes: dict[str, Mesh] = {}
+        self.inputs: list[tuple[str, TensorType]] = []
+        self.steps: list[Step] = []
+        self.claims: list[tuple[int, str, TensorType]] = []
+        self.outputs: tuple[str, ...] = ()
+
+    def newline(self) -> None:
+        s = self.scanner
+        s.skip()
+        if not s.end() and s.text[s.position] != "\n":
+            raise s.error("unexpected text at the end of the line")
+        while s.position < len(s.text) and s.text[s.position] in " \t\r\n":
+            s.position += 1
+
+    def value(self) -> str:
+        found = self.scanner.match(_VALUE)
+        if found is None:
+            raise self.scanner.error("expected a value, as in %0")
+        return found[1:]
+
+    def type(self) -> TensorType:
+        s = self.scanner
+        if not self.meshes:
+            raise s.error("a type needs a mesh line before it")
+        line_end = s.text.find("\n", s.position)
+        rest = s.text[s.position : len(s.text) if line_end < 0 else line_end]
+        ahead = re.match(r"[^;]*?\son\s+(m\d+)", rest)
+        name = ahead.group(1) if ahead else next(iter(self.meshes))
+        if name not in self.meshes:
+            raise s.error(f"unknown mesh {name!r}; legal are {', '.join(self.meshes)}")
+        t = scan_type(s, self.meshes[name])
+        if s.take("on "):
+            s.match(_MESH_NAME)
+        return t
+
+    def attribute(self) -> Any:
+        s = self.scanner
+        if s.peek("["):
+            return scan_layout(s)
+        if s.take("("):
+            items: list[Any] = []
+            while not s.take(")"):
+                items.append(self.attribute())
+                if not s.take(",") and not s.peek(")"):
+                    raise s.error("expected ',' or ')' in a list")
+            return tuple(items)
+        quoted = s.match(_STRING)
+        if quoted is not None:
+            return json.loads(quoted)
+        number = s.match(_NUMBER)
+        if number is not None:
+            return float(number) if re.search(r"[.eE]", number) else int(number)
+        name = s.name("an attribute's value")
+        return {"True": True, "False": False, "None": None}.get(name, name)
+
+    def op(self) -> tuple[Op, tuple[str, ...]]:
+        s = self.scanner
+        s.skip()
+        start = s.position
+        name = s.name("an op")
+        cls = OPS.get(name)
+        if cls is None:
+            s.position = start
+            raise s.error(f"unknown op {name!r}; legal are {', '.join(OPS)}")
+        s.expect("(", f"the op {name}")
+        operands: list[str] = []
+        while s.peek("%"):
+            operands.append(self.value())
+            if not s.take(","):
+                break
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        attributes: dict[str, Any] = {}
+        if s.take(";"):
+            while True:
+                s.skip()
+                at = s.position
+                key = s.name("an attribute")
+                if key not in fields:
+                    s.position = at
+                    raise s.error(f"{name} has no attribute {key!r}; legal are {', '.join(fields)}")
+                s.expect("=", "an attribute")
+                value = self.attribute()
+                attributes[key] = self.meshes.get(value, value) if fields[key].type == "Mesh" else value
+                if not s.take(","):
+                    break
+        s.expect(")", f"the op {name}")
+        try:
+            return cls(**attributes), tuple(operands)
+        except TypeError as error:
+            s.position = start
+            raise s.error(f"{name}: {error}") from None
+
+    def line(self) -> None:
+        s = self.scanner
+        if s.take("mesh "):
+            name = s.match(re.compile(r"m\d+(?=\s*:)")) or f"m{len(self.meshes)}"
+            s.take(":")
+            self.meshes[name] = scan_mesh(s)
+        elif s.take("input "):
+            name = self.value()
+            s.expect(":", "an input")
+            self.inputs.append((name, self.type()))
+        elif s.take("output "):
+            self.outputs = self.values()
+        elif s.peek("%"):
+            results = self.values()
+            s.expect("=", "a step")
+            op, operands = self.op()
+            if s.take(":"):
+                for k, result in enumerate(results):
+                    if k:
+                        s.expect(";", "the types of a step")
+                    self.claims.append((s.position, result, self.type()))
+            self.steps.append(Step(op, operands, results))
+        else:
+            raise s.error("expected 'mesh', 'input', 'output' or a step (%name = op(...))")
+
+    def values(self) -> tuple[str, ...]:
+        found = [self.value()]
+        while self.scanner.take(","):
+            found.append(self.value())
+        return tuple(found)
+
+
+def parse_program(text: str) -> Program:
+    """Read a program; raises `ParseError` at the character, `TypingError` for a wrong step or a wrong claimed type."""
+    parser = _Parser(text)
+    scanner = parser.scanner
+    while scanner.position < len(scanner.text) and scanner.text[scanner.position] in " \t\r\n":
+        scanner.position += 1
+    scanner.expect("program", "a program's first line")
+    parser.newline()
+    while not scanner.end():
+        parser.line()
+        parser.newline()
+    try:
+        program = Program(parser.inputs, parser.steps, parser.outputs)
+    except ParseError:
+        raise
+    except ShardplanError as error:
+        raise type(error)(str(error)) from None
+    for position, name, claimed in parser.claims:
+        if program.types[name] != claimed:
+            raise ParseError(f"%{name} has the type {program.types[name]}, not {claimed}", parser.text, position)
+    return program

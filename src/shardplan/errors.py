@@ -1,0 +1,66 @@
+"""Every error a user can cause, as one small hierarchy.
+
+A message says what was asked, what is wrong, the offending values, and what would be legal. The command line maps
+`Infeasible` and missing privileges to exit status 3, failures while running to 4, and every other error to 2.
+"""
+
+from __future__ import annotations
+
+
+class ShardplanError(Exception):
+    """The base of all errors raised on purpose by shardplan."""
+
+
+class ParseError(ShardplanError):
+    """A text (type, program, unit, file) is malformed; the message points at the character."""
+
+    def __init__(self, message: str, text: str = "", position: int | None = None) -> None:
+        """Point at `position` in `text` with a caret when both are given."""
+        self.text = text
+        self.position = position
+        if position is not None:
+            line_start = text.rfind("\n", 0, position) + 1
+            line_end = text.find("\n", position)
+            line = text[line_start : len(text) if line_end < 0 else line_end]
+            message = f"{message}\n  {line}\n  {' ' * (position - line_start)}^"
+        super().__init__(message)
+
+
+class LayoutError(ShardplanError):
+    """A mesh, layout or tensor type breaks an invariant."""
+
+
+class TypingError(ShardplanError):
+    """An op is not defined for the types of its operands."""
+
+
+class TopologyError(ShardplanError):
+    """A topology or placement breaks an invariant."""
+
+
+class Infeasible(ShardplanError):
+    """No answer exists within the limits that were asked for.
+
+    `least_bytes` is the smallest memory limit that works, where the limit was a number of bytes.
+    """
+
+    def __init__(self, message: str, least_bytes: int | None = None) -> None:
+        """Carry the smallest limit that works, when there is one."""
+        self.least_bytes = least_bytes
+        super().__init__(message)
+
+
+class CertificateError(ShardplanError):
+    """A claim of a certificate does not follow from its program."""
+
+
+class ScheduleError(ShardplanError):
+    """A pipeline or tile schedule is incomplete, deadlocks or exceeds its memory bound."""
+
+
+class TimedOut(ShardplanError):
+    """A bounded wait ended before its event arrived."""
+
+
+class BackendError(ShardplanError):
+    """A backend cannot run an op, or failed while running one."""

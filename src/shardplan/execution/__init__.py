@@ -1,0 +1,1 @@
+"""Running a program for real: one file a backend, one line in the table of `run`."""

@@ -1,0 +1,222 @@
+"""The collective algorithms, as latency and flows: ring, double tree, halving-doubling, binomial tree, pairwise.
+
+Each function takes the groups' members as topology ids and returns *rounds*: a latency and the flows that run together.
+Rounds run one after the other. B is the bytes a member holds before the op, k the group size (`spec/placement.md`,
+section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.hardware.fabric import Fabric, Flows, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """Flows that run together after a latency in seconds."""
+
+    latency: float
+    flows: Flows
+
+
+Rounds = Iterator[Round]
+
+
+def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
+    """Run a collective on a ring in member order; Reduce and Broadcast on the chain from member 0.
+
+    Args:
+        kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
+        members: Topology ids, `[G, k]`.
+        nbytes: B, `[G]`.
+        fabric: The resources.
+
+    Yields:
+        One round: 2(k-1)/k B (AllReduce), (k-1)/k B, (k-1) B (AllGather) an edge, or B an edge of the chain. Its latency
+        is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group (NCCL tuning.cc).
+    """
+    groups, k = members.shape
+    share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
+    latency = (2 if kind == "all_reduce" else 1) * _hop_latency(members, fabric)
+    if kind in share:
+        receiver = np.roll(members, -1, axis=1)
+        flows = _flows(members, receiver, nbytes * share[kind], groups)
+    elif kind == "broadcast":
+        flows = _flows(members[:, :-1], members[:, 1:], nbytes, groups)
+    else:
+        flows = _flows(members[:, 1:], members[:, :-1], nbytes, groups)
+    yield Round(latency, flows)
+
+
+def _flows(sender: Ints, receiver: Ints, nbytes: Floats, groups: int, rails: bool = False) -> Flows:
+    width = sender.shape[1]
+    lane = None if rails else np.repeat(np.arange(groups), width)
+    return Flows(sender.reshape(-1), receiver.reshape(-1), np.repeat(nbytes, width), lane)
+
+
+def units_spanned(members: Ints, fabric: Fabric) -> Ints:
+    """Count the distinct units of every group at every level.
+
+    Args:
+        members: Topology ids, `[G, k]`.
+        fabric: The resources.
+
+    Returns:
+        Counts, `[L, G]`.
+    """
+    ordered = np.sort(members, axis=1)
+    rows: list[Ints] = []
+    for wires in fabric.wires:
+        # Device ids are mixed radix, so that sorted ids have sorted units.
+        units = ordered // wires.stride
+        rows.append(1 + np.count_nonzero(units[:, 1:] != units[:, :-1], axis=1))
+    return np.array(rows)
+
+
+def _hop_latency(members: Ints, fabric: Fabric) -> float:
+    spanned = units_spanned(members, fabric)
+    hops = np.diff(spanned, axis=0, prepend=1)
+    return float((fabric.latencies() @ hops).max())
+
+
+def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
+    """Run AllReduce on the double binary tree, Reduce and Broadcast on a binomial tree.
+
+    Inside a unit the members form a chain; the chains' heads form a double tree over the outermost level that the group
+    spans, each tree carrying B/2 up and B/2 down. Order and heads rotate with the group's number, which spreads them.
+
+    Args:
+        kind: all_reduce, reduce or broadcast.
+        members: Topology ids, `[G, k]`.
+        nbytes: B, `[G]`.
+        fabric: The resources.
+
+    Yields:
+        One round for AllReduce, ceil(log2 k) for the others, with B an edge each.
+
+    Source: NVIDIA/nccl `src/graph/trees.cc` (shape) and `tuning.cc` (latency).
+    """
+    if kind == "all_reduce":
+        yield _double_tree(members, nbytes, fabric)
+        return
+    groups, k = members.shape
+    distances = [1 << t for t in range((k - 1).bit_length())]
+    for distance in reversed(distances) if kind == "broadcast" else distances:
+        parents = np.arange(0, k - distance, 2 * distance)
+        upper, lower = members[:, parents], members[:, parents + distance]
+        pair = (upper, lower) if kind == "broadcast" else (lower, upper)
+        flows = _flows(*pair, nbytes, groups)
+        yield Round(_round_latency(flows, fabric), flows)
+
+
+def _round_latency(flows: Flows, fabric: Fabric) -> float:
+    crossed = fabric.crossed(flows.sender, flows.receiver)
+    return float(fabric.latencies()[int(crossed.min())]) if crossed.size else 0.0
+
+
+def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
+    groups, k = members.shape
+    spanned = units_spanned(members, fabric)
+    # The outermost level a group spans; further in its members form chains.
+    top = (spanned > 1).argmax(axis=0)
+    sender: list[Ints] = []
+    receiver: list[Ints] = []
+    lanes: list[Ints] = []
+    device = members.reshape(-1)
+    lane = np.repeat(np.arange(groups), k)
+    for j in range(len(fabric.wires) - 1, -1, -1):
+        parent = device // (fabric.wires[j].stride * fabric.wires[j].level.size)
+        order = np.lexsort((np.arange(len(device)), parent, lane))
+        device, lane, parent = device[order], lane[order], parent[order]
+        starts = np.flatnonzero(np.concatenate([[True], (lane[1:] != lane[:-1]) | (parent[1:] != parent[:-1])]))
+        size = np.diff(np.concatenate([starts, [len(device)]]))
+        first, width = np.repeat(starts, size), np.repeat(size, size)
+        rank = np.arange(len(device)) - first
+        # Rotation by group: place r of the chain or tree is held by the member at (r + group) mod width.
+        held = first + (rank + lane) % width
+        at_top = top[lane] == j
+        chain = np.flatnonzero(~at_top & (rank > 0))
+        # A chain edge carries both trees' halves, each way.
+        for _ in range(2):
+            sender.append(device[held[chain]])
+            receiver.append(device[held[chain - 1]])
+            lanes.append(lane[chain])
+        for mirrored in (False, True):
+            child = np.flatnonzero(at_top)
+            up = _tree_parent(rank[child], width[child], mirrored)
+            child, up = child[up >= 0], up[up >= 0]
+            sender.append(device[held[child]])
+            receiver.append(device[held[first[child] + up]])
+            lanes.append(lane[child])
+        keep = ~at_top & (rank == 0)
+        device, lane = device[held[keep]], lane[keep]
+    up_from, up_to, group = np.concatenate(sender), np.concatenate(receiver), np.concatenate(lanes)
+    flows = Flows(
+        np.concatenate([up_from, up_to]),
+        np.concatenate([up_to, up_from]),
+        np.tile(nbytes[group] / 2, 2),
+        np.tile(group, 2),
+    )
+    hops = np.diff(spanned, axis=0, prepend=1).astype(np.float64)
+    depth = np.ceil(np.log2(np.maximum(spanned[top, np.arange(groups)], 1)))
+    hops[top, np.arange(groups)] = depth
+    below = np.arange(len(fabric.wires))[:, None] > top[None, :]
+    # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
+    inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
+    return Round(2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()), flows)
+
+
+def _tree_parent(rank: Ints, width: Ints, mirrored: bool) -> Ints:
+    """Parents in NCCL's binary tree over `width` places, -1 at the root; mirrored (shifted if odd) for the second tree."""
+    even = width % 2 == 0
+    place = np.where(even, width - 1 - rank, (rank - 1) % width) if mirrored else rank
+    low = place & -place
+    up = (place ^ low) | (low << 1)
+    up = np.where(up >= width, place ^ low, up)
+    up = np.where(place == 0, -1, up)
+    if not mirrored:
+        return up
+    return np.where(up < 0, -1, np.where(even, width - 1 - up, (up + 1) % width))
+
+
+def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
+    """Run AllReduce, ReduceScatter or AllGather by halving and doubling; k must be a power of two.
+
+    Args:
+        kind: all_reduce, reduce_scatter or all_gather.
+        members: Topology ids, `[G, k]`.
+        nbytes: B, `[G]`.
+        fabric: The resources.
+
+    Yields:
+        log2 k rounds (twice that for AllReduce): reducing, the distance doubles from 1 while bytes halve from B/2, so that
+        far partners exchange little; gathering runs backwards. Messages use their devices' rails.
+    """
+    groups, k = members.shape
+    distances = [1 << t for t in range(k.bit_length() - 1)]
+    places = np.arange(k)
+    total = nbytes * (k if kind == "all_gather" else 1)
+    for distance in reversed(distances) if kind == "all_gather" else distances:
+        flows = _flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True)
+        one = Round(_round_latency(flows, fabric), flows)
+        yield one
+        if kind == "all_reduce":
+            # The gathering half runs the same exchanges in reverse order, at the same price.
+            yield one
+
+
+Algorithm = Callable[[str, Ints, Floats, Fabric], Rounds]
+
+# Open set: a new algorithm is one function and one line for each kind it serves. all_to_all and in-network reduction
+# are no lists of flows and live in `aggregate`.
+ALGORITHMS: dict[str, dict[str, Algorithm]] = {
+    "all_reduce": {"ring": ring, "tree": tree, "halving-doubling": halving_doubling},
+    "reduce_scatter": {"ring": ring, "halving-doubling": halving_doubling},
+    "all_gather": {"ring": ring, "halving-doubling": halving_doubling},
+    "reduce": {"ring": ring, "tree": tree},
+    "broadcast": {"ring": ring, "tree": tree},
+}

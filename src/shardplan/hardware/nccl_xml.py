@@ -1,0 +1,97 @@
+"""NCCL topology XML, the file that `NCCL_TOPO_DUMP_FILE` names, as a topology of two levels: node and gpu.
+
+Read: the number of GPUs, their NVLinks (or the PCI link of each GPU where there are none), and the network ports with
+their speeds. Bandwidth per NVLink and per PCI lane are NCCL's own constants (NVIDIA/nccl, `src/graph/topo.h`:
+`SMxx_NVLINK_BW`, `PCI_BW`; `src/graph/topo.cc`: `kvDictPciGen`, bandwidth = width * speed / 80 GB/s). Latencies are its
+Simple-protocol ring latencies (`src/graph/tuning.cc`): NVLink 3.4 us, PCI 5.7 us, network 9.6 us. Point-to-point NVLinks
+(no switch) become a switch of the same bandwidth per GPU: the file holds one node, so the size of `node` is 1 until set.
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+from shardplan.errors import ParseError, TopologyError
+from shardplan.hardware.topology import DeviceSpec, Level, Topology
+
+# GB/s of one NVLink and direction by compute capability (NVIDIA/nccl, src/graph/topo.h).
+_NVLINK = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
+# Rate of one lane in 100 Mbit/s, by the transfer rate that the kernel states (NVIDIA/nccl, kvDictPciGen).
+_PCI_LANE = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}
+_PCI_DEFAULT = 12e9
+_LATENCY = {"nvlink": 3.4e-6, "pci": 5.7e-6, "net": 9.6e-6}
+
+
+def parse_nccl_xml(text: str, name: str = "nccl") -> Topology:
+    """Read an NCCL topology XML file.
+
+    Args:
+        text: The file's content; its root is `<system>`.
+        name: The topology's name.
+
+    Returns:
+        Levels node (size 1) and gpu; only gpu when the file has no network port.
+
+    Raises:
+        ParseError: Malformed XML, or an attribute that is missing or no number.
+        TopologyError: The file names no GPU.
+    """
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        line, column = error.position
+        starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        position = min(starts[min(line, len(starts)) - 1] + column, len(text))
+        reason = str(error).split(":")[0]
+        raise ParseError(f"NCCL topology is malformed XML: {reason}", text, position) from error
+    if root.tag != "system":
+        raise ParseError(f"NCCL topology: the root element is <{root.tag}>, expected <system>", text, text.find("<"))
+    gpus = [(gpu, pci) for pci in root.iter("pci") for gpu in pci.findall("gpu")]
+    if not gpus:
+        raise TopologyError(f"NCCL topology {name!r} names no <gpu>; a dump of a machine with GPUs is needed")
+    rates = [_gpu_rate(text, gpu, pci) for gpu, pci in gpus]
+    kinds = {kind for _, kind in rates}
+    kind = "pci" if "pci" in kinds else "nvlink"
+    # The slowest GPU speaks for all: levels are uniform, and a collective waits for it.
+    bandwidth = min(rate for rate, how in rates if how == kind)
+    inner = Level("gpu", len(gpus), "switch", bandwidth, _LATENCY[kind], source=f"NCCL topology XML, {kind}")
+    nets = [net for net in root.iter("net") if _number(text, net, "speed") > 0]
+    if not nets:
+        return Topology(name, (inner,), DeviceSpec())
+    speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8
+    latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]
+    outer = Level("node", 1, "switch", speed, latency, uplinks=len(nets), source="NCCL topology XML, net")
+    return Topology(name, (outer, inner), DeviceSpec())
+
+
+def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> tuple[float, str]:
+    links = sum(_number(text, link, "count") for link in gpu.findall("nvlink"))
+    if links:
+        capability = _number(text, gpu, "sm")
+        for least, rate in _NVLINK:
+            # 86 to 89 are consumer and inference parts; 80 has the links of 70.
+            if capability >= least:
+                return links * rate * 1e9, "nvlink"
+        raise ParseError(f"NCCL topology: <gpu sm={capability:g}> has NVLinks of unknown speed; known: sm 60 and above")
+    speed = re.match(r"\s*(\d+(?:\.\d+)?)", pci.get("link_speed", ""))
+    if speed is None:
+        return _PCI_DEFAULT, "pci"
+    lane = _PCI_LANE.get(f"{float(speed[1]):g}")
+    width = _number(text, pci, "link_width", 16.0) or 16.0
+    return (_PCI_DEFAULT if lane is None else width * lane / 80 * 1e9), "pci"
+
+
+def _number(text: str, element: ElementTree.Element, key: str, default: float | None = None) -> float:
+    value = element.get(key)
+    if value is None and default is not None:
+        return default
+    try:
+        number = float(value or "")
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        what = "is missing" if value is None else f"is {value!r}, not a number"
+        position = text.find(f'{key}="{value}"') if value is not None else text.find(f"<{element.tag}")
+        raise ParseError(f"NCCL topology: attribute {key!r} of <{element.tag}> {what}", text, max(position, 0))
+    return number

@@ -1,0 +1,361 @@
+"""Placements: how the axes of a mesh lie on the levels of a topology, as the matrix of arXiv 2110.10548.
+
+`matrix[i][j]` is the number of units of level j over which axis i is split. Row products are axis sizes and column
+products level sizes (`spec/placement.md`, section 2). Enumeration rests on the constraints being independent for each
+prime: the remaining columns can take what a row still needs exactly when its remainder divides their product.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.core.mesh import Mesh, primes
+from shardplan.errors import ParseError, TopologyError
+from shardplan.hardware.topology import Topology
+
+Matrix = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A mesh on a topology.
+
+    Invariants: one row an axis, one column a level; row products are axis sizes, column products level sizes.
+
+    Args:
+        mesh: Its axes are the rows; the devices it names play no part, but for `position`.
+        topology: Its levels are the columns.
+        matrix: Entries `x[i][j]` >= 1.
+
+    Raises:
+        TopologyError: An invariant is broken.
+
+    Example:
+        >>> p = Placement(Mesh(data=4, tensor=2), Topology.load("nominal", devices=8), ((4,), (2,)))
+        >>> p.device_mesh().shape
+        (4, 2)
+    """
+
+    mesh: Mesh
+    topology: Topology
+    matrix: Matrix
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.mesh, self.topology)
+        rows, levels = len(self.mesh.axes), self.topology.levels
+        matrix = tuple(tuple(int(x) for x in row) for row in self.matrix)
+        object.__setattr__(self, "matrix", matrix)
+        if len(matrix) != rows or any(len(row) != len(levels) for row in matrix):
+            raise TopologyError(
+                f"matrix {_show(matrix)} has the wrong shape: mesh {self.mesh} on {self.topology.describe()} needs "
+                f"{rows} rows of {len(levels)}"
+            )
+        if any(x < 1 for row in matrix for x in row):
+            raise TopologyError(f"matrix {_show(matrix)} has an entry below 1; an axis is split over 1 or more units")
+        for axis, size, row in zip(self.mesh.axes, self.mesh.sizes, matrix, strict=True):
+            if math.prod(row) != size:
+                raise TopologyError(
+                    f"matrix {_show(matrix)}: row {list(row)} of axis {axis!r} has product {math.prod(row)}, "
+                    f"the axis has size {size}"
+                )
+        for j, level in enumerate(levels):
+            column = [row[j] for row in matrix]
+            if math.prod(column) != level.size:
+                raise TopologyError(
+                    f"matrix {_show(matrix)}: column {column} of level {level.name!r} has product "
+                    f"{math.prod(column)}, the level has size {level.size}"
+                )
+
+    def device_mesh(self) -> NDArray[np.int64]:
+        """Number the topology's devices in the shape of the mesh.
+
+        Returns:
+            Device ids, in the mesh's shape: what `jax.sharding.Mesh` and torch's `DeviceMesh` take.
+            Level digit j splits by column j in axis order, axis 0 most significant.
+
+        Example:
+            >>> topology = Topology.load("dgx-a100", nodes=2)
+            >>> Placement(Mesh(data=8, tensor=2), topology, ((1, 8), (2, 1))).device_mesh()[:2].tolist()
+            [[0, 8], [1, 9]]
+        """
+        m, depth = len(self.mesh.axes), len(self.topology.levels)
+        if m == 0:
+            return np.zeros((), np.int64)
+        shape = [self.matrix[i][j] for j in range(depth) for i in range(m)]
+        order = [j * m + i for i in range(m) for j in range(depth)]
+        return np.arange(self.topology.size).reshape(shape).transpose(order).reshape(self.mesh.sizes)
+
+    def position(self) -> NDArray[np.int64]:
+        """Map the mesh's device ids to topology ids.
+
+        Returns:
+            An array indexed by device id: its topology id, or -1 for an id that is not in the mesh. What `Fabric` takes.
+        """
+        ids = np.asarray(self.mesh.devices, dtype=np.int64)
+        table = np.full(int(ids.max()) + 1, -1, dtype=np.int64)
+        table[ids] = self.device_mesh().reshape(-1)
+        return table
+
+    def mesh_split(self) -> Mesh:
+        """Refine every axis that spans several levels into sub-axes, outermost major.
+
+        Returns:
+            The mesh with sub-axes such as `data.node` and `data.gpu`, on the ids of `device_mesh()`.
+        """
+        sizes = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
+        mesh = Mesh(sizes, devices=self.device_mesh().reshape(-1).tolist())
+        for axis, row in zip(self.mesh.axes, self.matrix, strict=True):
+            parts = {level.name: x for level, x in zip(self.topology.levels, row, strict=True) if x > 1}
+            if len(parts) > 1:
+                mesh = mesh.split(axis, **parts)
+        return mesh
+
+    def describe(self) -> str:
+        """Say the matrix in one line.
+
+        Returns:
+            Such as `"data=[2, 4], tensor=[1, 2]"`.
+        """
+        return ", ".join(f"{axis}={list(row)}" for axis, row in zip(self.mesh.axes, self.matrix, strict=True))
+
+    def __str__(self) -> str:
+        return f"mesh {self.mesh}\nplacement {self.describe()}\n{self.topology}"
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """Read the text form: the mesh, the matrix, and the topology file's text.
+
+        Args:
+            text: As `str(placement)` prints it.
+
+        Returns:
+            The placement; `Placement.parse(str(p)) == p`.
+
+        Raises:
+            ParseError: The text is malformed.
+            TopologyError: The matrix does not fit.
+        """
+        lines = text.split("\n", 2)
+        if len(lines) != 3 or not lines[0].startswith("mesh "):
+            raise ParseError("expected 'mesh ', a line 'placement ', and the topology", text, 0)
+        start = len(lines[0]) + 1
+        if not lines[1].startswith("placement "):
+            raise ParseError("expected 'placement ' and the matrix", text, start)
+        mesh = Mesh.parse(lines[0].removeprefix("mesh "))
+        rows: list[tuple[int, ...]] = []
+        place, body = 0, lines[1].removeprefix("placement ")
+        for number, axis in enumerate(mesh.axes):
+            pattern = (r",\s*" if number else "") + rf"{re.escape(axis)}=(\[\d+(?:, ?\d+)*\])"
+            found = re.compile(pattern).match(body, place)
+            if found is None:
+                raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + 10 + place)
+            rows.append(tuple(json.loads(found[1])))
+            place = found.end()
+        if body[place:].strip():
+            raise ParseError("expected the end of the matrix", text, start + 10 + place)
+        return Placement(mesh, Topology.parse(lines[2]), tuple(rows))
+
+
+def _show(matrix: Matrix) -> str:
+    return str([list(row) for row in matrix])
+
+
+def _check_sizes(mesh: Mesh, topology: Topology) -> None:
+    if mesh.size != topology.size:
+        raise TopologyError(
+            f"mesh {', '.join(f'{a}={s}' for a, s in zip(mesh.axes, mesh.sizes, strict=True))} has {mesh.size} devices, "
+            f"topology {topology.name!r} has {topology.size} ({topology.describe()}); a placement needs equal counts"
+        )
+
+
+def placements(
+    mesh: Mesh,
+    topology: Topology,
+    bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+    inside: Mapping[str, str] | None = None,
+) -> Iterator[Placement]:
+    """Generate every placement of a mesh on a topology, in lexicographic order of the matrix, without duplicates.
+
+    Args:
+        mesh: The axes to place.
+        topology: As many devices as the mesh.
+        bounds: For (axis, level) the least and the greatest entry.
+        inside: For an axis the level inside whose parent it must stay: its entries on levels further out are 1.
+
+    Yields:
+        Placements; without options `count(mesh, topology)` of them.
+
+    Raises:
+        TopologyError: Sizes differ, or an option names an unknown axis or level.
+
+    Source: arXiv 2110.10548, as `spec/placement.md` section 2 has it.
+    """
+    _check_sizes(mesh, topology)
+    depth = len(topology.levels)
+    least = [[1] * depth for _ in mesh.axes]
+    most = [[mesh.size] * depth for _ in mesh.axes]
+    for axis, _ in bounds or {}:
+        _row(mesh, axis)
+    for (axis, level), (low, high) in (bounds or {}).items():
+        i, j = _row(mesh, axis), topology.index(level)
+        least[i][j], most[i][j] = max(least[i][j], low), min(most[i][j], high)
+    for axis, level in (inside or {}).items():
+        i = _row(mesh, axis)
+        for j in range(topology.index(level)):
+            most[i][j] = 1
+
+    def rows(i: int, columns: tuple[int, ...]) -> Iterator[Matrix]:
+        if i == len(mesh.axes):
+            yield ()
+            return
+        for row in cells(i, 0, mesh.sizes[i], columns):
+            rest = tuple(column // x for column, x in zip(columns, row, strict=True))
+            for others in rows(i + 1, rest):
+                yield (row, *others)
+
+    def cells(i: int, j: int, need: int, columns: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if j == depth:
+            yield ()
+            return
+        after = math.prod(columns[j + 1 :])
+        for x in divisors(math.gcd(need, columns[j])):
+            if after % (need // x) == 0 and least[i][j] <= x <= most[i][j]:
+                for others in cells(i, j + 1, need // x, columns):
+                    yield (x, *others)
+
+    for matrix in rows(0, topology.level_sizes):
+        yield Placement(mesh, topology, matrix)
+
+
+def _row(mesh: Mesh, axis: str) -> int:
+    if axis not in mesh.axes:
+        raise TopologyError(f"axis {axis!r} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+    return mesh.axes.index(axis)
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """List the divisors of n >= 1, ascending.
+
+    Args:
+        n: At least 1.
+
+    Returns:
+        All divisors.
+    """
+    found = [1]
+    for p in set(primes(n)):
+        power = primes(n).count(p)
+        found = [d * p**e for d in found for e in range(power + 1)]
+    return tuple(sorted(found))
+
+
+def count(mesh: Mesh, topology: Topology) -> int:
+    """Count the placements without enumerating them: the product over primes of the numbers of exponent tables.
+
+    Args:
+        mesh: The axes to place.
+        topology: As many devices as the mesh.
+
+    Returns:
+        The number of placements that `placements(mesh, topology)` yields.
+
+    Raises:
+        TopologyError: Sizes differ.
+
+    Example:
+        >>> count(Mesh(a=4, b=4), Topology.load("dgx-a100", nodes=2))
+        3
+    """
+    _check_sizes(mesh, topology)
+    total = 1
+    for p in set(primes(mesh.size)):
+        rows = tuple(sorted(primes(a).count(p) for a in mesh.sizes))
+        columns = tuple(sorted(primes(h).count(p) for h in topology.level_sizes))
+        total *= _tables(rows, columns)
+    return total
+
+
+@lru_cache(maxsize=65536)
+def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
+    """Count non-negative integer tables with these row and column sums."""
+    if not rows:
+        return int(not any(columns))
+
+    def take(j: int, need: int) -> Iterator[tuple[int, ...]]:
+        if j == len(columns):
+            if need == 0:
+                yield ()
+            return
+        for x in range(min(need, columns[j]) + 1):
+            for others in take(j + 1, need - x):
+                yield (columns[j] - x, *others)
+
+    return sum(_tables(rows[1:], tuple(sorted(rest))) for rest in take(0, rows[0]))
+
+
+def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
+    """Find the placement matrix of an existing mesh, up to renaming equal units.
+
+    Args:
+        ids: Topology ids in the mesh's shape, every device once.
+        topology: The hardware.
+
+    Returns:
+        The matrix, or None when the mesh is no placement: along some set of axes the groups span different numbers of
+        units, or the counts are no product of rows.
+
+    Raises:
+        TopologyError: The ids are not a permutation of the topology's devices.
+
+    Source: `spec/placement.md` section 3, items 1 and 2.
+
+    Example:
+        >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
+        ((2, 4), (1, 2))
+    """
+    array = topology.checked(ids)
+    if array.size != topology.size or np.unique(array).size != array.size:
+        raise TopologyError(
+            f"the mesh names {np.unique(array).size} distinct devices in {array.size} places; "
+            f"topology {topology.name!r} has {topology.size}, each must stand once"
+        )
+    counts: list[list[int]] = []
+    for i in range(array.ndim):
+        units = _units_spanned(array, (i,), topology)
+        if units is None or any(units[j] % units[j - 1] for j in range(1, len(units))):
+            return None
+        counts.append([units[0]] + [units[j] // units[j - 1] for j in range(1, len(units))])
+    matrix = tuple(tuple(row) for row in counts)
+    for j, size in enumerate(topology.level_sizes):
+        if math.prod(row[j] for row in matrix) != size:
+            return None
+    for subset in range(1, 1 << array.ndim):
+        axes = tuple(i for i in range(array.ndim) if subset >> i & 1)
+        if len(axes) > 1:
+            expected = [math.prod(math.prod(matrix[i][: j + 1]) for i in axes) for j in range(len(topology.levels))]
+            if _units_spanned(array, axes, topology) != expected:
+                return None
+    return matrix
+
+
+def _units_spanned(array: NDArray[np.int64], axes: tuple[int, ...], topology: Topology) -> list[int] | None:
+    """Count for each level the distinct units in every group along `axes`; None where the groups disagree."""
+    others = [i for i in range(array.ndim) if i not in axes]
+    groups = array.transpose([*others, *axes]).reshape(-1, math.prod(array.shape[i] for i in axes))
+    spanned: list[int] = []
+    for stride in topology.strides:
+        units = np.sort(groups // stride, axis=1)
+        distinct = 1 + np.count_nonzero(np.diff(units, axis=1), axis=1)
+        if int(distinct.min()) != int(distinct.max()):
+            return None
+        spanned.append(int(distinct[0]))
+    return spanned

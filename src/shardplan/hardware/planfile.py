@@ -1,0 +1,140 @@
+"""Plan files (JSON) and the annotated print-out of a plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType
+from shardplan.core.text import program_text
+from shardplan.errors import ParseError, ShardplanError
+from shardplan.hardware.certificate import CLAIMS, Certificate
+from shardplan.hardware.nominal import DESCRIPTION, nominal_seconds
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.hardware.where import fabric_of, step_seconds
+
+if TYPE_CHECKING:
+    from shardplan.hardware.plan import Plan
+
+FORMAT = 1
+_TYPES = ("sources", "destinations", "types")
+
+
+def certificate_dict(c: Certificate) -> dict[str, Any]:
+    """Return the claims as plain values; types as `type on mesh`."""
+    out: dict[str, Any] = {}
+    for name in CLAIMS:
+        value = getattr(c, name)
+        if name == "program":
+            continue
+        if name in _TYPES:
+            out[name] = [f"{t} on {t.mesh}" for t in value]
+        elif name == "where":
+            kind = "placement" if isinstance(value, Placement) else "topology"
+            out[name] = None if value is None else {kind: str(value)}
+        else:
+            out[name] = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
+    return out
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as one JSON object."""
+    return {
+        "format": FORMAT,
+        "program": str(plan.program),
+        "certificate": certificate_dict(plan.certificate),
+        "seconds": plan.seconds,
+    }
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or all of the new: partial file, fsync, rename."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan file."""
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+
+
+def _type(text: str) -> TensorType:
+    kind, _, mesh = text.partition(" on ")
+    return TensorType.parse(kind, Mesh.parse(mesh))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file; raises `ParseError` naming the file and what is wrong with it."""
+    from shardplan.hardware.plan import Plan
+
+    try:
+        raw: Any = msgspec.json.decode(path.read_bytes())
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:  # pyright: ignore
+            found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
+            raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
+        claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
+        for name in _TYPES:
+            claims[name] = tuple(_type(t) for t in claims[name])
+        for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
+            claims[name] = tuple(claims[name])
+        where: dict[str, str] | None = claims["where"]
+        if where is not None:
+            kind, text = next(iter(where.items()))
+            claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
+        program = Program.parse(raw["program"])
+        unknown = set(claims) - set(CLAIMS)
+        if unknown:
+            raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")
+        return Plan(program, Certificate(program=program, **claims))
+    except OSError as error:
+        raise ParseError(f"cannot read the plan file {path}: {error.strerror}") from None
+    except (ShardplanError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise ParseError(f"{path} is not a plan file: {reason}") from None
+
+
+def annotated(plan: Plan) -> str:
+    """Return the program's text with the bytes that the worst device receives and the predicted seconds of every step."""
+    from shardplan.core.accounting import account
+
+    books = account(plan.program)
+    c = plan.certificate
+    if c.where is None:
+        times = [nominal_seconds([r], [b]) for r, b in zip(books.rounds, books.step_received, strict=True)]
+    else:
+        times = step_seconds(plan.program, fabric_of(c.where, plan.program.meshes))
+
+    def note(number: int, step: Step) -> str:
+        return f"{format_bytes(books.step_received[number])}, {format_seconds(times[number])}"
+
+    where = DESCRIPTION if c.where is None else (c.where.topology if isinstance(c.where, Placement) else c.where).name
+    received, least = max(c.received_bytes, default=0), max(c.lower_bound_bytes, default=0)
+    ratio = f" ({c.gap:.3f}x)" if least else ""
+    lines = [
+        program_text(plan.program, note),
+        f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}; {c.status}",
+        f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
+        f"{format_bytes(c.workspace_bytes)}"
+        + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
+        f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}",
+    ]
+    if c.level_bytes:
+        topology = c.where.topology if isinstance(c.where, Placement) else c.where
+        names = [level.name for level in topology.levels] if topology else []
+        crossing = ", ".join(f"{n} {format_bytes(b)}" for n, b in zip(names, c.level_bytes, strict=True))
+        lines.append(f"levels     {crossing}")
+    return "\n".join(lines)

@@ -1,0 +1,346 @@
+"""Topologies: the levels of a cluster's hardware, outermost first, and what one device can do.
+
+A level describes how the `size` children of one parent are linked, so the sizes multiply to the number of devices. A
+*unit* of level j is one child there; units are numbered over the whole level, and a device id is the mixed-radix number
+of its level digits, outermost most significant (`spec/placement.md`, section 2). `str` prints the file format and
+`parse(str(t)) == t`; the format itself is in `topology_file.py`, presets are TOML files beside this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardplan.errors import TopologyError
+
+Link = Literal["switch", "ring", "torus", "mesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One hardware level: how the children of one parent are linked.
+
+    Invariants: `size` >= 1; `shape` is empty for `switch` and `ring`, and multiplies to `size` for `torus` and `mesh`.
+
+    Args:
+        name: Name of one child, such as `"node"`.
+        size: Children of one parent.
+        link: `"switch"`, `"ring"`, `"torus"` or `"mesh"`.
+        bandwidth: Bytes per second of one port of a child, in each direction.
+        latency: Seconds of one message over this level.
+        uplinks: Ports that a child has on a switch; on other links, parallel links of each neighbour pair.
+        shape: Extents of a torus or mesh.
+        source: Where the numbers come from.
+        degraded: Pairs of a unit number over the whole level and the factor on its bandwidth.
+        reduces: Whether the switch reduces in the network.
+
+    Raises:
+        TopologyError: A value breaks an invariant.
+    """
+
+    name: str
+    size: int
+    link: Link
+    bandwidth: float
+    latency: float
+    uplinks: int = 1
+    shape: tuple[int, ...] = ()
+    source: str = ""
+    degraded: tuple[tuple[int, float], ...] = ()
+    reduces: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"level {self.name!r}"
+        if not self.name.isidentifier():
+            raise TopologyError(f"{where}: a level's name is a word of letters, digits and underscores, such as 'node'")
+        if self.link not in get_args(Link):
+            raise TopologyError(f"{where}: link {self.link!r} is unknown; legal: {', '.join(get_args(Link))}")
+        if self.size < 1:
+            raise TopologyError(f"{where}: size {self.size} is below 1, the least number of children")
+        if self.uplinks < 1:
+            raise TopologyError(f"{where}: uplinks {self.uplinks} is below 1; a child needs a port")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise TopologyError(f"{where}: bandwidth {self.bandwidth} bytes per second is not positive and finite")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise TopologyError(f"{where}: latency {self.latency} seconds is negative or not finite")
+        grid = self.link in ("torus", "mesh")
+        if grid and (not self.shape or math.prod(self.shape) != self.size or min(self.shape) < 1):
+            got = f"shape {list(self.shape)} has product {math.prod(self.shape)}" if self.shape else "no shape is given"
+            raise TopologyError(f"{where}: a {self.link} of size {self.size} needs a shape of that product; {got}")
+        if not grid and self.shape:
+            raise TopologyError(f"{where}: a {self.link} takes no shape, got {list(self.shape)}; only torus and mesh do")
+        if self.reduces and self.link != "switch":
+            raise TopologyError(f"{where}: only a switch reduces in the network, this is a {self.link}")
+        seen: set[int] = set()
+        for unit, factor in self.degraded:
+            if unit in seen:
+                raise TopologyError(f"{where}: degraded names {self.name}[{unit}] twice")
+            seen.add(unit)
+            if factor <= 0:
+                raise TopologyError(
+                    f"{where}: degraded factor {factor} leaves {self.name}[{unit}] unreachable; legal: above 0, at most 1"
+                )
+            if not factor <= 1:
+                raise TopologyError(f"{where}: degraded factor {factor} of {self.name}[{unit}] is above 1")
+        object.__setattr__(self, "degraded", tuple(sorted(self.degraded)))
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape of the children: `shape` of a torus or mesh, else `(size,)`."""
+        return self.shape or (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What one device can do.
+
+    Args:
+        flops: Pairs of dtype name and operations per second; the dtype `"*"` stands for every dtype.
+        memory: Bytes; infinite when unstated.
+        memory_bandwidth: Bytes per second; infinite when unstated.
+
+    Raises:
+        TopologyError: A value is not positive, or a dtype is named twice.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    memory: float = math.inf
+    memory_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        names = [dtype for dtype, _ in self.flops]
+        if len(set(names)) != len(names):
+            raise TopologyError(f"device: flops names a dtype twice: {', '.join(names)}")
+        values = [*self.flops, ("memory", self.memory), ("memory_bandwidth", self.memory_bandwidth)]
+        for name, value in values:
+            if not value > 0:
+                raise TopologyError(f"device: {name} is {value}, it must be above 0")
+
+    def peak(self, dtype: str) -> float:
+        """Look up the peak rate for a dtype.
+
+        Args:
+            dtype: Such as `"bf16"`. `f16` and `bf16` stand for each other, `f8...` for `f8`, and `f4...` for `f4`.
+
+        Returns:
+            Operations per second.
+
+        Raises:
+            TopologyError: The topology states no rate for it.
+        """
+        table = dict(self.flops)
+        for name in (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*"):
+            if name in table:
+                return table[name]
+        raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {', '.join(table) or 'none'}")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Hardware levels, outermost first, and the device at their leaves.
+
+    Invariants: at least one level; level names are unique; degraded units exist.
+
+    Args:
+        name: Printed with results; may be empty.
+        levels: Outermost first.
+        device: What one device can do.
+
+    Raises:
+        TopologyError: An invariant is broken.
+
+    Example:
+        >>> Topology.load("dgx-a100", nodes=2).level_sizes
+        (2, 8)
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    device: DeviceSpec = field(default_factory=DeviceSpec)
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise TopologyError(f"topology {self.name!r} has no levels; it needs at least one")
+        names = [level.name for level in self.levels]
+        for name in names:
+            if names.count(name) > 1:
+                raise TopologyError(f"topology {self.name!r} names two levels {name!r}; names are unique")
+        count = 1
+        for level in self.levels:
+            count *= level.size
+            for unit, _ in level.degraded:
+                if not 0 <= unit < count:
+                    raise TopologyError(
+                        f"level {level.name!r}: degraded names {level.name}[{unit}], but the whole level has "
+                        f"{count} units, 0 to {count - 1}"
+                    )
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.level_sizes)
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Children of one parent for each level, outermost first."""
+        return tuple(level.size for level in self.levels)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Devices in one unit of each level: `id // strides[j]` is the number of a device's unit at level j."""
+        return tuple(math.prod(self.level_sizes[j + 1 :]) for j in range(len(self.levels)))
+
+    def index(self, name: str) -> int:
+        """Find a level by name.
+
+        Args:
+            name: A level's name.
+
+        Returns:
+            Its place, 0 for the outermost.
+
+        Raises:
+            TopologyError: No level has this name.
+        """
+        for j, level in enumerate(self.levels):
+            if level.name == name:
+                return j
+        raise TopologyError(f"topology {self.name!r} has no level {name!r}; levels: {self.describe()}")
+
+    def describe(self) -> str:
+        """Say the levels in one line.
+
+        Returns:
+            Such as `"node=4 x gpu=8"`.
+        """
+        return " x ".join(f"{level.name}={level.size}" for level in self.levels)
+
+    def digits(self, ids: ArrayLike) -> NDArray[np.int64]:
+        """Split device ids into level digits.
+
+        Args:
+            ids: Device ids, `[n]`.
+
+        Returns:
+            Digits `[n, L]`, outermost first.
+
+        Raises:
+            TopologyError: An id is not a device of this topology.
+
+        Example:
+            >>> Topology.load("dgx-a100", nodes=2).digits([0, 9]).tolist()
+            [[0, 0], [1, 1]]
+        """
+        flat = self.checked(ids).reshape(-1)
+        return flat[:, None] // np.array(self.strides) % np.array(self.level_sizes)
+
+    def checked(self, ids: ArrayLike) -> NDArray[np.int64]:
+        """Check that ids are devices of this topology.
+
+        Args:
+            ids: Device ids, any shape.
+
+        Returns:
+            The ids as int64.
+
+        Raises:
+            TopologyError: An id is not a device of this topology.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and (int(array.min()) < 0 or int(array.max()) >= self.size):
+            bad = int(array.max()) if int(array.max()) >= self.size else int(array.min())
+            raise TopologyError(
+                f"device {bad} is not in topology {self.name!r}, whose {self.describe()} devices are 0 to {self.size - 1}"
+            )
+        return array
+
+    def resize(self, **sizes: int | Sequence[int]) -> Topology:
+        """Give levels other sizes.
+
+        Args:
+            sizes: A level's name, or it with an s, and the new number of children; a shape for a torus or mesh.
+
+        Returns:
+            A new topology.
+
+        Raises:
+            TopologyError: No level has such a name, or the size does not suit it.
+
+        Example:
+            >>> Topology.load("nominal").resize(devices=6).size
+            6
+        """
+        levels = {level.name: level for level in self.levels}
+        for key, value in sizes.items():
+            name = key if key in levels else key[:-1] if key.endswith("s") else key
+            if name not in levels:
+                legal = ", ".join(f"{level.name}s=" for level in self.levels)
+                raise TopologyError(f"{key}={value!r} names no level of topology {self.name!r}; legal: {legal}")
+            levels[name] = _resized(levels[name], key, value)
+        return replace(self, levels=tuple(levels.values()))
+
+    @staticmethod
+    def load(source: str | Path, **sizes: int | Sequence[int]) -> Topology:
+        """Load a topology from a preset, a TOML file or an NCCL topology XML file.
+
+        Args:
+            source: A preset's name, or a path that ends in `.toml` or `.xml`.
+            sizes: As for `resize`: `nodes=4` sets the size of the level called node.
+
+        Returns:
+            The topology.
+
+        Raises:
+            TopologyError: No such preset or file, or a value breaks an invariant.
+            ParseError: The file is malformed.
+
+        Example:
+            >>> Topology.load("dgx-a100", nodes=4).describe()
+            'node=4 x gpu=8'
+        """
+        from shardplan.hardware.topology_file import load
+
+        return load(source).resize(**sizes)
+
+    @staticmethod
+    def parse(text: str) -> Topology:
+        """Read the text of a topology file.
+
+        Args:
+            text: TOML, as in the design's section on topology files.
+
+        Returns:
+            The topology; `Topology.parse(str(t)) == t`.
+
+        Raises:
+            ParseError: The text is no TOML, or a unit is wrong.
+            TopologyError: A key is unknown or missing, or a value breaks an invariant.
+        """
+        from shardplan.hardware.topology_file import parse
+
+        return parse(text)
+
+    def __str__(self) -> str:
+        from shardplan.hardware.topology_file import to_text
+
+        return to_text(self)
+
+
+def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:
+    shape = (value,) if isinstance(value, int) else tuple(value)
+    if level.shape and len(shape) != len(level.shape):
+        if level.size == math.prod(shape):
+            return level
+        raise TopologyError(
+            f"{key}={value!r}: level {level.name!r} is a {level.link} of shape {list(level.shape)}; "
+            f"give {len(level.shape)} extents"
+        )
+    if not level.shape and len(shape) != 1:
+        raise TopologyError(f"{key}={value!r}: level {level.name!r} is a {level.link}; give one size")
+    return replace(level, size=math.prod(shape), shape=shape if level.shape else ())

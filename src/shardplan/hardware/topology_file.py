@@ -1,0 +1,203 @@
+"""The text form of a topology: TOML with unit strings, as in the design; and where presets are found.
+
+Unknown keys are errors. Printing is lossless: every number is written with as many digits as its float needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from shardplan.errors import ParseError, TopologyError
+from shardplan.hardware.nccl_xml import parse_nccl_xml
+from shardplan.hardware.topology import DeviceSpec, Level, Topology
+from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
+
+_PRESETS = Path(__file__).parent / "presets"
+_TOP = ("version", "name", "device", "levels")
+_DEVICE = ("flops", "memory", "memory_bandwidth")
+_LEVEL = ("name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "degraded", "reduces")
+
+
+def presets() -> tuple[str, ...]:
+    """Name the topologies that ship with shardplan.
+
+    Returns:
+        Names for `Topology.load`, sorted.
+    """
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+
+
+def load(source: str | Path) -> Topology:
+    """Load a preset, a TOML file or an NCCL topology XML file; see `Topology.load`."""
+    path = Path(source)
+    if path.suffix not in (".toml", ".xml"):
+        if str(source) not in presets():
+            near = get_close_matches(str(source), presets(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TopologyError(
+                f"topology {str(source)!r} is no preset and no path to a .toml or .xml file{hint} "
+                f"Presets: {', '.join(presets())}"
+            )
+        path = _PRESETS / f"{source}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TopologyError(f"topology file {str(source)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ParseError(f"topology file {str(source)!r} is not UTF-8 text") from error
+    if path.suffix == ".xml":
+        return parse_nccl_xml(text, name=path.stem)
+    return parse(text)
+
+
+def parse(text: str) -> Topology:
+    """Read the text of a topology file; see `Topology.parse`."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        reason = re.sub(r" \(at .*\)$", "", str(error))
+        if place is None:
+            raise ParseError(f"topology is no TOML: {reason}", text, len(text)) from error
+        starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        position = starts[int(place[1]) - 1] + int(place[2]) - 1
+        raise ParseError(f"topology is no TOML: {reason}", text, position) from error
+    _known("topology", data, _TOP)
+    if data.get("version", 1) != 1:
+        raise TopologyError(f"topology: version {data['version']!r} is unknown; this shardplan reads version 1")
+    name = _typed("topology", data, "name", str, "")
+    rows = data.get("levels")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in cast(list[Any], rows)):
+        raise TopologyError("topology: at least one [[levels]] table is needed, outermost first")
+    levels = [_level(number, row) for number, row in enumerate(cast(list[dict[str, Any]], rows))]
+    device = data.get("device", {})
+    if not isinstance(device, dict):
+        raise TopologyError("topology: device must be a table with the keys " + ", ".join(_DEVICE))
+    return Topology(name, tuple(levels), _device(cast(dict[str, Any], device)))
+
+
+def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in legal:
+            near = get_close_matches(key, legal, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
+            raise TopologyError(f"{where}: unknown key {key!r}{hint} legal: {', '.join(legal)}")
+
+
+_KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list", dict: "a table"}
+
+
+def _typed(where: str, data: dict[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:
+    if key not in data:
+        if default is None:
+            raise TopologyError(f"{where}: key {key!r} is missing")
+        return default
+    value = data[key]
+    # bool is an int in Python, but not in a topology file.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TopologyError(f"{where}: {key} must be {_KINDS[kind]}, got {value!r}")
+    return value
+
+
+def _quantity(where: str, data: dict[str, Any], key: str, parser: Callable[[str], float], like: str) -> float:
+    value = data.get(key)
+    if value is None:
+        raise TopologyError(f"{where}: key {key!r} is missing; write it like {key} = {like!r}")
+    if not isinstance(value, str):
+        raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {value!r}")
+    try:
+        return parser(value)
+    except ParseError as error:
+        raise ParseError(f"{where}: {key}: {str(error).splitlines()[0]}", error.text, error.position) from error
+
+
+def _level(number: int, data: dict[str, Any]) -> Level:
+    name = _typed(f"levels[{number}]", data, "name", str)
+    where = f"levels[{number}] {name!r}"
+    _known(where, data, _LEVEL)
+    degraded: list[tuple[int, float]] = []
+    for key, factor in _typed(where, data, "degraded", dict, {}).items():
+        if not key.isdecimal() or isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TopologyError(f"{where}: degraded maps the number of a child to a factor, got {key} = {factor!r}")
+        degraded.append((int(key), float(factor)))
+    shape = _typed(where, data, "shape", list, [])
+    if not all(isinstance(extent, int) and not isinstance(extent, bool) for extent in shape):
+        raise TopologyError(f"{where}: shape must be a list of whole numbers, got {shape!r}")
+    return Level(
+        name=name,
+        size=_typed(where, data, "size", int, math.prod(shape) if shape else None),
+        link=_typed(where, data, "link", str),
+        bandwidth=_quantity(where, data, "bandwidth", parse_rate, "25 GB/s"),
+        latency=_quantity(where, data, "latency", parse_seconds, "5 us"),
+        uplinks=_typed(where, data, "uplinks", int, 1),
+        shape=tuple(shape),
+        source=_typed(where, data, "source", str, ""),
+        degraded=tuple(degraded),
+        reduces=_typed(where, data, "reduces", bool, False),
+    )
+
+
+def _device(data: dict[str, Any]) -> DeviceSpec:
+    _known("device", data, _DEVICE)
+    rates = data.get("flops", {})
+    if isinstance(rates, str):
+        rates = {"*": rates}
+    if not isinstance(rates, dict):
+        raise TopologyError(f"device: flops must be a string or a table of dtypes, got {rates!r}")
+    table = cast(dict[str, Any], rates)
+    flops = tuple((dtype, _quantity("device: flops", table, dtype, parse_flops, "312 TFLOP/s")) for dtype in table)
+    memory, bandwidth = math.inf, math.inf
+    if "memory" in data:
+        memory = _quantity("device", data, "memory", parse_bytes, "80 GB")
+    if "memory_bandwidth" in data:
+        bandwidth = _quantity("device", data, "memory_bandwidth", parse_rate, "2.0 TB/s")
+    return DeviceSpec(flops, memory, bandwidth)
+
+
+def to_text(topology: Topology) -> str:
+    """Print a topology as a file; see `Topology.__str__`."""
+    lines = ["version = 1"]
+    if topology.name:
+        lines.append(f"name = {_string(topology.name)}")
+    device = topology.device
+    if device != DeviceSpec():
+        lines.append("[device]")
+        if [dtype for dtype, _ in device.flops] == ["*"]:
+            lines.append(f'flops = "{exact(device.flops[0][1], "FLOP/s")}"')
+        elif device.flops:
+            pairs = ", ".join(f'{_key(dtype)} = "{exact(rate, "FLOP/s")}"' for dtype, rate in device.flops)
+            lines.append(f"flops = {{ {pairs} }}")
+        if math.isfinite(device.memory):
+            lines.append(f'memory = "{exact(device.memory, "B")}"')
+        if math.isfinite(device.memory_bandwidth):
+            lines.append(f'memory_bandwidth = "{exact(device.memory_bandwidth, "B/s")}"')
+    for level in topology.levels:
+        lines += ["[[levels]]", f'name = "{level.name}"', f"size = {level.size}", f'link = "{level.link}"']
+        if level.shape:
+            lines.append(f"shape = {list(level.shape)}")
+        lines += [f'bandwidth = "{exact(level.bandwidth, "B/s")}"', f'latency = "{exact(level.latency, "s")}"']
+        if level.uplinks != 1:
+            lines.append(f"uplinks = {level.uplinks}")
+        if level.source:
+            lines.append(f"source = {_string(level.source)}")
+        if level.degraded:
+            lines.append("degraded = { " + ", ".join(f"{unit} = {factor!r}" for unit, factor in level.degraded) + " }")
+        if level.reduces:
+            lines.append("reduces = true")
+    return "\n".join(lines) + "\n"
+
+
+def _string(text: str) -> str:
+    # A JSON string with \u escapes is a TOML basic string but for DEL and pairs of surrogates, which are written as they are.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def _key(dtype: str) -> str:
+    return dtype if re.fullmatch(r"[A-Za-z0-9_-]+", dtype) else _string(dtype)

@@ -1,0 +1,248 @@
+"""Unit strings at the border: parsed to SI floats, and printed from them.
+
+Inside shardplan every quantity is a float in bytes, bytes per second, seconds or operations per second. Only files and
+print-outs carry units. Decimal prefixes are powers of 1000 (`GB`), binary ones powers of 1024 (`GiB`), and bits are
+written out (`Gbit/s`) or with a small b (`Gb/s`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from shardplan.errors import ParseError
+
+_NUMBER = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*")
+_DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5}
+
+
+def _scales(base: str, per: str = "", bits: bool = False) -> dict[str, Decimal]:
+    table = {f"{prefix}{base}{per}": Decimal(10) ** power for prefix, power in _DECIMAL.items()}
+    if base == "B":
+        table |= {f"{prefix}B{per}": Decimal(1024) ** power for prefix, power in _BINARY.items()}
+    if bits:
+        for word in ("bit", "b"):
+            table |= {f"{prefix}{word}{per}": Decimal(10) ** power / 8 for prefix, power in _DECIMAL.items()}
+    return table
+
+
+_SECONDS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "µs": Decimal("1e-6"), "ns": Decimal("1e-9")}
+_BYTES = _scales("B")
+_RATES = _scales("B", "/s", bits=True)
+_FLOPS = _scales("FLOP", "/s") | _scales("OP", "/s")
+
+# What an error offers, and what exact printing chooses from (decimal scales only, so that printing is lossless).
+_SHOWN: dict[str, tuple[str, ...]] = {
+    "bytes": ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"),
+    "bytes per second": ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "GiB/s", "Mbit/s", "Gbit/s"),
+    "seconds": ("s", "ms", "us", "ns"),
+    "operations per second": ("FLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "TOP/s"),
+}
+_TABLES = {"bytes": _BYTES, "bytes per second": _RATES, "seconds": _SECONDS, "operations per second": _FLOPS}
+
+
+def _parse(text: str, quantity: str) -> float:
+    found = _NUMBER.match(text)
+    legal = ", ".join(_SHOWN[quantity])
+    if found is None:
+        start = len(text) - len(text.lstrip())
+        raise ParseError(f"expected a non-negative number and a unit ({legal}), got {text!r}", text, start)
+    unit = text[found.end() :].rstrip()
+    scale = _TABLES[quantity].get(unit)
+    if scale is None:
+        wrong = f"{unit!r} is no unit of {quantity}" if unit else f"a number of {quantity} needs a unit"
+        raise ParseError(f"{wrong}; legal: {legal}", text, found.end())
+    value = float(Decimal(found[1]) * scale)
+    if not math.isfinite(value):
+        raise ParseError(f"{text!r} is too large for a float", text, found.start(1))
+    return value
+
+
+def parse_bytes(text: str) -> float:
+    """Read a number of bytes.
+
+    Args:
+        text: Such as `"80 GB"` or `"4 GiB"`.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ParseError: No number, or no unit of bytes; it points at the character.
+
+    Example:
+        >>> parse_bytes("4 GiB")
+        4294967296.0
+    """
+    return _parse(text, "bytes")
+
+
+def parse_rate(text: str) -> float:
+    """Read a bandwidth.
+
+    Args:
+        text: Such as `"450 GB/s"` or `"100 Gbit/s"`.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ParseError: No number, or no unit of bandwidth; it points at the character.
+
+    Example:
+        >>> parse_rate("100 Gbit/s")
+        12500000000.0
+    """
+    return _parse(text, "bytes per second")
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration.
+
+    Args:
+        text: Such as `"2 us"`.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ParseError: No number, or no unit of time; it points at the character.
+
+    Example:
+        >>> parse_seconds("2 us")
+        2e-06
+    """
+    return _parse(text, "seconds")
+
+
+def parse_flops(text: str) -> float:
+    """Read a rate of arithmetic operations.
+
+    Args:
+        text: Such as `"19.5 TFLOP/s"`.
+
+    Returns:
+        Operations per second.
+
+    Raises:
+        ParseError: No number, or no unit of operations per second; it points at the character.
+
+    Example:
+        >>> parse_flops("19.5 TFLOP/s")
+        19500000000000.0
+    """
+    return _parse(text, "operations per second")
+
+
+def _format(value: float, steps: tuple[tuple[str, float], ...]) -> str:
+    if not math.isfinite(value):
+        return f"{value} {steps[0][0]}"
+    # Round to three digits first, so that 999,999 is 1 MB and never 1e+03 kB.
+    rounded = float(f"{value:.3g}")
+    unit, scale = steps[0]
+    for name, size in steps:
+        if abs(rounded) >= size * (1 - 1e-12):
+            unit, scale = name, size
+    number = f"{rounded / scale:.3g}"
+    return f"{float(number):.0f} {unit}" if "e+" in number else f"{number} {unit}"
+
+
+_BYTE_STEPS = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12), ("PB", 1e15))
+_TIME_STEPS = (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
+_FLOP_STEPS = tuple((f"{prefix}FLOP/s", 10.0**power) for prefix, power in _DECIMAL.items())
+
+
+def format_bytes(nbytes: float) -> str:
+    """Print a number of bytes to three digits.
+
+    Args:
+        nbytes: Bytes.
+
+    Returns:
+        Text with a decimal prefix.
+
+    Example:
+        >>> format_bytes(1234567)
+        '1.23 MB'
+    """
+    return _format(float(nbytes), _BYTE_STEPS)
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Print a bandwidth to three digits.
+
+    Args:
+        bytes_per_second: Bytes per second.
+
+    Returns:
+        Text with a decimal prefix.
+
+    Example:
+        >>> format_rate(4.5e11)
+        '450 GB/s'
+    """
+    return _format(float(bytes_per_second), _BYTE_STEPS) + "/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration to three digits.
+
+    Args:
+        seconds: Seconds.
+
+    Returns:
+        Text in s, ms, us or ns.
+
+    Example:
+        >>> format_seconds(0.00123)
+        '1.23 ms'
+    """
+    return "0 s" if seconds == 0 else _format(float(seconds), _TIME_STEPS)
+
+
+def format_flops(flops: float) -> str:
+    """Print a rate of operations to three digits.
+
+    Args:
+        flops: Operations per second.
+
+    Returns:
+        Text with a decimal prefix.
+
+    Example:
+        >>> format_flops(312e12)
+        '312 TFLOP/s'
+    """
+    return _format(float(flops), _FLOP_STEPS)
+
+
+def exact(value: float, unit: str) -> str:
+    """Print a value so that parsing gives the same float again.
+
+    Args:
+        value: In the SI unit, finite and not negative.
+        unit: `"B"`, `"B/s"`, `"FLOP/s"` or `"s"`.
+
+    Returns:
+        Text with the prefix that keeps the number shortest to read.
+
+    Example:
+        >>> exact(25e9, "B/s")
+        '25 GB/s'
+    """
+    number = Decimal(repr(float(value)))
+    if unit == "s":
+        steps = [("ns", -9), ("us", -6), ("ms", -3), ("s", 0)]
+    else:
+        steps = [(f"{prefix}{unit}", power) for prefix, power in _DECIMAL.items()]
+    name, power = steps[0]
+    if number == 0:
+        return f"0 {unit}"
+    for candidate, size in steps:
+        if number >= Decimal(10) ** size:
+            name, power = candidate, size
+    scaled = number.scaleb(-power).normalize()
+    plain = format(scaled, "f")
+    return f"{plain if len(plain) <= 20 else scaled} {name}"

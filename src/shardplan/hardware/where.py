@@ -1,0 +1,73 @@
+"""Where a program runs: from a topology or placement and the meshes of a program to the fabric that prices it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.messages import at_root
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TopologyError
+from shardplan.hardware.bounds import lower_bound_seconds
+from shardplan.hardware.cost import Fabric, level_bytes, seconds
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+
+Where = Topology | Placement
+
+
+def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
+    """Return the fabric: device ids are topology positions, or, of a placement's mesh, places that it lays out.
+
+    Raises `TopologyError` for a device id that is not on the topology, or a mesh of which the placement knows nothing.
+    """
+    topology = where.topology if isinstance(where, Placement) else where
+    ids = sorted({d for mesh in meshes for d in mesh.devices})
+    position: np.ndarray | None = None
+    if isinstance(where, Placement):
+        laid = where.device_mesh().reshape(-1)
+        if not set(ids) <= set(where.mesh.devices):
+            strange = sorted(set(ids) - set(where.mesh.devices))
+            raise TopologyError(f"the placement does not place the devices {strange[:5]}; it places {where.mesh}")
+        position = np.zeros(max(ids) + 1, dtype=np.int64)
+        position[where.mesh.ids] = laid
+    elif ids and ids[-1] >= topology.size:
+        raise TopologyError(
+            f"device {ids[-1]} is not on the topology {topology.name or '(unnamed)'} of {topology.size} devices; "
+            f"legal ids are 0 to {topology.size - 1}"
+        )
+    return Fabric(topology, position)
+
+
+def priced(program: Program, fabric: Fabric) -> tuple[float, tuple[float, ...]]:
+    """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
+    total = 0.0
+    levels = np.zeros(len(fabric.topology.levels))
+    for step in program.steps:
+        pattern = step.op.pattern(*program.step_types(step)[0])
+        total += seconds(pattern, fabric)
+        levels = levels + np.asarray(level_bytes(pattern, fabric))
+    return total, tuple(float(x) for x in levels)
+
+
+def step_seconds(program: Program, fabric: Fabric) -> list[float]:
+    """Return the predicted seconds of every step."""
+    return [seconds(step.op.pattern(*program.step_types(step)[0]), fabric) for step in program.steps]
+
+
+def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
+    """Return a lower bound in seconds: the largest of the tensors' cut bounds (partial tensors claim none)."""
+    best = 0.0
+    for s, t in zip(sources, destinations, strict=True):
+        if s.layout.partial or t.layout.partial or s.layout.root or t.layout.root:
+            continue
+        ids = np.array(sorted({*s.mesh.devices, *t.mesh.devices}), dtype=np.int64)
+        boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
+        for side, x in zip(boxes, (s, t), strict=True):
+            held = at_root(x)
+            side[np.searchsorted(ids, x.mesh.ids)[held]] = x.boxes()[held]
+        best = max(best, lower_bound_seconds(boxes[0], boxes[1], s.itemsize, ids, fabric))
+    return best

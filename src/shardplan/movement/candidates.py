@@ -1,0 +1,147 @@
+"""Candidate op sequences for one tensor on one mesh; each is costed by one function and the cheapest kept.
+
+Families: the exact shortest path over the state graph (typed ops, group exchanges, cutting permutes and the direct
+exchange are all its edges), variants of it under other objectives where the objective cannot be priced exactly on the
+graph (uneven dims, topologies), the direct exchange itself, and reduce-then-exchange as what always exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
+from shardplan.core.tensor import TensorType, same
+from shardplan.movement.emit import direct, ops_of_path
+from shardplan.movement.search import STEP, Objective, shortest, tightest
+from shardplan.movement.units import Problem, problem
+
+ROUND_CHARGE = 0.002  # of bound_bytes, per round: section 4 of the redistribution spec
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the candidates must respect."""
+
+    bound: int  # bytes of the largest shard allowed between steps
+    limit: int | None = None  # bytes of operand + result of a step (a necessary part of a memory limit)
+    portable: bool = False
+    rates: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence of ops; `exact` when nothing cheaper exists in a graph that holds every type."""
+
+    ops: tuple[Op, ...]
+    exact: bool = False
+
+
+def is_portable(op: Op, mesh: Mesh) -> bool:
+    """Say whether an op is no exchange over more than half of the devices."""
+    if not isinstance(op, Exchange):
+        return True
+    return 2 * math.prod(mesh.span(a).size for a in (op.axes or mesh.axes)) <= mesh.size
+
+
+def priced_on_graph(s: TensorType, t: TensorType) -> bool:
+    """Say whether the graph's costs are exact: even dims only."""
+    return s.all_even and t.all_even
+
+
+def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
+    """Yield candidates from `s` to `t`; the first is the best of the graph, and the only one where that is exact."""
+    if p is not None:
+        allowed = p.legal(request.bound)
+        a, b = p.node(s), p.node(t)
+        bound = request.bound / s.nbytes
+        scale = 1.0 / bound
+        base = Objective(byte=scale, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
+        limit = None if request.limit is None else request.limit / s.nbytes
+        budget = 400 if len(p.graph.types) <= 1500 else 40
+        timed = request.rates is not None
+        first = replace(base, byte=float(s.nbytes), turn=0.0, step=1e-9, rates=request.rates) if timed else base
+        path = shortest(p.graph, a, b, first, allowed, limit, budget)
+        if path is not None:
+            exact = path.exact and p.fine and priced_on_graph(s, t) and not timed
+            yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
+            if not timed and priced_on_graph(s, t) and path.exact and request.limit is None:
+                return
+        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
+        for objective in ([base] if timed else []) + others:
+            path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
+            if path is not None:
+                yield Candidate(tuple(ops_of_path(p, path.nodes)))
+        if request.limit is not None:
+            path = tightest(p.graph, a, b, allowed, request.portable)
+            if path is not None:
+                yield Candidate(tuple(ops_of_path(p, path.nodes)))
+    yield from plain(s, t)
+
+
+def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+    """Yield the sequences that need no search: direct exchange, permute, gather then slice, reduce then exchange."""
+    source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
+    roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
+    if source == target and roots[0] == roots[1] and s.layout.reduction == t.layout.reduction:
+        yield Candidate(tuple(direct(s, t)))
+        yield Candidate(tuple(_gather_then_slice(s, t)))
+    yield Candidate((Permute(t.layout),))
+    yield Candidate(tuple(_settle_partial(s, t)))
+
+
+def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
+    ops: list[Op] = []
+    mesh = s.mesh
+    dims: list[int] = []
+    axes: list[str] = []
+    grown: list[Op] = []
+    for d, (a, b) in enumerate(zip(s.layout.dims, t.layout.dims, strict=True)):
+        common = 0
+        while common < min(len(a), len(b)) and a[common] == b[common]:
+            common += 1
+        gone, new = (tuple(x for x in names[common:] if mesh.span(x).size > 1) for names in (a, b))
+        dims += [d] * len(gone)
+        axes += gone
+        if new:
+            grown.append(Slice(d, new))
+    if axes:
+        ops.append(AllGather(dims[0] if len(set(dims)) == 1 else tuple(dims), tuple(axes)))
+    return ops + grown
+
+
+def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:
+    """Reduce what the target does not leave partial, exchange, then make partial what the source did not have."""
+    mesh = s.mesh
+    source, target = (mesh.expand(x.layout.partial) for x in (s, t))
+    keep = set(source) & set(target) if s.layout.reduction == t.layout.reduction else set[int]()
+    ops: list[Op] = []
+    if done := tuple(a for a in source if a not in keep):
+        ops.append(AllReduce(mesh.fold(done), s.layout.reduction or "sum"))
+    root_s, root_t = (mesh.expand(x.layout.root) for x in (s, t))
+    if spread := tuple(a for a in root_s if a not in root_t):
+        ops.append(Broadcast(mesh.fold(spread)))
+    current = s
+    for op in ops:
+        current = op.infer(current)[0]
+    layout = replace(current.layout, dims=t.layout.dims)
+    if not same(current, middle := s.with_layout(layout)):
+        ops.append(Exchange(middle.layout))
+    if new := tuple(a for a in target if a not in keep):
+        ops.append(ToPartial(mesh.fold(new), t.layout.reduction or "sum"))
+    if rooted := tuple(a for a in root_t if a not in root_s):
+        ops.append(ToPartial(mesh.fold(rooted), "root"))
+    return ops
+
+
+def make_problem(s: TensorType, t: TensorType) -> Problem | None:
+    """Return the problem over units for two types on one mesh that carry at most one reduction."""
+    kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
+    return problem(s, t) if len(kinds) <= 1 else None
+
+
+__all__: Sequence[str] = ("Candidate", "Request", "candidates", "is_portable", "make_problem", "plain")

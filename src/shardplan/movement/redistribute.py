@@ -1,0 +1,165 @@
+"""The verb: `redistribute(source, destination)` returns the cheapest certified plan found.
+
+Without a topology the price is the bytes that the worst device receives, summed over steps, plus 0.2 % of
+`bound_bytes` per round; with one it is predicted seconds. Plans are deterministic, and cached by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+
+import numpy as np
+
+from shardplan.core.accounting import bound_bytes
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType, same
+from shardplan.errors import Infeasible, LayoutError
+from shardplan.hardware.certificate import issue
+from shardplan.hardware.cost import Fabric, linear_cost
+from shardplan.hardware.placement import Placement, placements
+from shardplan.hardware.plan import Plan
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.where import Where, fabric_of
+from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
+from shardplan.movement.crossmesh import crossings
+from shardplan.movement.fit import Choice, Rules, consider, offer
+from shardplan.movement.units import Problem
+
+MOST_PLACEMENTS = 64
+
+
+def redistribute(
+    src: TensorType | Sequence[TensorType],
+    dst: TensorType | Sequence[TensorType],
+    topology: Topology | Placement | None = None,
+    memory_limit: int | None = None,
+    portable: bool = False,
+) -> Plan:
+    """Return a certified plan from `src` to `dst`; two lists are a batch and become one plan.
+
+    `memory_limit` (bytes) bounds the workspace of every device; without it only shards between steps are bounded, by
+    the larger of source and destination. `portable` admits no exchange over more than half of the devices. With a
+    `Topology` the best placement of a default mesh is taken, with a `Placement` that one. Raises `LayoutError` for
+    types that do not describe one array, `Infeasible` (with `least_bytes`) for a limit that cannot be met.
+    Source: arXiv 2112.01075; section 4 of the specification.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> mesh = Mesh(x=2, y=2)
+    >>> plan = redistribute(TensorType("f32", (8, 8), ("x", "y"), mesh), TensorType("f32", (8, 8), ("y", "x"), mesh))
+    >>> [step.op.name for step in plan.program.steps], plan.certificate.status
+    (['permute'], 'floor')
+    """
+    if isinstance(src, TensorType) != isinstance(dst, TensorType):
+        raise LayoutError("redistribute takes two types, or two lists of types of equal length")
+    if memory_limit is not None and memory_limit < 1:
+        raise LayoutError(f"the memory limit is {memory_limit} bytes; it must be at least 1")
+    if isinstance(src, TensorType) and isinstance(dst, TensorType):
+        check_pair(src, dst)
+        return _cached(src, dst, topology, memory_limit, portable)
+    from shardplan.movement.batch import plan_batch
+
+    sources, destinations = tuple(src), tuple(dst)  # type: ignore[arg-type]
+    if len(sources) != len(destinations):
+        raise LayoutError(f"a batch of {len(sources)} sources and {len(destinations)} destinations; give as many of each")
+    for s, t in zip(sources, destinations, strict=True):
+        check_pair(s, t)
+    return plan_batch(sources, destinations, topology, memory_limit, portable)
+
+
+def check_pair(s: TensorType, t: TensorType) -> None:
+    """Raise `LayoutError` unless the two types describe one array."""
+    if s.shape != t.shape or s.dtype != t.dtype:
+        raise LayoutError(f"cannot redistribute {s} to {t}: dtype and global shape must be equal")
+    kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
+    if len(kinds) > 1 and s.layout.partial and t.layout.partial and s.mesh == t.mesh:
+        common = set(s.mesh.expand(s.layout.partial)) & set(t.mesh.expand(t.layout.partial))
+        if common:
+            raise LayoutError(f"cannot redistribute {s} to {t}: an axis is partial with two different reductions")
+
+
+@lru_cache(maxsize=4096)
+def _cached(s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool) -> Plan:
+    program, exact, place = best_program(s, t, where, limit, portable)
+    return Plan(program, issue(program, (s,), (t,), place, limit, exact))
+
+
+def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
+    """Yield where to price a plan: every placement of a default mesh on a topology of its size, else `where` itself."""
+    mesh = s.mesh
+    free = mesh == t.mesh and isinstance(where, Topology) and mesh.devices == tuple(range(where.size))
+    if free and isinstance(where, Topology):
+        for k, place in enumerate(placements(mesh, where)):
+            if k >= MOST_PLACEMENTS:
+                return
+            yield place
+    else:
+        yield where
+
+
+def best_program(
+    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool
+) -> tuple[Program, bool, Where | None]:
+    """Return the cheapest program, whether it is provably cheapest, and the placement it was priced on."""
+    bound = bound_bytes((s,), (t,))
+    best: tuple[Choice, Where | None] | None = None
+    least = float("inf")
+    for place in spots(where, s, t):
+        fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
+        choice = choose(s, t, Rules(bound, limit, portable, fabric))
+        least = min(least, choice.least_bytes)
+        if choice.program is not None and (best is None or choice.price < best[0].price):
+            best = choice, place
+    if best is None or best[0].program is None:
+        raise _infeasible(s, t, limit, portable, least)
+    return best[0].program, best[0].exact, best[1]
+
+
+def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
+    """Return the cheapest of all candidates under the rules."""
+    choice = Choice()
+    if same(s, t):
+        offer(choice, Program({"0": s}, (), ("0",)), True, rules)
+        return choice
+    if s.mesh == t.mesh:
+        consider(choice, on_one_mesh(s, t, rules), s, t, rules)
+    else:
+        consider(choice, crossings(s, t, partial(on_one_mesh, rules=rules)), s, t, rules)
+    return choice
+
+
+def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    """Yield the candidates of one mesh."""
+    p = make_problem(s, t)
+    rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
+    return candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
+
+
+def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Seconds and seconds per byte of every kind of collective over every set of units.
+
+    `all_gather`, `reduce_scatter` and `all_reduce` are per byte held before the op; `messages` per byte received.
+    """
+    mesh = p.source.mesh
+    count = 1 << len(p.units)
+    out = {
+        kind: (np.zeros(count), np.zeros(count)) for kind in ("all_gather", "reduce_scatter", "all_reduce", "messages")
+    }
+    for mask in range(1, count):
+        members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
+        q = members.shape[1]
+        for kind, (fixed, rate) in out.items():
+            name = "all_to_all" if kind == "messages" else kind
+            fixed[mask], rate[mask] = linear_cost(name, members, fabric)
+            if kind == "messages":
+                rate[mask] *= q / (q - 1)
+    return out
+
+
+def _infeasible(s: TensorType, t: TensorType, limit: int | None, portable: bool, least: float) -> Infeasible:
+    asked = f"redistribute {s} to {t}"
+    if limit is not None and np.isfinite(least):
+        return Infeasible(f"{asked} within {limit} bytes a device: no plan; the least that works is {int(least)} bytes", int(least))
+    if portable:
+        return Infeasible(f"{asked} with portable=True: no plan without an exchange over more than half of the devices")
+    return Infeasible(f"{asked}: no plan within the memory bound")
