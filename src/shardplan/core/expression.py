@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -236,9 +237,9 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
                 kind in "iu"
                 and symbol == "**"
                 and isinstance(right, Number)
-                and (right.value < 0 or isinstance(right.value, float))
+                and (isinstance(right.value, float) or not 0 <= right.value <= 127)
             ):
-                return f"** {right.value}", "a floating dtype, or an integer exponent of at least 0"
+                return f"** {right.value}", "a floating dtype, or an exponent from 0 to 127"
             if kind == "c" and symbol in _COMPARISONS[:4]:
                 return symbol, "a real dtype"
         case Call(function, _):
@@ -282,8 +283,6 @@ def _text(node: Node, outer: int) -> str:
         case Number(value):
             # a base or a factor with a sign is set in parentheses, as Python would read it otherwise
             return f"({value!r})" if outer >= 4 and math.copysign(1, value) < 0 else repr(value)
-        case Negate(Number() as number):
-            return _paren(f"-({_text(number, 0)})", outer > 3)
         case Negate(operand):
             return _paren(f"-{_text(operand, 3)}", outer > 3)
         case Binary("**", left, right):
@@ -306,7 +305,7 @@ def _evaluate(node: Node, values: dict[str, np.ndarray], dtype: np.dtype[Any]) -
         case Name(name):
             return values[name]
         case Number(value):
-            return dtype.type(value) if dtype.kind in "fc" else value
+            return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
         case Negate(operand):
             return -_evaluate(operand, values, dtype)
         case Binary("**", left, Number(exponent)):
@@ -422,7 +421,7 @@ def _parse(text: str) -> Expression:
         tree = ast.parse(body, mode="eval").body
     except SyntaxError as error:
         before = "".join(body.splitlines(keepends=True)[: (error.lineno or 1) - 1])
-        at = min(len(before) + (error.offset or 1) - 1, len(body))
+        at = min(len(before) + error.offset - 1, len(body)) if error.offset else len(body)
         raise ParseError(f"an expression is malformed: {error.msg}", text, start + at) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ParseError(f"an expression is malformed: {error}", text, start) from None
@@ -457,14 +456,12 @@ def _convert(node: ast.expr, fail: Callable[[ast.expr, str], ParseError], condit
                 raise fail(node, f"unknown operand {name!r}; operands are a, b, c, ... in order")
             return Name(name)
         case ast.Constant(value=value):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 raise fail(node, f"the constant {ast.unparse(node)} is not a finite number")
             return Number(value)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
-            number = _convert(operand, fail, False)
-            return Number(-number.value) if isinstance(number, Number) else Negate(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return Negate(_convert(operand, fail, False))
+            inner = _convert(operand, fail, False)
+            return Number(-inner.value) if isinstance(inner, Number) else Negate(inner)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:
             result = Binary(_SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
             if result.symbol == "**" and not isinstance(result.right, Number):

@@ -25,7 +25,7 @@ KINDS = ("pass", "reduce", "replicate")
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A factor: its size, its kind (`pass`, `reduce`, `replicate`), and of a reduced one the reduction: sum, max, min."""
+    """A factor: its size, its kind (`pass`, `reduce`, `replicate`), and a reduced one's reduction (sum, max, min)."""
 
     name: str
     size: int
@@ -144,7 +144,7 @@ def _parts(
         if left and rest > 1:
             raise LayoutError(
                 f"{where} is over {_over(t.layout.dims[dim])}, which does not fill its factor {name}="
-                f"{rule.factor(name).size} before the minor ones; legal are axes whose product is that size, then others"
+                f"{rule.factor(name).size} before the minor ones; legal are axes that multiply to it, then others"
             )
         yield name, tuple(taken), t.mesh.fold(tuple(taken))
 
@@ -256,8 +256,8 @@ def _refuse_partial(
     ][:8]
     verb = "is" if len(chosen) == 1 else "are"
     raise LayoutError(
-        f"{op}: exactly {shown} {verb} partial ({reduction}) over {axes_text(mesh.fold(alike))}, and the op does not pass "
-        f"that on; legal as partial there: {' or '.join(['no operand', *legal])}"
+        f"{op}: exactly {shown} {verb} partial ({reduction}) over {axes_text(mesh.fold(alike))}, and the op does not "
+        f"pass that on; legal as partial there: {' or '.join(['no operand', *legal])}"
     )
 
 
@@ -287,7 +287,7 @@ def _result_dims(
             if p.atoms and len(factors) > 1 and (size % product or not full):
                 why = "unevenly" if size % product else "under a major factor that is not fully sharded"
                 raise LayoutError(
-                    f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is tiled "
+                    f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is cut "
                     f"over {_over(p.names)} {why}; legal are even tilings, minor factors under full major ones"
                 )
             full = full and product == size

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from shardplan.core.tensor import TensorType
 
-Intervals = np.ndarray  # int64 [tiles, 2]
+RECENT = 16  # results kept: the facets of one op ask for the same pair several times
 
 
 def tiles(t: TensorType, dim: int) -> np.ndarray:
@@ -55,6 +56,7 @@ def at_root(t: TensorType) -> np.ndarray:
     return held
 
 
+@lru_cache(maxsize=RECENT)
 def kept(s: TensorType, t: TensorType) -> np.ndarray:
     """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
     places = own_places(s, t)
@@ -97,6 +99,7 @@ def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]
     return out
 
 
+@lru_cache(maxsize=RECENT)
 def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return all messages of the general move from `s` to `t`: places of senders in `s`, of receivers in `t`, elements.
 
@@ -131,6 +134,7 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
     return np.concatenate(senders), np.concatenate(receivers), np.concatenate(sizes)
 
 
+@lru_cache(maxsize=RECENT)
 def peers(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
     if s.all_even and t.all_even:
@@ -168,6 +172,7 @@ def grid(t: TensorType) -> tuple[np.ndarray, ...]:
     return tuple(out)
 
 
+@lru_cache(maxsize=RECENT)
 def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the one-to-one pairs (sender place, receiver place) of a permute from `s` to `t`, or None if there is none.
 
@@ -185,13 +190,10 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
         if np.any((cuts[first, 1] < boxes[:, d, 1]) & (boxes[:, d, 0] < boxes[:, d, 1])):
             return None
         have, want = have * len(cuts) + index, want * len(cuts) + first
-    addends = 1
-    for names, t_names in ((s.layout.partial, t.layout.partial),):
-        a, b = (math.prod(s.mesh.span(x).size for x in group) for group in (names, t_names))
-        if a != b or s.layout.reduction != t.layout.reduction:
-            return None
-        addends = a
-        have, want = have * a + _addend(s), want * a + _addend(t)
+    addends, renamed = (math.prod(s.mesh.span(x).size for x in u.layout.partial) for u in (s, t))
+    if addends != renamed or s.layout.reduction != t.layout.reduction:
+        return None
+    have, want = have * addends + _addend(s), want * addends + _addend(t)
     holds, wants = at_root(s) & (s.elements() > 0), at_root(t) & (t.elements() > 0)
     home = holds & wants & (have == want)
     senders, receivers = np.flatnonzero(holds & ~home), np.flatnonzero(wants & ~home)
@@ -208,7 +210,7 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
     rank = np.arange(len(wanted)) - np.repeat(first, np.diff(np.append(first, len(wanted))))
     position = starts[slot] + rank
     ends = np.append(starts[1:], len(senders))
-    if np.any(position >= ends[slot]) or addends < 1:
+    if np.any(position >= ends[slot]):
         return None
     return senders[position], receivers
 

@@ -1,0 +1,76 @@
+"""Hardware: what the cluster is, how a mesh lies on it, and what communication costs there.
+
+Reading order:
+
+- `units`          unit strings such as "25 GB/s", parsed to SI floats and printed
+- `topology`       `Topology`, `Level`, `DeviceSpec`: hardware levels, outermost first
+- `topology_file`  the TOML form, and the presets in `presets/*.toml`
+- `nccl_xml`       NCCL topology XML as a topology
+- `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration, counting, matrix of a mesh
+- `fabric`         `Fabric`: directed resources, and the load that flows put on them
+- `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
+- `aggregate`      all-to-all and in-network reduction, priced without listing flows
+- `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
+- `bounds`         lower bounds in seconds: cut, count and gather
+
+This room imports `core` and the errors, and numpy.
+"""
+
+from shardplan.hardware.bounds import (
+    all_gather_bound,
+    all_reduce_bound,
+    entry_bytes,
+    lower_bound_seconds,
+    reduce_scatter_bound,
+)
+from shardplan.hardware.cost import Price, chosen, level_bytes, linear_cost, price, seconds
+from shardplan.hardware.fabric import Fabric, Flows
+from shardplan.hardware.nccl_xml import parse_nccl_xml
+from shardplan.hardware.placement import Matrix, Placement, count, matrix_of, placements
+from shardplan.hardware.topology import DeviceSpec, Level, Link, Topology
+from shardplan.hardware.topology_file import presets
+from shardplan.hardware.units import (
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    parse_seconds,
+)
+
+__all__ = [
+    "Topology",
+    "Level",
+    "Link",
+    "DeviceSpec",
+    "presets",
+    "parse_nccl_xml",
+    "Placement",
+    "Matrix",
+    "placements",
+    "count",
+    "matrix_of",
+    "Fabric",
+    "Flows",
+    "Price",
+    "price",
+    "seconds",
+    "level_bytes",
+    "chosen",
+    "linear_cost",
+    "entry_bytes",
+    "lower_bound_seconds",
+    "all_reduce_bound",
+    "all_gather_bound",
+    "reduce_scatter_bound",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+    "parse_flops",
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "format_flops",
+]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.hardware.fabric import Fabric, Flows, Floats, Ints
+from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,8 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         fabric: The resources.
 
     Yields:
-        One round: 2(k-1)/k B (AllReduce), (k-1)/k B, (k-1) B (AllGather) an edge, or B an edge of the chain. Its latency
-        is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group (NCCL tuning.cc).
+        One round: 2(k-1)/k B (AllReduce), (k-1)/k B, (k-1) B (AllGather) an edge, or B an edge of the chain. Its
+        latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group (NCCL tuning.cc).
     """
     groups, k = members.shape
     share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
@@ -171,7 +171,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
 
 
 def _tree_parent(rank: Ints, width: Ints, mirrored: bool) -> Ints:
-    """Parents in NCCL's binary tree over `width` places, -1 at the root; mirrored (shifted if odd) for the second tree."""
+    """Parents in NCCL's binary tree over `width` places, -1 at the root; the second tree is mirrored or shifted."""
     even = width % 2 == 0
     place = np.where(even, width - 1 - rank, (rank - 1) % width) if mirrored else rank
     low = place & -place
@@ -193,8 +193,8 @@ def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -
         fabric: The resources.
 
     Yields:
-        log2 k rounds (twice that for AllReduce): reducing, the distance doubles from 1 while bytes halve from B/2, so that
-        far partners exchange little; gathering runs backwards. Messages use their devices' rails.
+        log2 k rounds (twice that for AllReduce): reducing, the distance doubles from 1 while bytes halve from B/2, so
+        that far partners exchange little; gathering runs backwards. Messages use their devices' rails.
     """
     groups, k = members.shape
     distances = [1 << t for t in range(k.bit_length() - 1)]

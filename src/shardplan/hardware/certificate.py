@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.accounting import account, bound_bytes, lower_bound
+from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
@@ -87,10 +87,19 @@ class Certificate:
 
 
 def derive(
-    program: Program, sources: Sequence[TensorType], destinations: Sequence[TensorType], where: Where | None
+    program: Program,
+    sources: Sequence[TensorType],
+    destinations: Sequence[TensorType],
+    where: Where | None,
+    books: Account | None = None,
 ) -> dict[str, Any]:
-    """Return every claim that follows from a program; raises `CertificateError` when its ends are not those asked for."""
-    program = Program(program.inputs, program.steps, program.outputs)
+    """Return every claim that follows from a program; raises `CertificateError` when its ends are not those asked for.
+
+    `books` is the account of a program that was typed and booked a moment ago; without it both are done from scratch.
+    """
+    if books is None:
+        program = Program(program.inputs, program.steps, program.outputs)
+        books = account(program)
     if program.input_types != tuple(sources):
         raise CertificateError(f"the program starts from {_texts(program.input_types)}, not from {_texts(sources)}")
     if len(program.outputs) != len(destinations):
@@ -98,7 +107,6 @@ def derive(
     for found, asked in zip(program.output_types, destinations, strict=True):
         if not same(found, asked):
             raise CertificateError(f"the program ends in {found}, which is not {asked}")
-    books = account(program)
     devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
     if not set(books.devices) <= set(devices):
         raise CertificateError("the program uses devices of neither end")
@@ -154,9 +162,10 @@ def issue(
     where: Where | None,
     memory_limit: int | None,
     exact: bool,
+    books: Account | None = None,
 ) -> Certificate:
     """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists."""
-    claims = derive(program, sources, destinations, where)
+    claims = derive(program, sources, destinations, where, books)
     got, least = max(claims["received_bytes"], default=0), max(claims["lower_bound_bytes"], default=0)
     status = "floor" if got == least else "exact" if exact else "heuristic"
     return Certificate(

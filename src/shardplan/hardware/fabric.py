@@ -1,7 +1,7 @@
 """The resources of a topology, and the load that point-to-point flows put on them.
 
-Resources are directed and full duplex (`spec/placement.md`, section 5). A flow whose outermost differing level is j uses
-the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of the receiver's. Where level j itself is a
+Resources are directed and full duplex (`spec/placement.md`, section 5). A flow whose outermost differing level is j
+uses the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of the receiver's. Where level j itself is a
 ring, torus or mesh, the flow goes hop by hop over the links between the two children instead, along the shortest arc of
 each dim in turn, ties clockwise; links of such a level further in are not used, every device having its own way out.
 
@@ -63,7 +63,7 @@ class Fabric:
         position: Topology id of each mesh device id, `[n]` with -1 where there is none; None for the identity.
             `Placement.position()` gives it.
         launch: Seconds to start any communication step.
-        channels: Whether a group with ports to spare uses them all, as NCCL's channels do; by default one group uses one.
+        channels: Whether a group with ports to spare uses them all, as NCCL's channels do; else it uses one.
 
     Raises:
         TopologyError: A position is not a device of the topology.
@@ -112,7 +112,9 @@ class Fabric:
         if int(array.min()) < 0 or int(array.max()) >= len(self.position) or int(self.position[array].min()) < 0:
             known = set(np.flatnonzero(self.position >= 0).tolist())
             bad = next(int(i) for i in array.reshape(-1) if int(i) not in known)
-            raise TopologyError(f"device {bad} has no place in topology {self.topology.name!r}: the mesh does not name it")
+            raise TopologyError(
+                f"device {bad} has no place in topology {self.topology.name!r}: the mesh does not name it"
+            )
         return self.position[array]
 
     def crossed(self, sender: Ints, receiver: Ints) -> Ints:
@@ -140,7 +142,8 @@ class Fabric:
             Bytes for each level, `[L]`, outermost first.
         """
         depth = len(self.wires)
-        return np.bincount(self.crossed(flows.sender, flows.receiver), flows.nbytes, depth + 1)[:depth]
+        load = np.bincount(self.crossed(flows.sender, flows.receiver), flows.nbytes, depth + 1)
+        return load[:depth].astype(np.float64)
 
     def transfer_seconds(self, flows: Flows) -> float:
         """Price the bandwidth term of flows that run together.
@@ -173,12 +176,14 @@ class Fabric:
                 for unit, device in ((out, flows.sender[keep]), (into, flows.receiver[keep])):
                     worst = max(worst, self.rail_seconds(j, unit, device, nbytes))
             else:
-                port_out, port_in, share_out, share_in = self._lane_ports(j, out, into, flows.lane[keep])
+                port_out, port_in, share_out, share_in = self.lane_ports(j, out, into, flows.lane[keep])
                 worst = max(worst, self.port_seconds(j, out, nbytes * share_out, port_out))
                 worst = max(worst, self.port_seconds(j, into, nbytes * share_in, port_in))
         return worst
 
-    def port_seconds(self, j: int, unit: Ints, nbytes: Floats, port: Ints | None = None, ports: int | None = None) -> float:
+    def port_seconds(
+        self, j: int, unit: Ints, nbytes: Floats, port: Ints | None = None, ports: int | None = None
+    ) -> float:
         """Price bytes that pass one direction of the uplinks of a level's units.
 
         Args:
@@ -216,8 +221,19 @@ class Fabric:
         ways = min(wires.level.uplinks, wires.stride)
         return self.port_seconds(j, unit, nbytes, device % wires.stride % ways, ways)
 
-    def _lane_ports(self, j: int, out: Ints, into: Ints, lane: Ints) -> tuple[Ints, Ints, Floats, Floats]:
-        """Give every group that crosses a unit a port there, and the share of its bytes on the busiest of its ports."""
+    def lane_ports(self, j: int, out: Ints, into: Ints, lane: Ints) -> tuple[Ints, Ints, Floats, Floats]:
+        """Give every group that crosses a unit a port there.
+
+        Args:
+            j: Number of a level with a switch.
+            out: Units left, `[n]`.
+            into: Units entered, `[n]`.
+            lane: Group numbers, `[n]`.
+
+        Returns:
+            Ports at the units left and at those entered, and at each the share of a group's bytes on one of its ports
+            (1 unless `channels`); all `[n]`.
+        """
         wires = self.wires[j]
         lanes = int(lane.max()) + 1
         key_out, key_in = out * lanes + lane, into * lanes + lane

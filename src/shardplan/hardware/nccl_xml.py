@@ -1,16 +1,17 @@
 """NCCL topology XML, the file that `NCCL_TOPO_DUMP_FILE` names, as a topology of two levels: node and gpu.
 
 Read: the number of GPUs, their NVLinks (or the PCI link of each GPU where there are none), and the network ports with
-their speeds. Bandwidth per NVLink and per PCI lane are NCCL's own constants (NVIDIA/nccl, `src/graph/topo.h`:
-`SMxx_NVLINK_BW`, `PCI_BW`; `src/graph/topo.cc`: `kvDictPciGen`, bandwidth = width * speed / 80 GB/s). Latencies are its
-Simple-protocol ring latencies (`src/graph/tuning.cc`): NVLink 3.4 us, PCI 5.7 us, network 9.6 us. Point-to-point NVLinks
-(no switch) become a switch of the same bandwidth per GPU: the file holds one node, so the size of `node` is 1 until set.
+their speeds. Bandwidth per NVLink and PCI lane are NCCL's own constants (NVIDIA/nccl, `src/graph/topo.h`:
+`SMxx_NVLINK_BW`, `PCI_BW`; `src/graph/topo.cc`: `kvDictPciGen`, bandwidth = width * speed / 80 GB/s). Latencies are
+its Simple-protocol ring latencies (`src/graph/tuning.cc`): NVLink 3.4 us, PCI 5.7 us, network 9.6 us. Point-to-point
+NVLinks (no switch) become a switch of the same bandwidth per GPU. The file holds one node, so `node` has size 1 until
+it is set.
 """
 
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.topology import DeviceSpec, Level, Topology

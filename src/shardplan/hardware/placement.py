@@ -97,7 +97,7 @@ class Placement:
         """Map the mesh's device ids to topology ids.
 
         Returns:
-            An array indexed by device id: its topology id, or -1 for an id that is not in the mesh. What `Fabric` takes.
+            An array indexed by device id: its topology id, or -1 where the mesh has no such id. `Fabric` takes it.
         """
         ids = np.asarray(self.mesh.devices, dtype=np.int64)
         table = np.full(int(ids.max()) + 1, -1, dtype=np.int64)
@@ -171,8 +171,8 @@ def _show(matrix: Matrix) -> str:
 def _check_sizes(mesh: Mesh, topology: Topology) -> None:
     if mesh.size != topology.size:
         raise TopologyError(
-            f"mesh {', '.join(f'{a}={s}' for a, s in zip(mesh.axes, mesh.sizes, strict=True))} has {mesh.size} devices, "
-            f"topology {topology.name!r} has {topology.size} ({topology.describe()}); a placement needs equal counts"
+            f"mesh {', '.join(f'{a}={s}' for a, s in zip(mesh.axes, mesh.sizes, strict=True))} has {mesh.size} "
+            f"devices, topology {topology.name!r} has {topology.size} ({topology.describe()}); a placement needs equal counts"
         )
 
 

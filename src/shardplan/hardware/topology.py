@@ -74,7 +74,9 @@ class Level:
             got = f"shape {list(self.shape)} has product {math.prod(self.shape)}" if self.shape else "no shape is given"
             raise TopologyError(f"{where}: a {self.link} of size {self.size} needs a shape of that product; {got}")
         if not grid and self.shape:
-            raise TopologyError(f"{where}: a {self.link} takes no shape, got {list(self.shape)}; only torus and mesh do")
+            raise TopologyError(
+                f"{where}: a {self.link} takes no shape, got {list(self.shape)}; only torus and mesh do"
+            )
         if self.reduces and self.link != "switch":
             raise TopologyError(f"{where}: only a switch reduces in the network, this is a {self.link}")
         seen: set[int] = set()
@@ -84,7 +86,8 @@ class Level:
             seen.add(unit)
             if factor <= 0:
                 raise TopologyError(
-                    f"{where}: degraded factor {factor} leaves {self.name}[{unit}] unreachable; legal: above 0, at most 1"
+                    f"{where}: degraded factor {factor} leaves {self.name}[{unit}] unreachable; "
+                    "legal: above 0, at most 1"
                 )
             if not factor <= 1:
                 raise TopologyError(f"{where}: degraded factor {factor} of {self.name}[{unit}] is above 1")
@@ -256,7 +259,8 @@ class Topology:
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.size):
             bad = int(array.max()) if int(array.max()) >= self.size else int(array.min())
             raise TopologyError(
-                f"device {bad} is not in topology {self.name!r}, whose {self.describe()} devices are 0 to {self.size - 1}"
+                f"device {bad} is not in topology {self.name!r}, whose devices are 0 to {self.size - 1} "
+                f"({self.describe()})"
             )
         return array
 

@@ -40,10 +40,10 @@ def load(source: str | Path) -> Topology:
     if path.suffix not in (".toml", ".xml"):
         if str(source) not in presets():
             near = get_close_matches(str(source), presets(), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}" if near else ""
             raise TopologyError(
-                f"topology {str(source)!r} is no preset and no path to a .toml or .xml file{hint} "
-                f"Presets: {', '.join(presets())}"
+                f"topology {str(source)!r} is no preset and no path to a .toml or .xml file{hint}; "
+                f"presets: {', '.join(presets())}"
             )
         path = _PRESETS / f"{source}.toml"
     try:
@@ -87,8 +87,8 @@ def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
     for key in data:
         if key not in legal:
             near = get_close_matches(key, legal, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ";"
-            raise TopologyError(f"{where}: unknown key {key!r}{hint} legal: {', '.join(legal)}")
+            hint = f"; did you mean {near[0]!r}" if near else ""
+            raise TopologyError(f"{where}: unknown key {key!r}{hint}; legal: {', '.join(legal)}")
 
 
 _KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list", dict: "a table"}
@@ -195,7 +195,7 @@ def to_text(topology: Topology) -> str:
 
 
 def _string(text: str) -> str:
-    # A JSON string with \u escapes is a TOML basic string but for DEL and pairs of surrogates, which are written as they are.
+    # A JSON string is a TOML basic string once DEL is escaped.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 

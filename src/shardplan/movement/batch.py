@@ -43,9 +43,9 @@ def plan_batch(
     place = _one_place(sources, destinations, where)
     items: list[_Item] = []
     for k, (s, t) in enumerate(zip(sources, destinations, strict=True)):
-        program, exact, _ = best_program(s, t, place, None, portable)
-        ops = tuple(step.op for step in program.steps)
-        items.append(_Item(k, s, t, ops, exact, t.local_bytes() - s.local_bytes()))
+        chosen, _ = best_program(s, t, place, None, portable)
+        ops = tuple(step.op for step in chosen.program.steps)
+        items.append(_Item(k, s, t, ops, chosen.exact, t.local_bytes() - s.local_bytes()))
     bound = bound_bytes(sources, destinations)
     fabric = None if place is None else fabric_of(place, _meshes(sources, destinations))
     ordered = sorted(items, key=lambda i: (i.growth > 0, i.growth if i.growth > 0 else -i.source.local_bytes(), i.index))
@@ -114,7 +114,7 @@ def _one_place(sources: tuple[TensorType, ...], destinations: tuple[TensorType, 
     if len(list(spots(where, sources[0], destinations[0]))) == 1:
         return where
     largest = max(range(len(sources)), key=lambda k: sources[k].nbytes)
-    return best_program(sources[largest], destinations[largest], where, None, False)[2]
+    return best_program(sources[largest], destinations[largest], where, None, False)[1]
 
 
 def _packs(ordered: Sequence[_Item], room: int | None) -> list[list[_Item]]:

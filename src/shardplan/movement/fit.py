@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shardplan.core.accounting import Account, account
 from shardplan.core.ops import Op
@@ -31,17 +30,23 @@ class Rules:
     fabric: Fabric | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A program that satisfies the rules, and its price."""
+
+    program: Program
+    books: Account
+    exact: bool
+    price: float
+    rank: tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class Choice:
     """The cheapest candidate so far, and the least workspace that any candidate can be cut down to."""
 
-    program: Program | None = None
-    books: Account | None = None
-    exact: bool = False
-    price: float = math.inf
-    rank: tuple[Any, ...] = ()
+    best: Chosen | None = None
     least_bytes: float = math.inf
-    tried: int = field(default=0)
 
 
 def chain(ops: Sequence[Op], source: TensorType) -> Program:
@@ -114,7 +119,6 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     books = account(program)
     if books.peak_bytes > rules.bound:
         return
-    choice.tried += 1
     if rules.limit is not None:
         if books.workspace_bytes > rules.limit:
             smallest = fitted(program, books, 0)
@@ -128,9 +132,9 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
                 program, books = smallest, account(smallest)
         choice.least_bytes = min(choice.least_bytes, rules.limit)
     cost = price(program, books, rules)
-    if cost > choice.price * (1 + TIE):
+    best = choice.best
+    if best is not None and cost > best.price * (1 + TIE):
         return
-    text = tuple(op_text(s.op, s.operands) for s in program.steps)
-    rank = (len(program.steps), sum(books.rounds), text)
-    if cost < choice.price * (1 - TIE) or choice.program is None or rank < choice.rank:
-        choice.program, choice.books, choice.exact, choice.price, choice.rank = program, books, exact, cost, rank
+    rank = (len(program.steps), sum(books.rounds), tuple(op_text(s.op, s.operands) for s in program.steps))
+    if best is None or cost < best.price * (1 - TIE) or rank < best.rank:
+        choice.best = Chosen(program, books, exact, cost, rank)

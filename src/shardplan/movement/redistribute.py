@@ -23,7 +23,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.where import Where, fabric_of
 from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.crossmesh import crossings
-from shardplan.movement.fit import Choice, Rules, consider, offer
+from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer
 from shardplan.movement.units import Problem
 
 MOST_PLACEMENTS = 64
@@ -80,8 +80,8 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 
 @lru_cache(maxsize=4096)
 def _cached(s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool) -> Plan:
-    program, exact, place = best_program(s, t, where, limit, portable)
-    return Plan(program, issue(program, (s,), (t,), place, limit, exact))
+    choice, place = best_program(s, t, where, limit, portable)
+    return Plan(choice.program, issue(choice.program, (s,), (t,), place, limit, choice.exact, choice.books))
 
 
 def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
@@ -99,20 +99,20 @@ def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where |
 
 def best_program(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool
-) -> tuple[Program, bool, Where | None]:
-    """Return the cheapest program, whether it is provably cheapest, and the placement it was priced on."""
+) -> tuple[Chosen, Where | None]:
+    """Return the cheapest program and the placement it was priced on; raises `Infeasible`."""
     bound = bound_bytes((s,), (t,))
-    best: tuple[Choice, Where | None] | None = None
+    best: tuple[Chosen, Where | None] | None = None
     least = float("inf")
     for place in spots(where, s, t):
         fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
         choice = choose(s, t, Rules(bound, limit, portable, fabric))
         least = min(least, choice.least_bytes)
-        if choice.program is not None and (best is None or choice.price < best[0].price):
-            best = choice, place
-    if best is None or best[0].program is None:
+        if choice.best is not None and (best is None or choice.best.price < best[0].price):
+            best = choice.best, place
+    if best is None:
         raise _infeasible(s, t, limit, portable, least)
-    return best[0].program, best[0].exact, best[1]
+    return best
 
 
 def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:

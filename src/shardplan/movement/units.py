@@ -87,15 +87,15 @@ class Problem:
             products = graph.list_product
             even = n % products == 0
             whole = (graph.list_mask & ~rigid) == 0
-            fits = even | whole
-            chunk = np.where(even, n // products, 0)
-            for i in np.flatnonzero(~even & whole):
-                size = n
-                for u in graph.lists[i]:
-                    size = -(-size // graph.sizes[u])
-                chunk[i] = size
             ids = graph.types[:, d]
-            ok &= fits[ids]
+            chunk = np.where(even, n // products, 0)
+            if not even.all():
+                for i in np.flatnonzero(~even & whole):
+                    size = n
+                    for u in graph.lists[i]:
+                        size = -(-size // graph.sizes[u])
+                    chunk[i] = size
+                ok &= (even | whole)[ids]
             local = local * chunk[ids]
         return ok & (local <= bound)
 

@@ -11,6 +11,7 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -84,15 +85,15 @@ class Collective(Op):
             raise TypingError(f"{self.name} needs at least one operand")
         if any(t.mesh != operands[0].mesh for t in operands):
             raise TypingError(f"{self.name} packs operands of one mesh; got {', '.join(map(repr, operands))}")
-        return tuple(self.result(t) for t in operands)
+        return tuple(typed(self, t) for t in operands)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Apply `move` to every operand."""
-        return [self.move(shards, t, self.result(t)) for shards, t in zip(operands, types, strict=True)]
+        return [self.move(shards, t, typed(self, t)) for shards, t in zip(operands, types, strict=True)]
 
     def received(self, *operands: TensorType) -> np.ndarray:
         """Sum over the operands."""
-        parts = [self.received_one(t, self.result(t)) for t in operands]
+        parts = [self.received_one(t, typed(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
@@ -117,7 +118,7 @@ class Collective(Op):
         total = 0
         chunks: int = getattr(self, "chunks", 1)
         for t in operands:
-            u = self.result(t)
+            u = typed(self, t)
             send, receive, send_ok, receive_ok = self.packed(t, u)
             free = chunks == 1 and len(operands) == 1
             if not (free and send_ok):
@@ -137,6 +138,12 @@ class Collective(Op):
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
         return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
+
+
+@lru_cache(maxsize=1024)
+def typed(op: Collective, t: TensorType) -> TensorType:
+    """Return the type of one operand after the op; remembered, since every facet of an op asks for it."""
+    return op.result(t)
 
 
 def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from shardplan.core.ops.base import (
     meet,
     point_to_point,
     poison,
+    typed,
 )
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
@@ -257,7 +258,7 @@ class Permute(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """One, if anything moves."""
-        return int(any(self.received_one(t, self.result(t)).any() for t in operands))
+        return int(any(self.received_one(t, typed(self, t)).any() for t in operands))
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
@@ -268,15 +269,15 @@ class Permute(Collective):
     def pattern(self, *operands: TensorType) -> Pattern:
         """One message a pair."""
         t = operands[0]
-        pairs = permutation(t, self.result(t))
+        pairs = permutation(t, typed(self, t))
         if pairs is None or not len(pairs[0]):
             return Local(0.0)
-        sizes = sum(self.result(x).elements()[pairs[1]] * x.itemsize for x in operands)
-        return point_to_point(t, self.result(t), *pairs, np.asarray(sizes), self.chunks)
+        sizes = sum(typed(self, x).elements()[pairs[1]] * x.itemsize for x in operands)
+        return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks)
 
 
 def _message_pattern(op: Exchange | Send, operands: Sequence[TensorType]) -> Pattern:
-    parts = [(t, op.result(t), *messages(t, op.result(t))) for t in operands]
+    parts = [(t, typed(op, t), *messages(t, typed(op, t))) for t in operands]
     width = max(u.mesh.size for _, u, *_ in parts)
     keys = np.concatenate([s * width + r for _, _, s, r, _ in parts])
     if not len(keys):
@@ -355,7 +356,7 @@ class Exchange(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
-        return max(peers(t, self.result(t)) for t in operands)
+        return max(peers(t, typed(self, t)) for t in operands)
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """All that is sent, and all that is received."""
@@ -395,7 +396,7 @@ class Send(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
-        return max(peers(t, self.result(t)) for t in operands)
+        return max(peers(t, typed(self, t)) for t in operands)
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """All that is sent, and all that is received."""

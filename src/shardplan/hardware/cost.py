@@ -1,0 +1,176 @@
+"""The price of a communication pattern on a fabric: seconds, bytes for each level, and the algorithm chosen.
+
+`seconds = chunks * alpha + largest load / bandwidth`, all groups of the pattern on the resources at once. Alpha is the
+launch plus the latencies of the algorithm's rounds (`spec/placement.md`, section 5); `auto` takes the cheapest
+algorithm for the pattern's sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+
+from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.errors import TopologyError
+from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal
+from shardplan.hardware.algorithms import ALGORITHMS, Round
+from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
+
+_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a pattern costs under one algorithm.
+
+    Args:
+        algorithm: Its name.
+        alpha: Seconds that do not depend on bytes, for all chunks.
+        transfer: Seconds of the busiest resource.
+        level_bytes: Bytes whose sender and receiver first differ at each level, outermost first, over all devices.
+    """
+
+    algorithm: str
+    alpha: float
+    transfer: float
+    level_bytes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.alpha + self.transfer
+
+
+def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
+    """Price a communication pattern.
+
+    Args:
+        pattern: Collective over groups, messages, or a local copy; device ids are the mesh's.
+        fabric: The resources.
+        algorithm: `"auto"` for the cheapest, or `"ring"`, `"tree"`, `"halving-doubling"`, `"network"`; where it does
+            not serve the collective or the group size, the ring does (NCCL's tree is AllReduce only).
+
+    Returns:
+        Seconds, bytes for each level, and the algorithm.
+
+    Raises:
+        TopologyError: Unknown algorithm or collective, or a device without a place.
+
+    Source: `spec/placement.md` section 5.
+
+    Example:
+        >>> from shardplan.hardware.topology import Topology
+        >>> fabric = Fabric(Topology.load("nominal", devices=4))
+        >>> price(Groups("all_gather", np.array([[0, 1, 2, 3]]), np.array([1e6])), fabric, "ring").transfer
+        6e-05
+    """
+    if algorithm not in _NAMES:
+        raise TopologyError(f"algorithm {algorithm!r} is unknown; legal: {', '.join(_NAMES)}")
+    match pattern:
+        case Local():
+            # A copy reads and writes.
+            return Price("copy", 0.0, 2 * pattern.nbytes / fabric.topology.device.memory_bandwidth, _none(fabric))
+        case Messages():
+            return _messages(pattern, fabric)
+        case Groups():
+            return _groups(pattern, fabric, algorithm)
+        case _:
+            assert_never(pattern)
+
+
+def seconds(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> float:
+    """Price a pattern in seconds; arguments and errors as for `price`."""
+    return price(pattern, fabric, algorithm).seconds
+
+
+def level_bytes(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> tuple[float, ...]:
+    """Add up the bytes that first differ at each level, outermost first; arguments and errors as for `price`."""
+    return price(pattern, fabric, algorithm).level_bytes
+
+
+def chosen(pattern: Pattern, fabric: Fabric) -> str:
+    """Name the cheapest algorithm for a pattern; arguments and errors as for `price`."""
+    return price(pattern, fabric).algorithm
+
+
+def linear_cost(kind: str, members: Ints, fabric: Fabric) -> tuple[float, float]:
+    """Write the ring's cost of a collective as an affine function of bytes.
+
+    Args:
+        kind: As in `Groups.kind`.
+        members: Device ids, `[G, k]`, in member order.
+        fabric: The resources.
+
+    Returns:
+        Seconds at 0 bytes, and seconds per byte that a member holds before the op.
+
+    Raises:
+        TopologyError: Unknown collective, or a device without a place.
+    """
+    unit = price(Groups(kind, members, np.ones(len(members))), fabric, "ring")
+    return unit.alpha, unit.transfer
+
+
+def _none(fabric: Fabric) -> tuple[float, ...]:
+    return (0.0,) * len(fabric.wires)
+
+
+def _messages(pattern: Messages, fabric: Fabric) -> Price:
+    keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
+    if not bool(keep.any()):
+        return Price("direct", 0.0, 0.0, _none(fabric))
+    flows = Flows(fabric.place(pattern.sender[keep]), fabric.place(pattern.receiver[keep]), pattern.nbytes[keep])
+    crossed = int(fabric.crossed(flows.sender, flows.receiver).min())
+    most = max(int(np.bincount(ids).max()) for ids in (flows.sender, flows.receiver))
+    alpha = pattern.chunks * (fabric.launch + most * fabric.wires[crossed].level.latency)
+    return Price("direct", alpha, fabric.transfer_seconds(flows), tuple(fabric.level_bytes(flows).tolist()))
+
+
+def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
+    legal = ALGORITHMS.get(pattern.kind, {})
+    default = "pairwise" if pattern.kind == "all_to_all" else "ring"
+    if not legal and pattern.kind != "all_to_all":
+        raise TopologyError(f"collective {pattern.kind!r} is unknown; legal: {', '.join([*ALGORITHMS, 'all_to_all'])}")
+    members = fabric.place(pattern.members)
+    nbytes = np.asarray(pattern.nbytes, dtype=np.float64)
+    if members.ndim != 2 or nbytes.shape != members.shape[:1]:
+        raise TopologyError(
+            f"{pattern.kind} over members of shape {list(members.shape)} with nbytes of shape {list(nbytes.shape)}: "
+            "members are [groups, k], nbytes [groups]"
+        )
+    if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
+        return Price(default, 0.0, 0.0, _none(fabric))
+    if default == "pairwise":
+        return _aggregate("pairwise", *all_to_all(members, nbytes, fabric), pattern.chunks, fabric)
+    k = members.shape[1]
+    names = [name for name in legal if name != "halving-doubling" or k & (k - 1) == 0]
+    if pattern.kind == "all_reduce" and algorithm in ("auto", "network") and in_network_legal(members, fabric):
+        names.append("network")
+    if algorithm != "auto":
+        names = [algorithm if algorithm in names else default]
+    elif k == 2 and "halving-doubling" in names:
+        # With two members it is the ring's exchange, in the ring's order.
+        names.remove("halving-doubling")
+    offers = [_one(name, pattern, members, nbytes, fabric) for name in names]
+    return min(offers, key=lambda offer: offer.seconds)
+
+
+def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric) -> Price:
+    if name == "network":
+        return _aggregate(name, *in_network(members, nbytes, fabric), pattern.chunks, fabric)
+    alpha, transfer, moved = fabric.launch, 0.0, np.zeros(len(fabric.wires))
+    last: Round | None = None
+    last_transfer, last_moved = 0.0, moved
+    for one in ALGORITHMS[pattern.kind][name](pattern.kind, members, nbytes, fabric):
+        if one is not last:
+            last, last_transfer, last_moved = one, fabric.transfer_seconds(one.flows), fabric.level_bytes(one.flows)
+        alpha += one.latency
+        transfer += last_transfer
+        moved = moved + last_moved
+    return Price(name, pattern.chunks * alpha, transfer, tuple(moved.tolist()))
+
+
+def _aggregate(name: str, latency: float, transfer: float, moved: Floats, chunks: int, fabric: Fabric) -> Price:
+    return Price(name, chunks * (fabric.launch + latency), transfer, tuple(moved.tolist()))
