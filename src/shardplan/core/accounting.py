@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.messages import kept, own_places
+from shardplan.core.messages import kept
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType, same
+from shardplan.core.tensor import TensorType
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
 
@@ -44,7 +44,7 @@ class _Ledger:
     def spread(self, t: TensorType, values: np.ndarray) -> np.ndarray:
         if t.mesh.devices == self.devices:
             return values
-        out = np.zeros(len(self.devices), dtype=np.int64)
+        out = np.zeros(len(self.devices), dtype=values.dtype)
         out[self.rows(t)] = values
         return out
 
@@ -122,6 +122,3 @@ def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.nd
     elif not source:
         needs = np.where(needs > 0, needs - kept(s, t), 0)
     return ledger.spread(t, needs * t.itemsize)
-
-
-__all__ = ["Account", "account", "bound_bytes", "lower_bound", "own_places", "same"]

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import TensorType, counter
 
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times
 
@@ -63,7 +63,7 @@ def kept(s: TensorType, t: TensorType) -> np.ndarray:
     a, b = s.boxes()[places], t.boxes()
     overlap = np.minimum(a[:, :, 1], b[:, :, 1]) - np.maximum(a[:, :, 0], b[:, :, 0])
     held = (places >= 0) & at_root(s)[places]
-    return np.where(held, np.prod(np.maximum(overlap, 0), axis=1, dtype=np.int64), 0)
+    return np.where(held, np.prod(np.maximum(overlap, 0), axis=1, dtype=counter(t)), 0)
 
 
 def lacking(s: TensorType, t: TensorType) -> np.ndarray:
@@ -119,7 +119,7 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
     for steps in itertools.product(*(range(c) for c in counts)):
         live = wanted.copy()
         sender = bases.copy()
-        size = np.ones(t.mesh.size, dtype=np.int64)
+        size = np.ones(t.mesh.size, dtype=counter(t))
         for d, k in enumerate(steps):
             first, last = ranges[d]
             tile = np.minimum(first + k, len(cuts[d]) - 1)
@@ -145,6 +145,75 @@ def peers(s: TensorType, t: TensorType) -> int:
         return int(np.where(at_root(t), count, 0).max(initial=0))
     _, receivers, _ = messages(s, t)
     return int(np.bincount(receivers, minlength=1).max()) if len(receivers) else 0
+
+
+@lru_cache(maxsize=RECENT)
+def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
+    """Return the elements that the busiest device sends and receives in the general move, and whether every message is
+    a whole source tile, and a whole destination box.
+
+    Even types on one mesh are counted in closed form (the messages of large meshes are too many to list).
+    """
+    got = int((lacking(s, t) // t.itemsize).max(initial=0))
+    if not got:
+        return 0, 0, True, True
+    if s.mesh == t.mesh and s.all_even and t.all_even:
+        inside = [bool(np.all(b - a == 1)) for a, b in _ranges(s, t)]
+        around = [bool(np.all(b - a == 1)) for a, b in _ranges(t, s)]
+        return int(_sent(s, t).max()), got, all(around), all(inside)
+    senders, _, sizes = messages(s, t)
+    held, needed = s.elements()[senders], np.asarray(sizes)
+    receivers = messages(s, t)[1]
+    return (
+        int(np.bincount(senders, sizes).max()),
+        got,
+        bool(np.all(needed == held)),
+        bool(np.all(needed == t.elements()[receivers])),
+    )
+
+
+def _sent(s: TensorType, t: TensorType) -> np.ndarray:
+    """Elements that each device sends to others, for even types on one mesh: int64 [devices].
+
+    The receivers that a device serves share its coordinates on the axes that `s` does not use. Over their other
+    coordinates the destination tiles of a dim form a comb; what they take of the device's tile is a difference of the
+    comb's cumulative length, and every combination of tiles is held by equally many receivers.
+    """
+    used = {a for run in s.atoms for a in run}
+    atoms = s.mesh.atoms
+    places = np.arange(s.mesh.size)
+    boxes = s.boxes()
+    taken = np.ones(s.mesh.size, dtype=counter(s))
+    copies = math.prod(atoms[a].size for a in used)
+    for d, run in enumerate(t.atoms):
+        copies //= math.prod(atoms[a].size for a in run if a in used)
+        comb = [_comb_length(boxes[:, d, k], t.shape[d], run, used, s, places) for k in (0, 1)]
+        taken *= comb[1] - comb[0]
+    return np.where(at_root(s), taken * copies - kept(s, t), 0)
+
+
+def _comb_length(
+    position: np.ndarray, n: int, run: tuple[int, ...], free: set[int], s: TensorType, places: np.ndarray
+) -> np.ndarray:
+    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own coordinates."""
+    atoms = s.mesh.atoms
+    length = np.zeros_like(position)
+    rest = position.copy()
+    alive = np.ones(position.shape, dtype=bool)
+    chunk = n
+    inside = n // math.prod(atoms[a].size for a in run if a not in free)  # matching length in one chunk
+    for a in run:
+        chunk //= atoms[a].size
+        digit = rest // chunk
+        rest = rest - digit * chunk
+        if a in free:
+            inside //= atoms[a].size
+            length += np.where(alive, digit * inside, 0)
+        else:
+            own = places // atoms[a].stride % atoms[a].size
+            length += np.where(alive & (digit > own), inside, 0)
+            alive &= digit == own
+    return length + np.where(alive, rest, 0)
 
 
 def moved_atoms(s: TensorType, t: TensorType) -> set[int]:

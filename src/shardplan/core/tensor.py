@@ -240,12 +240,17 @@ def _boxes(t: TensorType) -> np.ndarray:
 @lru_cache(maxsize=256)
 def _elements(t: TensorType) -> np.ndarray:
     if t.all_even:
-        out = np.full(t.mesh.size, t.local_bytes() // t.itemsize, dtype=np.int64)
+        out = np.full(t.mesh.size, t.local_bytes() // t.itemsize, dtype=counter(t))
     else:
         boxes = t.boxes()
-        out = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1, dtype=np.int64)
+        out = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1, dtype=counter(t))
     out.setflags(write=False)
     return out
+
+
+def counter(t: TensorType) -> type:
+    """Return the numpy scalar that counts bytes of a tensor: int64, or Python's own integers beyond it."""
+    return np.int64 if 4 * t.nbytes < 2**63 else object
 
 
 def same(t: TensorType, u: TensorType) -> bool:

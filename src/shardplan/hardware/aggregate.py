@@ -129,7 +129,7 @@ def in_network_legal(members: Ints, fabric: Fabric) -> bool:
     """
     if not any(wires.level.reduces for wires in fabric.wires):
         return False
-    spans = (np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0).any(axis=1).tolist()
+    spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
     return all(wires.level.reduces for wires, spanned in zip(fabric.wires, spans, strict=True) if spanned)
 
 

@@ -17,10 +17,10 @@ from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """Flows that run together after a latency in seconds."""
+    """Flows that run together after a latency in seconds; None for that of the outermost level they cross."""
 
-    latency: float
     flows: Flows
+    latency: float | None = None
 
 
 Rounds = Iterator[Round]
@@ -37,7 +37,8 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
 
     Yields:
         One round: 2(k-1)/k B (AllReduce), (k-1)/k B, (k-1) B (AllGather) an edge, or B an edge of the chain. Its
-        latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group (NCCL tuning.cc).
+        latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group
+        (NCCL tuning.cc).
     """
     groups, k = members.shape
     share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
@@ -49,7 +50,7 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         flows = _flows(members[:, :-1], members[:, 1:], nbytes, groups)
     else:
         flows = _flows(members[:, 1:], members[:, :-1], nbytes, groups)
-    yield Round(latency, flows)
+    yield Round(flows, latency)
 
 
 def _flows(sender: Ints, receiver: Ints, nbytes: Floats, groups: int, rails: bool = False) -> Flows:
@@ -109,13 +110,7 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         parents = np.arange(0, k - distance, 2 * distance)
         upper, lower = members[:, parents], members[:, parents + distance]
         pair = (upper, lower) if kind == "broadcast" else (lower, upper)
-        flows = _flows(*pair, nbytes, groups)
-        yield Round(_round_latency(flows, fabric), flows)
-
-
-def _round_latency(flows: Flows, fabric: Fabric) -> float:
-    crossed = fabric.crossed(flows.sender, flows.receiver)
-    return float(fabric.latencies()[int(crossed.min())]) if crossed.size else 0.0
+        yield Round(_flows(*pair, nbytes, groups))
 
 
 def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
@@ -126,12 +121,11 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
     sender: list[Ints] = []
     receiver: list[Ints] = []
     lanes: list[Ints] = []
-    device = members.reshape(-1)
+    # In order of ids the members of every unit stand side by side, at all levels.
+    device = np.sort(members, axis=1).reshape(-1)
     lane = np.repeat(np.arange(groups), k)
     for j in range(len(fabric.wires) - 1, -1, -1):
         parent = device // (fabric.wires[j].stride * fabric.wires[j].level.size)
-        order = np.lexsort((np.arange(len(device)), parent, lane))
-        device, lane, parent = device[order], lane[order], parent[order]
         starts = np.flatnonzero(np.concatenate([[True], (lane[1:] != lane[:-1]) | (parent[1:] != parent[:-1])]))
         size = np.diff(np.concatenate([starts, [len(device)]]))
         first, width = np.repeat(starts, size), np.repeat(size, size)
@@ -167,7 +161,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
     below = np.arange(len(fabric.wires))[:, None] > top[None, :]
     # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
     inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
-    return Round(2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()), flows)
+    return Round(flows, 2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()))
 
 
 def _tree_parent(rank: Ints, width: Ints, mirrored: bool) -> Ints:
@@ -201,8 +195,7 @@ def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -
     places = np.arange(k)
     total = nbytes * (k if kind == "all_gather" else 1)
     for distance in reversed(distances) if kind == "all_gather" else distances:
-        flows = _flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True)
-        one = Round(_round_latency(flows, fabric), flows)
+        one = Round(_flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True))
         yield one
         if kind == "all_reduce":
             # The gathering half runs the same exchanges in reverse order, at the same price.

@@ -33,7 +33,8 @@ def entry_bytes(src_boxes: Ints, dst_boxes: Ints, unit_of: Ints, itemsize: float
 
     Returns:
         Bytes for every unit, `[max(unit_of) + 1]`: exact by coordinate compression where the grid is small, else a
-        lower bound (the largest over devices of what its destination box holds beyond the unit's source boxes, by count).
+        lower bound (the largest over devices of what its destination box holds beyond the unit's source boxes, by
+        count).
     """
     n, ndim = src_boxes.shape[:2]
     if n == 0:

@@ -112,7 +112,7 @@ def derive(
         raise CertificateError("the program uses devices of neither end")
     received = books.received
     if books.devices != devices:
-        received = np.zeros(len(devices), dtype=np.int64)
+        received = np.zeros(len(devices), dtype=books.received.dtype)
         received[np.searchsorted(devices, books.devices)] = books.received
     bounds = [lower_bound(s, t, devices) for s, t in zip(sources, destinations, strict=True)]
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)

@@ -122,10 +122,15 @@ def _messages(pattern: Messages, fabric: Fabric) -> Price:
     if not bool(keep.any()):
         return Price("direct", 0.0, 0.0, _none(fabric))
     flows = Flows(fabric.place(pattern.sender[keep]), fabric.place(pattern.receiver[keep]), pattern.nbytes[keep])
-    crossed = int(fabric.crossed(flows.sender, flows.receiver).min())
+    moved = fabric.level_bytes(flows)
     most = max(int(np.bincount(ids).max()) for ids in (flows.sender, flows.receiver))
-    alpha = pattern.chunks * (fabric.launch + most * fabric.wires[crossed].level.latency)
-    return Price("direct", alpha, fabric.transfer_seconds(flows), tuple(fabric.level_bytes(flows).tolist()))
+    alpha = pattern.chunks * (fabric.launch + most * _outermost_latency(moved, fabric))
+    return Price("direct", alpha, fabric.transfer_seconds(flows), tuple(moved.tolist()))
+
+
+def _outermost_latency(moved: Floats, fabric: Fabric) -> float:
+    crossed = np.flatnonzero(moved)
+    return fabric.wires[int(crossed[0])].level.latency if crossed.size else 0.0
 
 
 def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
@@ -166,7 +171,7 @@ def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabr
     for one in ALGORITHMS[pattern.kind][name](pattern.kind, members, nbytes, fabric):
         if one is not last:
             last, last_transfer, last_moved = one, fabric.transfer_seconds(one.flows), fabric.level_bytes(one.flows)
-        alpha += one.latency
+        alpha += _outermost_latency(last_moved, fabric) if one.latency is None else one.latency
         transfer += last_transfer
         moved = moved + last_moved
     return Price(name, pattern.chunks * alpha, transfer, tuple(moved.tolist()))

@@ -172,7 +172,8 @@ def _check_sizes(mesh: Mesh, topology: Topology) -> None:
     if mesh.size != topology.size:
         raise TopologyError(
             f"mesh {', '.join(f'{a}={s}' for a, s in zip(mesh.axes, mesh.sizes, strict=True))} has {mesh.size} "
-            f"devices, topology {topology.name!r} has {topology.size} ({topology.describe()}); a placement needs equal counts"
+            f"devices, topology {topology.name!r} has {topology.size} ({topology.describe()}); a placement "
+            "needs equal counts"
         )
 
 
@@ -273,7 +274,7 @@ def count(mesh: Mesh, topology: Topology) -> int:
 
     Example:
         >>> count(Mesh(a=4, b=4), Topology.load("dgx-a100", nodes=2))
-        3
+        2
     """
     _check_sizes(mesh, topology)
     total = 1

@@ -82,7 +82,7 @@ class Problem:
         graph = self.graph
         rigid = sum(1 << u for u, r in enumerate(self.rigid) if r)
         ok = np.ones(len(graph.types), dtype=bool)
-        local = np.full(len(graph.types), self.source.itemsize, dtype=np.int64)
+        local = np.full(len(graph.types), float(self.source.itemsize))
         for d, n in enumerate(self.source.shape):
             products = graph.list_product
             even = n % products == 0
@@ -97,7 +97,7 @@ class Problem:
                     chunk[i] = size
                 ok &= (even | whole)[ids]
             local = local * chunk[ids]
-        return ok & (local <= bound)
+        return ok & (local <= bound * (1 + 1e-12))
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:

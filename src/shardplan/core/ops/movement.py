@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, lacking, messages, moved_atoms, own_places, peers, permutation
+from shardplan.core.messages import at_root, lacking, messages, moved_atoms, own_places, peers, permutation, traffic
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
@@ -31,7 +31,7 @@ from shardplan.core.ops.base import (
     typed,
 )
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import TensorType, counter
 from shardplan.errors import TypingError
 
 Dims = int | tuple[int, ...]
@@ -235,7 +235,7 @@ class Permute(Collective):
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """The whole new tile where sender and receiver differ."""
-        out = np.zeros(t.mesh.size, dtype=np.int64)
+        out = np.zeros(t.mesh.size, dtype=counter(t))
         pairs = permutation(t, u)
         if pairs is not None:
             out[pairs[1]] = u.elements()[pairs[1]] * u.itemsize
@@ -307,17 +307,6 @@ def _message_move(shards: Shards, t: TensorType, u: TensorType, what: str) -> li
     ]
 
 
-def _message_packed(t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
-    senders, receivers, sizes = messages(t, u)
-    if not len(senders):
-        return 0, 0, True, True
-    sent = np.bincount(senders, sizes)
-    got = np.bincount(receivers, sizes)
-    whole_send = bool(np.all(sizes == t.elements()[senders]))
-    whole_receive = bool(np.all(sizes == u.elements()[receivers]))
-    return int(sent.max()), int(got.max()), whole_send, whole_receive
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange(Collective):
     """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
@@ -360,7 +349,7 @@ class Exchange(Collective):
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """All that is sent, and all that is received."""
-        return _message_packed(t, u)
+        return traffic(t, u)
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages."""
@@ -400,7 +389,7 @@ class Send(Collective):
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """All that is sent, and all that is received."""
-        return _message_packed(t, u)
+        return traffic(t, u)
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages."""
