@@ -340,7 +340,10 @@ def _degree(node: Node, names: frozenset[str]) -> int | None:
             if symbol in "+-":
                 return _same(x, y)
             if symbol == "*":
-                return _ZERO if _ZERO in (x, y) else (x + y if x + y <= 1 else None)
+                if x == y == _ZERO:
+                    return _ZERO
+                both = max(x, 0) + max(y, 0)  # 0 * a is as linear as 2 * a
+                return both if both <= 1 else None
             if symbol == "/":
                 return x if y in (0, _ZERO) else None
             return 0 if x != 1 and y != 1 else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardplan.core.accounting import lower_bound
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
@@ -59,12 +60,18 @@ def step_seconds(program: Program, fabric: Fabric) -> list[float]:
 
 
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
-    """Return a lower bound in seconds: the largest of the tensors' cut bounds (partial tensors claim none)."""
-    best = 0.0
+    """Return a lower bound in seconds.
+
+    The larger of what each device must receive of all tensors over its own ports, and of each tensor's cut bounds over
+    every unit of every level (tensors with addends claim no cut: a unit may hold them all).
+    """
+    ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
+    least = sum((lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1))
+    worst = np.max(least / fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)], initial=0.0)
+    best = float(worst) + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
     for s, t in zip(sources, destinations, strict=True):
-        if s.layout.partial or t.layout.partial or s.layout.root or t.layout.root:
+        if s.layout.partial or t.layout.partial:
             continue
-        ids = np.array(sorted({*s.mesh.devices, *t.mesh.devices}), dtype=np.int64)
         boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
         for side, x in zip(boxes, (s, t), strict=True):
             held = at_root(x)

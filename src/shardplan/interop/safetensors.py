@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import ShardplanError
 from shardplan.interop.safetensors_header import NUMPY, Array, Header, TensorEntry, decode, encode, fail, listing
 
 __all__ = ["Box", "Checkpoint", "Header", "TensorEntry", "box_runs", "open", "read_header", "write"]

@@ -1,7 +1,8 @@
 """The header of a safetensors file: its entries, and the invariants that make a file readable without a doubt.
 
-A file is an unsigned little-endian 64-bit header length n, n bytes of JSON, then the tensors' bytes. The header maps each
-name to `{"dtype", "shape", "data_offsets": [begin, end]}`, and `"__metadata__"`, if there, to a map of text to text.
+A file is an unsigned little-endian 64-bit header length n, n bytes of JSON, then the tensors' bytes. The header maps
+each name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the end of the header, and `"__metadata__"`,
+if it is there, to a map of text to text.
 
 Invariants: a name stands once; every tensor's byte range has exactly the length that its shape and dtype ask for; the
 ranges are disjoint, and together they cover the file from the end of the header to its last byte.
@@ -23,6 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import ParseError, ShardplanError
+
+Array = NDArray[Any]
+Read = Callable[[memoryview, int, str], None]
+"""Fills a buffer from a position of the file; the text says what it is to hold."""
 
 # File's name of a dtype -> (our name, numpy's dtype). Types below a byte (F4, F6) have no numpy dtype of their width.
 _DTYPES: Mapping[str, tuple[str, np.dtype[Any]]] = {
@@ -46,7 +51,7 @@ _DTYPES: Mapping[str, tuple[str, np.dtype[Any]]] = {
     "I64": ("i64", np.dtype("<i8")),
     "U64": ("u64", np.dtype("<u8")),
 }
-NUMPY = dict(_DTYPES.values())
+NUMPY: Mapping[str, np.dtype[Any]] = dict[str, np.dtype[Any]](_DTYPES.values())
 _FILE_NAME = {dtype: name for name, (_, dtype) in _DTYPES.items()}
 
 _METADATA = "__metadata__"
@@ -94,6 +99,19 @@ class Header:
 
 
 def encode(path: Path, arrays: Sequence[tuple[str, Array]], metadata: Mapping[str, str]) -> bytes:
+    """Encode the header of a file to be written, its length included.
+
+    Args:
+        path: the file, for errors.
+        arrays: name and array in the order in which their bytes will follow.
+        metadata: free text by key.
+
+    Returns:
+        The bytes before the first tensor, a multiple of 8.
+
+    Raises:
+        ShardplanError: a name, a dtype or the metadata cannot be written.
+    """
     header: dict[str, object] = {}
     if metadata:
         for key, value in metadata.items():
@@ -119,32 +137,46 @@ def encode(path: Path, arrays: Sequence[tuple[str, Array]], metadata: Mapping[st
 
 def _is_text(value: object) -> bool:
     try:
-        return isinstance(value, str) and value.encode() is not None
+        return isinstance(value, str) and len(value.encode()) >= 0
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
 
 
 def fail(path: Path, what: str) -> NoReturn:
+    """Raise the `ParseError` that says what is wrong with a file."""
     raise ParseError(f"safetensors file {path} {what}") from None
 
 
 def listing(names: Sequence[str], limit: int = 20) -> str:
+    """List names for an error, the first `limit` of them."""
     more = f", ... ({len(names)} in all)" if len(names) > limit else ""
     return ", ".join(repr(name) for name in names[:limit]) + more if names else "none"
 
 
-def decode(path: Path, fd: int, size: int) -> Header:
-    """Read the header of an open file of `size` bytes and check every invariant of the module."""
+def decode(path: Path, read: Read, size: int) -> Header:
+    """Read a file's header and check every invariant.
+
+    Args:
+        path: the file, for errors.
+        read: reads from it by position.
+        size: its bytes.
+
+    Returns:
+        The checked header.
+
+    Raises:
+        ParseError: the file breaks the format.
+    """
     if size < _LENGTH_BYTES:
         fail(path, f"has {size} bytes; legal: at least {_LENGTH_BYTES}, the length of its header")
     prefix = bytearray(_LENGTH_BYTES)
-    _pread(path, fd, memoryview(prefix), 0, "the header's length")
+    read(memoryview(prefix), 0, "the header's length")
     length: int = struct.unpack("<Q", prefix)[0]
     legal = min(size - _LENGTH_BYTES, _LARGEST_HEADER)
     if length > legal:
         fail(path, f"says its header has {length} bytes, but has {size} bytes itself; legal: at most {legal}")
     raw = bytearray(length)
-    _pread(path, fd, memoryview(raw), _LENGTH_BYTES, "the header")
+    read(memoryview(raw), _LENGTH_BYTES, "the header")
     fields = _decode_json(path, bytes(raw))
     metadata = _decode_metadata(path, fields.pop(_METADATA, {}))
     data_begin = _LENGTH_BYTES + length

@@ -16,6 +16,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, same
+from shardplan.movement.closed_form import closed_form
 from shardplan.movement.emit import direct, ops_of_path
 from shardplan.movement.search import STEP, Objective, shortest, tightest
 from shardplan.movement.units import Problem, problem
@@ -56,23 +57,26 @@ def priced_on_graph(s: TensorType, t: TensorType) -> bool:
 def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
     """Yield candidates from `s` to `t`; the first is the best of the graph, and the only one where that is exact."""
     if p is not None:
-        allowed = p.legal(request.bound)
+        allowed, tiled = p.legal(request.bound)
+        # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
+        priced = priced_on_graph(s, t)
+        whole = not priced or bool(np.array_equal(allowed, tiled))
         a, b = p.node(s), p.node(t)
-        bound = request.bound / s.nbytes
+        bound = request.bound / p.nbytes
         scale = 1.0 / bound
         base = Objective(byte=scale, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        limit = None if request.limit is None else request.limit / s.nbytes
+        limit = None if request.limit is None else request.limit / p.nbytes
         budget = 400 if len(p.graph.types) <= 1500 else 40
         timed = request.rates is not None
-        first = replace(base, byte=float(s.nbytes), turn=0.0, step=1e-9, rates=request.rates) if timed else base
-        path = shortest(p.graph, a, b, first, allowed, limit, budget)
+        first = replace(base, byte=p.nbytes, turn=0.0, step=1e-9, rates=request.rates) if timed else base
+        path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
         if path is not None:
-            exact = path.exact and p.fine and priced_on_graph(s, t) and not timed
+            exact = path.exact and p.fine and priced and whole and not timed
             yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
-            if not timed and priced_on_graph(s, t) and path.exact and request.limit is None:
+            if not timed and priced and whole and path.exact and request.limit is None:
                 return
         others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
-        for objective in ([base] if timed else []) + others:
+        for objective in ([base] if timed or not whole else []) + others:
             path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
             if path is not None:
                 yield Candidate(tuple(ops_of_path(p, path.nodes)))
@@ -89,9 +93,26 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
     if source == target and roots[0] == roots[1] and s.layout.reduction == t.layout.reduction:
         yield Candidate(tuple(direct(s, t)))
+        if s.all_even and t.all_even:
+            yield Candidate(tuple(closed_form(s, t)))
+            yield from _swap_then_exchange(s, t)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
+
+
+def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+    """Put one axis of the target in its final place by a permute, so that the exchange needs a smaller group."""
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
+            continue
+        swap = {ours[0]: theirs[0], theirs[0]: ours[0]}
+        dims = tuple(s.mesh.fold(tuple(swap.get(a, a) for a in run)) for run in s.atoms)
+        if set(s.mesh.expand((*s.layout.partial, *s.layout.root))) & set(swap):
+            continue
+        middle = s.with_layout(replace(s.layout, dims=dims))
+        if middle != s:
+            yield Candidate((Permute(middle.layout), *direct(middle, t)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
+from shardplan.core.messages import moved_atoms
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -92,20 +92,9 @@ def ops_of_path(p: Problem, nodes: Sequence[int]) -> list[Op]:
 
 
 def direct(source: TensorType, target: TensorType) -> list[Op]:
-    """Return the direct exchange (equal partial and root parts, one mesh)."""
-    return [] if same(source, target) else [Exchange(target.layout)]
-
-
-def settle(ops: Sequence[Op], source: TensorType, target: TensorType) -> list[TensorType]:
-    """Return the types after each op; raises when an op does not type or the last type is not `same` as the target."""
-    from shardplan.errors import TypingError
-
-    types = [source]
-    for op in ops:
-        types.append(op.infer(types[-1])[0])
-    if not same(types[-1], target):
-        raise TypingError(f"the plan ends in {types[-1]!r}, not in {target!r}")
-    return types
-
-
-__all__ = ["Layout", "direct", "edge", "group_axes", "ops_of_path", "settle"]
+    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest group known to cover it."""
+    if same(source, target):
+        return []
+    if source.all_even and target.all_even:
+        return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(moved_atoms(source, target)))))]
+    return [Exchange(target.layout)]

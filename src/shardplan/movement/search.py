@@ -45,19 +45,20 @@ class Objective:
         gone = graph.used[sources] & ~graph.used[targets]
         reduced = graph.partial[sources] & ~graph.partial[targets]
         held = graph.size[sources] * self.byte
+        moved = np.where(np.isfinite(e.bytes), e.bytes, 0.0) * self.byte
         cost = np.full(np.shape(e.bytes), np.inf)
         for kind, name, mask, amount in (
             (GATHER, "all_gather", gone, held),
             (SCATTER, "reduce_scatter", reduced, held),
             (REDUCE_ALL, "all_reduce", reduced, held),
-            (ALL_TO_ALL, "messages", e.moved, e.bytes * self.byte),
-            (MOVE, "messages", e.moved, e.bytes * self.byte),
-            (RENAME, "messages", e.moved, e.bytes * self.byte),
+            (ALL_TO_ALL, "messages", e.moved, moved),
+            (MOVE, "messages", e.moved, moved),
+            (RENAME, "messages", e.moved, moved),
         ):
             fixed, rate = self.rates[name]
             cost = np.where(e.kind == kind, fixed[mask] + rate[mask] * amount, cost)
         known = np.isin(e.kind, (GATHER, SCATTER, REDUCE_ALL, ALL_TO_ALL, MOVE, RENAME))
-        cost = np.where(known, cost, e.bytes * self.byte * self.rates["messages"][1].max())
+        cost = np.where(known, cost, moved * self.rates["messages"][1].max())
         return np.where(e.kind == LOCAL, 0.0, np.where(np.isfinite(e.bytes), cost, np.inf))
 
 

@@ -8,12 +8,14 @@ whole as the types allow: nested ceilings do not refine, and reductions are sear
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.movement.space import Space, space
 
@@ -30,6 +32,7 @@ class Problem:
     units: tuple[Run, ...]
     rigid: tuple[bool, ...]  # a whole axis: legal on an uneven dim
     fine: bool  # every unit is a prime, or may not be cut: the graph holds every type
+    fixed: tuple[Run, ...] = ()  # per dim, leading atoms that both types share and the graph leaves in place
 
     @cached_property
     def graph(self) -> Space:
@@ -42,6 +45,12 @@ class Problem:
         atoms = self.source.mesh.atoms
         sizes = tuple(math.prod(atoms[a].size for a in run) for run in self.units)
         return space(sizes, self.source.ndim, self.source.mesh.size, *masks)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the part of the array that a size of 1 in the graph stands for."""
+        atoms = self.source.mesh.atoms
+        return self.source.nbytes / math.prod(atoms[a].size for run in self.fixed for a in run)
 
     def node(self, t: TensorType) -> int:
         """Return the state of a type made of whole units."""
@@ -58,7 +67,11 @@ class Problem:
     def atoms(self, node: int) -> tuple[Run, ...]:
         """Return the atoms of every dim of a state."""
         graph = self.graph
-        return tuple(tuple(a for u in graph.lists[i] for a in self.units[u]) for i in graph.types[node])
+        fixed = self.fixed or ((),) * self.source.ndim
+        return tuple(
+            (*first, *(a for u in graph.lists[i] for a in self.units[u]))
+            for first, i in zip(fixed, graph.types[node], strict=True)
+        )
 
     def atoms_of(self, mask: int) -> Run:
         """Return the atoms of a set of units, in mesh order."""
@@ -77,13 +90,18 @@ class Problem:
         )
         return self.source.with_layout(layout)
 
-    def legal(self, bound: int) -> np.ndarray:
-        """Return which states are types of this shape with local bytes of at most `bound`: bool [states]."""
+    def legal(self, bound: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which states are types of this shape with local bytes of at most `bound`, and which of them are even.
+
+        Two bool arrays [states].
+        """
         graph = self.graph
         rigid = sum(1 << u for u, r in enumerate(self.rigid) if r)
-        ok = np.ones(len(graph.types), dtype=bool)
+        ok, tiled = np.ones(len(graph.types), dtype=bool), np.ones(len(graph.types), dtype=bool)
         local = np.full(len(graph.types), float(self.source.itemsize))
         for d, n in enumerate(self.source.shape):
+            if self.fixed:
+                n //= math.prod(self.source.mesh.atoms[a].size for a in self.fixed[d])
             products = graph.list_product
             even = n % products == 0
             whole = (graph.list_mask & ~rigid) == 0
@@ -96,8 +114,10 @@ class Problem:
                         size = -(-size // graph.sizes[u])
                     chunk[i] = size
                 ok &= (even | whole)[ids]
+                tiled &= even[ids]
             local = local * chunk[ids]
-        return ok & (local <= bound * (1 + 1e-12))
+        ok &= local <= bound * (1 + 1e-12)
+        return ok, ok & tiled
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:
@@ -131,6 +151,11 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
     used = set(mesh.expand((*source.layout.used, *target.layout.used)))
     most = MOST_UNITS.get(source.ndim, 4)
     busy = [r for r in natural if set(r) & used]
+    fixed: tuple[Run, ...] = ()
+    if len(busy) > most:
+        fixed = tuple(_common(a, b) if e and f else () for a, b, e, f in _pairs(source, target))
+        standing = {a for run in fixed for a in run}
+        busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:
         return None
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
@@ -150,11 +175,21 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
         units[k : k + 1] = [widest[:at], widest[at:]]
     units.sort()
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in units)
-    return Problem(source, target, tuple(units), rigid, fine)
+    return Problem(source, target, tuple(units), rigid, fine and not fixed, fixed)
 
 
-def _product(mesh: object, run: Run) -> int:
-    return math.prod(mesh.atoms[a].size for a in run)  # type: ignore[attr-defined]
+def _pairs(s: TensorType, t: TensorType) -> Iterator[tuple[Run, Run, bool, bool]]:
+    return zip(s.atoms, t.atoms, s.even, t.even, strict=True)
+
+
+def _common(a: Run, b: Run) -> Run:
+    """The common prefix of two lists."""
+    n = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:n]
+
+
+def _product(mesh: Mesh, run: Run) -> int:
+    return math.prod(mesh.atoms[a].size for a in run)
 
 
 def _neighbours(t: TensorType) -> list[int]:

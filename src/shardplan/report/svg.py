@@ -1,0 +1,320 @@
+"""The picture as a standalone SVG file: a row for every step, a small copy of the global array for every device.
+
+Of an array of more than two dims the two largest are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from xml.sax.saxutils import escape, quoteattr
+
+from shardplan.core.program import Program
+from shardplan.core.tensor import Box, TensorType
+from shardplan.report.frames import LEGEND, Frame, Held, cuts, frames, shape_text
+
+MARGIN = 24
+PANEL = 112  # the longer side of a drawn array
+GAP = 20  # between panels
+ACROSS = 8  # panels of a line
+MOST_DEVICES = 32
+MOST_FRAMES = 40
+MOST_LINES = 32  # grid lines along a dim
+_MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+_SANS = "system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
+_INK, _FAINT, _LINE, _PAPER, _EMPTY = "#1f2933", "#616e7c", "#c3ccd5", "#ffffff", "#f3f5f7"
+_COLOURS = {
+    "held": ("#a9cdea", ""),
+    "kept": ("#a9cdea", ""),
+    "received": ("#fbd38d", "#dd8a16"),
+    "reduced": ("#b5e3c0", "#2f9e5b"),
+    "filled": ("#e4e0f5", "#8e7cc3"),
+    "computed": ("#f6c4cf", "#c9516b"),
+}
+
+
+def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") -> str:
+    """Draw what each device holds.
+
+    Args:
+        subject: A program, drawn before and after every step, or a type.
+        title: The heading; a text that says what is drawn by default.
+        note: A line below the title.
+
+    Returns:
+        An SVG document with no references to anything outside it.
+
+    Example:
+        >>> from shardplan.core.mesh import Mesh
+        >>> svg_picture(TensorType.parse("f32[4@x]", Mesh(x=2)))[:11]
+        '<svg xmlns='
+    """
+    drawn = frames(subject, MOST_DEVICES)
+    meshes = (subject.mesh,) if isinstance(subject, TensorType) else subject.meshes
+    left_out = len({d for m in meshes for d in m.devices}) - len(drawn[0].held) if drawn else 0
+    hidden = len(drawn) - MOST_FRAMES
+    page = _Page(drawn[:MOST_FRAMES], cuts(drawn))
+    texts = [note] if note else []
+    texts.append("mesh " + "; ".join(map(str, meshes)))
+    if left_out > 0:
+        texts.append(f"{left_out} more devices are not drawn")
+    if hidden > 0:
+        texts.append(f"{hidden} more pictures are not drawn")
+    if any(f.type.ndim > 2 for f in drawn):
+        texts.append(
+            "Of more than two dims the two largest are drawn; what was kept shows only where it spans the others."
+        )
+    return page.document(title or "What each device holds", texts)
+
+
+class _Page:
+    """A growing list of elements with the height that is used so far."""
+
+    def __init__(self, drawn: Sequence[Frame], lines: dict[tuple[int, ...], tuple[tuple[int, ...], ...]]) -> None:
+        self.drawn = drawn
+        self.lines = lines
+        count = max((len(f.held) for f in drawn), default=1)
+        mesh = drawn[0].type.mesh if drawn else None
+        minor = mesh.sizes[-1] if mesh and mesh.sizes else 1
+        self.across = min(count, ACROSS if minor > ACROSS else ACROSS // minor * minor)
+        self.width = max(2 * MARGIN + self.across * (PANEL + GAP) - GAP, 640)
+        self.y = float(MARGIN)
+        self.parts: list[str] = []
+
+    def document(self, title: str, notes: Sequence[str]) -> str:
+        self.y += 10
+        for line in textwrap.wrap(title, max(20, int((self.width - 2 * MARGIN) / 9.2))):
+            self.text(MARGIN, self.y, line, size=17, weight=600)
+            self.y += 22
+        for note in notes:
+            for line in textwrap.wrap(note, max(20, int((self.width - 2 * MARGIN) / 6.6))):
+                self.text(MARGIN, self.y, line, size=12, fill=_FAINT)
+                self.y += 17
+        self.legend()
+        for number, frame in enumerate(self.drawn):
+            before = self.drawn[number - 1] if number else None
+            self.frame(frame, before is None or before.title != frame.title)
+        height = self.y + MARGIN - 12
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
+                f'viewBox="0 0 {self.width:g} {height:g}" role="img" font-family={quoteattr(_SANS)}>',
+                f"<title>{escape(title)}</title>",
+                "<defs>" + "".join(_hatch(how) for how in _COLOURS if _COLOURS[how][1]) + "</defs>",
+                f'<rect width="100%" height="100%" fill="{_PAPER}"/>',
+                *self.parts,
+                "</svg>",
+                "",
+            ]
+        )
+
+    def text(
+        self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: int = 400, font: str = "",
+        anchor: str = "start",
+    ) -> None:
+        family = f" font-family={quoteattr(font)}" if font else ""
+        bold = f' font-weight="{weight}"' if weight != 400 else ""
+        side = f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{family}{bold}{side} '
+            f'xml:space="preserve">{escape(text)}</text>'
+        )
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "", extra: str = "") -> None:
+        line = f' stroke="{stroke}"' if stroke else ""
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}"{line}{extra}/>')
+
+    def fill(self, x: float, y: float, w: float, h: float, how: str) -> None:
+        self.rect(x, y, w, h, _COLOURS[how][0])
+        if _COLOURS[how][1]:
+            self.rect(x, y, w, h, f"url(#{how})")
+
+    def legend(self) -> None:
+        used: dict[str, str] = {}
+        for frame in self.drawn:
+            for held in frame.held:
+                if held.box is None:
+                    continue
+                if held.kept is not None:
+                    key = "held" if frame.how == "held" else "kept"
+                    used[key] = LEGEND[key]
+                if held.kept != held.box:
+                    used[frame.how] = LEGEND[frame.how]
+        if "held" in used and "kept" in used:
+            used.pop("held")
+            used["kept"] = "held before, or kept"
+        marks = {
+            "+": "an addend of a partial value" if any(f.type.layout.partial for f in self.drawn) else "",
+            "\u2217": "the root's value" if any(f.type.layout.root for f in self.drawn) else "",
+        }
+        x = float(MARGIN)
+        self.y += 4
+        for key in (k for k in LEGEND if k in used):
+            x = self.entry(x, used[key], lambda left, how=key: self.swatch(left, how))
+        for mark, text in marks.items():
+            if text:
+                x = self.entry(
+                    x, text, lambda left, m=mark: self.text(left + 7, self.y + 5, m, size=15, weight=700, anchor="middle")
+                )
+        self.y += 22
+
+    def swatch(self, x: float, how: str) -> None:
+        self.fill(x, self.y - 6, 14, 12, how)
+        self.rect(x, self.y - 6, 14, 12, "none", _LINE)
+
+    def entry(self, x: float, text: str, draw: object) -> float:
+        wide = 20 + 6.5 * len(text) + 16
+        if x > MARGIN and x + wide > self.width - MARGIN:
+            x = float(MARGIN)
+            self.y += 19
+        assert callable(draw)
+        draw(x)
+        self.text(x + 20, self.y + 4, text, size=12)
+        return x + wide
+
+    def frame(self, frame: Frame, first: bool) -> None:
+        columns = max(20, int((self.width - 2 * MARGIN) / 7.0))
+        if first:
+            self.parts.append(
+                f'<line x1="{MARGIN}" y1="{self.y:g}" x2="{self.width - MARGIN:g}" y2="{self.y:g}" stroke="{_LINE}"/>'
+            )
+            self.y += 20
+            self.text(MARGIN, self.y, frame.title, size=14, weight=600)
+            if frame.note:
+                self.text(self.width - MARGIN, self.y, frame.note, size=12, fill=_FAINT, anchor="end")
+            self.y += 18
+            for line in _wrapped(frame.op, columns):
+                self.text(MARGIN, self.y, line, size=11.5, font=_MONO)
+                self.y += 16
+        value = f"%{frame.value}: {frame.type}" if frame.value else str(frame.type)
+        for line in _wrapped(value, columns):
+            self.text(MARGIN, self.y, line, size=11.5, font=_MONO, fill=_INK)
+            self.y += 16
+        dims, wide, high = _shown(frame.type)
+        for start in range(0, len(frame.held), self.across):
+            self.y += 12
+            row = frame.held[start : start + self.across]
+            several = any(h.coordinates for h in row) and len(frame.type.mesh.axes) > 0
+            for k, held in enumerate(row):
+                x = MARGIN + k * (PANEL + GAP)
+                self.text(x, self.y, f"device {held.device}", size=11.5, weight=600)
+                if held.coordinates:
+                    self.text(x, self.y + 13, _fit(_place(frame, held), PANEL + GAP - 4, 10), size=10, fill=_FAINT)
+                self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
+            self.y += (19 if several else 6) + high + 24
+        if frame.more:
+            self.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=_FAINT)
+            self.y += 20
+
+    def panel(
+        self, frame: Frame, held: Held, x: float, y: float, dims: tuple[int, ...], wide: float, high: float
+    ) -> None:
+        empty = ' stroke-dasharray="3 3"' if held.box is None else ""
+        self.rect(x, y, wide, high, _EMPTY if held.box is not None else _PAPER, _LINE, empty)
+        shape = tuple(frame.type.shape[d] for d in dims)
+        area = _Area(x, y, wide, high, shape)
+        if held.box is not None:
+            self.fill(*area.of(tuple(held.box[d] for d in dims)), frame.how)
+            if held.kept is not None and _spans(held.kept, held.box, dims):
+                self.rect(*area.of(tuple(held.kept[d] for d in dims)), _COLOURS["kept"][0])
+        self.grid(area, tuple(self.lines[frame.type.shape][d] for d in dims))
+        if held.box is None:
+            self.text(x, y + high + 12, "nothing", size=10, fill=_FAINT)
+            return
+        box = tuple(held.box[d] for d in dims)
+        self.rect(*area.of(box), "none", _INK, ' stroke-width="1.3"')
+        self.numbers(area, box)
+        mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
+        if mark:
+            self.text(x + wide + 3, y + 10, mark, size=15, weight=700)
+        self.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=_FAINT)
+
+    def grid(self, area: _Area, lines: tuple[tuple[int, ...], ...]) -> None:
+        for dim, positions in enumerate(lines):
+            n = area.shape[dim]
+            shown = range(1, n) if n <= 16 else [p for p in positions if 0 < p < n]
+            if len(shown) > MOST_LINES:
+                continue
+            for p in shown:
+                x1, y1, x2, y2 = area.line(dim, p)
+                self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>')
+
+    def numbers(self, area: _Area, box: Box) -> None:
+        """Number the elements that are held, where the cells have room for it."""
+        shape = (1,) * (2 - len(area.shape)) + area.shape
+        most = len(str(math.prod(shape) - 1))
+        cell_w, cell_h = area.wide / shape[1], area.high / shape[0]
+        size = min(10.0, cell_h * 0.72, cell_w / (0.62 * most + 0.3))
+        if math.prod(shape) > 128 or size < 6:
+            return
+        rows, columns = (((0, 1),) * (2 - len(box)) + box)[:2]
+        for r in range(*rows):
+            for c in range(*columns):
+                x, y = area.x + (c + 0.5) * cell_w, area.y + (r + 0.5) * cell_h + size * 0.36
+                self.text(x, y, str(r * shape[1] + c), size=round(size, 1), anchor="middle")
+
+
+class _Area:
+    """Where an array of `shape` (at most two dims) is drawn."""
+
+    def __init__(self, x: float, y: float, wide: float, high: float, shape: tuple[int, ...]) -> None:
+        self.x, self.y, self.wide, self.high, self.shape = x, y, wide, high, shape
+
+    def of(self, box: Box) -> tuple[float, float, float, float]:
+        """The x, y, width and height of a box."""
+        x, y, w, h = self.x, self.y, self.wide, self.high
+        if box:
+            x, w = self._side(self.x, self.wide, box[-1], self.shape[-1])
+        if len(box) > 1:
+            y, h = self._side(self.y, self.high, box[0], self.shape[0])
+        return x, y, w, h
+
+    @staticmethod
+    def _side(start: float, length: float, part: tuple[int, int], n: int) -> tuple[float, float]:
+        return round(start + length * part[0] / n, 2), round(length * (part[1] - part[0]) / n, 2)
+
+    def line(self, dim: int, position: int) -> tuple[float, float, float, float]:
+        """The ends of the grid line at `position` of `dim`."""
+        if dim == len(self.shape) - 1:
+            x = round(self.x + self.wide * position / self.shape[dim], 2)
+            return x, self.y, x, self.y + self.high
+        y = round(self.y + self.high * position / self.shape[dim], 2)
+        return self.x, y, self.x + self.wide, y
+
+
+def _shown(t: TensorType) -> tuple[tuple[int, ...], float, float]:
+    """The dims that are drawn, and the width and height of the drawing."""
+    largest = sorted(range(t.ndim), key=lambda d: (-t.shape[d], d))[:2]
+    dims = tuple(sorted(largest))
+    if not dims:
+        return dims, 24.0, 24.0
+    if len(dims) == 1:
+        return dims, float(PANEL), 22.0
+    ratio = min(3.0, max(1 / 3, t.shape[dims[1]] / t.shape[dims[0]]))
+    return dims, PANEL * min(1.0, ratio), PANEL * min(1.0, 1 / ratio)
+
+
+def _spans(kept: Box, box: Box, dims: tuple[int, ...]) -> bool:
+    return all(kept[d] == box[d] for d in range(len(box)) if d not in dims)
+
+
+def _place(frame: Frame, held: Held) -> str:
+    return ", ".join(f"{a}={c}" for a, c in zip(frame.type.mesh.axes, held.coordinates, strict=True))
+
+
+def _fit(text: str, wide: float, size: float) -> str:
+    most = int(wide / (size * 0.56))
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+def _wrapped(text: str, columns: int, most: int = 4) -> list[str]:
+    lines = textwrap.wrap(text, columns, subsequent_indent="    ", break_long_words=True)
+    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1][: columns - 1] + "\u2026"]
+
+
+def _hatch(how: str) -> str:
+    return (
+        f'<pattern id="{how}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_COLOURS[how][1]}" stroke-width="1.6" stroke-opacity="0.55"/></pattern>'
+    )
