@@ -1,8 +1,8 @@
 """The header of a safetensors file: its entries, and the invariants that make a file readable without a doubt.
 
 A file is an unsigned little-endian 64-bit header length n, n bytes of JSON, then the tensors' bytes. The header maps
-each name to `{"dtype", "shape", "data_offsets": [begin, end]}`, counted from the end of the header, and `"__metadata__"`,
-if it is there, to a map of text to text.
+each name to `{"dtype", "shape", "data_offsets": [begin, end]}`, with offsets counted from the end of the header, and
+`"__metadata__"`, if it is there, to a map of text to text.
 
 Invariants: a name stands once; every tensor's byte range has exactly the length that its shape and dtype ask for; the
 ranges are disjoint, and together they cover the file from the end of the header to its last byte.

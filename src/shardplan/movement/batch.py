@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardplan.core.accounting import account, bound_bytes
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op
@@ -72,7 +70,8 @@ def _within(
     """Try packs from one per plan to one per tensor; the cheapest that fits, chunked as needed."""
     least = float("inf")
     best: tuple[float, Program] | None = None
-    for room in (None, limit // 2, limit // 8, 0):
+    spare = max(0, limit - rules.bound)
+    for room in (None, limit // 2, limit // 8, spare, spare // 2, spare // 4, 0):
         program = _assemble(_packs(ordered, room), items)
         books = account(program)
         if books.workspace_bytes > limit:
@@ -172,6 +171,3 @@ def _assemble(packs: Sequence[Sequence[_Item]], items: Sequence[_Item]) -> Progr
                 current[item.index] = name
     order = sorted(items, key=lambda i: i.index)
     return Program([(f"in{i.index}", i.source) for i in order], steps, [current[i.index] for i in order])
-
-
-__all__ = ["np", "plan_batch"]

@@ -97,6 +97,7 @@ def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where |
         yield where
 
 
+@lru_cache(maxsize=4096)
 def best_program(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool
 ) -> tuple[Chosen, Where | None]:

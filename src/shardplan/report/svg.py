@@ -192,6 +192,7 @@ class _Page:
             self.text(MARGIN, self.y, line, size=11.5, font=_MONO, fill=_INK)
             self.y += 16
         dims, wide, high = _shown(frame.type)
+        mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
         for start in range(0, len(frame.held), self.across):
             self.y += 12
             row = frame.held[start : start + self.across]
@@ -199,8 +200,10 @@ class _Page:
             for k, held in enumerate(row):
                 x = MARGIN + k * (PANEL + GAP)
                 self.text(x, self.y, f"device {held.device}", size=11.5, weight=600)
+                if mark and held.box is not None:
+                    self.text(x + PANEL, self.y, mark, size=15, weight=700, anchor="end")
                 if held.coordinates:
-                    self.text(x, self.y + 13, _fit(_place(frame, held), PANEL + GAP - 4, 10), size=10, fill=_FAINT)
+                    self.text(x, self.y + 13, _place(frame, held), size=10, fill=_FAINT)
                 self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
             self.y += (19 if several else 6) + high + 24
         if frame.more:
@@ -225,9 +228,6 @@ class _Page:
         box = tuple(held.box[d] for d in dims)
         self.rect(*area.of(box), "none", _INK, ' stroke-width="1.3"')
         self.numbers(area, box)
-        mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
-        if mark:
-            self.text(x + wide + 3, y + 10, mark, size=15, weight=700)
         self.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=_FAINT)
 
     def grid(self, area: _Area, lines: tuple[tuple[int, ...], ...]) -> None:
@@ -300,12 +300,10 @@ def _spans(kept: Box, box: Box, dims: tuple[int, ...]) -> bool:
 
 
 def _place(frame: Frame, held: Held) -> str:
-    return ", ".join(f"{a}={c}" for a, c in zip(frame.type.mesh.axes, held.coordinates, strict=True))
-
-
-def _fit(text: str, wide: float, size: float) -> str:
-    most = int(wide / (size * 0.56))
-    return text if len(text) <= most else text[: most - 1] + "\u2026"
+    """The coordinates with the names of the axes, or without them where they would not fit."""
+    mesh = frame.type.mesh
+    named = ", ".join(f"{a}={c}" for a, c in zip(mesh.axes, held.coordinates, strict=True))
+    return named if len(named) * 5.6 <= PANEL + GAP - 4 else f"({', '.join(map(str, held.coordinates))})"
 
 
 def _wrapped(text: str, columns: int, most: int = 4) -> list[str]:

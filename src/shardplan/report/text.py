@@ -1,0 +1,118 @@
+"""The print-outs and JSON objects of the commands: keys are the attribute names, types and programs are text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.hardware.plan import Plan
+from shardplan.report.frames import Frame, frames, shape_text
+from shardplan.report.picture import text_picture
+from shardplan.report.verify import Verdict
+
+
+def json_text(found: Mapping[str, Any]) -> str:
+    """Return one JSON object on one line."""
+    return msgspec.json.encode(found).decode()
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """Return a plan as an object: program, certificate, seconds."""
+    return {"program": str(plan.program), "certificate": plan.certificate.to_dict(), "seconds": plan.seconds}
+
+
+def type_object(t: TensorType) -> dict[str, Any]:
+    """Return a type as an object: type, mesh, the largest local shape, and the box of every device."""
+    return {
+        "type": str(t),
+        "mesh": str(t.mesh),
+        "local_shape": list(t.local_shape(0)),
+        "local_bytes": t.local_bytes(),
+        "devices": _devices(frames(t, t.mesh.size)[0]),
+    }
+
+
+def program_object(program: Program) -> dict[str, Any]:
+    """Return a program as an object: its text, the types after each step, and what each device holds (`frames`)."""
+    drawn = frames(program)
+    return {
+        "program": str(program),
+        "types": [f"{program.types[r]} on {program.types[r].mesh}" for s in program.steps for r in s.results],
+        "frames": [
+            {
+                "title": f.title,
+                "op": f.op,
+                "value": f.value,
+                "type": f"{f.type} on {f.type.mesh}",
+                "devices": _devices(f),
+            }
+            for f in drawn
+        ],
+    }
+
+
+def _devices(frame: Frame) -> list[dict[str, Any]]:
+    return [{"device": h.device, "box": h.box, "kept": h.kept} for h in frame.held]
+
+
+def shown(subject: Plan | Program | TensorType) -> str:
+    """Return the print-out of a plan, program or type, with the picture of what each device holds."""
+    if isinstance(subject, TensorType):
+        local = f"local shape {shape_text(subject.local_shape(0))}, {subject.local_bytes()} bytes, on mesh {subject.mesh}"
+        return f"{text_picture(subject)}\n\n{local}"
+    program = subject.program if isinstance(subject, Plan) else subject
+    return f"{subject}\n\n{text_picture(program)}"
+
+
+def check_object(path: Path, plan: Plan, verdict: Verdict) -> dict[str, Any]:
+    """Return what `check` found as an object."""
+    return {
+        "ok": True,
+        "plan": str(path),
+        "status": plan.certificate.status,
+        "runs": list(verdict.runs),
+        "shards": verdict.shards,
+        "elements": verdict.elements,
+        "skipped": verdict.skipped or None,
+        "certificate": plan.certificate.to_dict(),
+    }
+
+
+def check_text(plan: Plan, verdict: Verdict) -> str:
+    """Return what `check` found."""
+    c = plan.certificate
+    lines = [f"certificate  every claim follows from the program; status {c.status}"]
+    if verdict.skipped:
+        lines.append(f"execution    not run: {verdict.skipped}")
+    else:
+        lines.append(
+            f"execution    {verdict.shards} shards ({verdict.elements} elements) equal the destination's, "
+            f"on {' and on '.join(f'{r} data' for r in verdict.runs)}"
+        )
+    return "\n".join([*lines, "ok"])
+
+
+def run_object(program: Program, backend: str, sums: Sequence[str], ok: bool | None) -> dict[str, Any]:
+    """Return what `run` found: `ok` is null where there is nothing to compare with."""
+    types = program.output_types
+    return {
+        "ok": ok,
+        "backend": backend,
+        "outputs": [
+            {"name": name, "type": f"{t} on {t.mesh}", "checksum": found}
+            for name, t, found in zip(program.outputs, types, sums, strict=True)
+        ],
+    }
+
+
+def run_text(found: Mapping[str, Any]) -> str:
+    """Return what `run` found as text."""
+    rows = [(f"%{o['name']}", o["checksum"], o["type"]) for o in found["outputs"]]
+    width = max((len(r[0]) for r in rows), default=0)
+    end = {True: "ok: every output equals its input", None: "ok: replicas agree", False: "the outputs differ"}
+    return "\n".join([*(f"{n:<{width}}  {c}  {t}" for n, c, t in rows), end[found["ok"]]])
