@@ -61,7 +61,11 @@ def suffix_text(partial: tuple[str, ...], reduction: str | None, root: tuple[str
     """Return `{+a,+b}`, `{max:a,b}`, `{root:c}` or a concatenation."""
     text = ""
     if partial:
-        text = "{" + ",".join(f"+{a}" for a in partial) + "}" if reduction == "sum" else f"{{{reduction}:{','.join(partial)}}}"
+        text = (
+            "{" + ",".join(f"+{a}" for a in partial) + "}"
+            if reduction == "sum"
+            else f"{{{reduction}:{','.join(partial)}}}"
+        )
     return text + (f"{{root:{','.join(root)}}}" if root else "")
 
 
@@ -111,7 +115,9 @@ def scan_suffix(scanner: Scanner) -> tuple[tuple[str, ...], str | None, tuple[st
                     break
         if kind != "root":
             if reduction not in (None, kind):
-                raise scanner.error(f"one type has the reductions {reduction} and {kind}; all its partial axes carry one")
+                raise scanner.error(
+                    f"one type has the reductions {reduction} and {kind}; all its partial axes carry one"
+                )
             reduction = kind
         scanner.expect("}", "partial or root axes")
     return tuple(partial), reduction, tuple(root)

@@ -59,7 +59,9 @@ class Span:
     whole: bool  # a complete axis of the mesh
 
 
-def _index(axes: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Parts, ...]) -> tuple[list[Atom], dict[str, Span]]:
+def _index(
+    axes: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Parts, ...]
+) -> tuple[list[Atom], dict[str, Span]]:
     atoms: list[Atom] = []
     spans: dict[str, Span] = {}
     stride = math.prod(sizes)

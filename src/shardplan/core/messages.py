@@ -149,10 +149,9 @@ def peers(s: TensorType, t: TensorType) -> int:
 
 @lru_cache(maxsize=RECENT)
 def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
-    """Return the elements that the busiest device sends and receives in the general move, and whether every message is
-    a whole source tile, and a whole destination box.
+    """Return the elements the busiest device sends and receives in the general move, and how whole its messages are.
 
-    Even types on one mesh are counted in closed form (the messages of large meshes are too many to list).
+    The two flags: every message is a whole source tile; every message is a whole destination box. Even types on one mesh are counted in closed form (the messages of large meshes are too many to list).
     """
     got = int((lacking(s, t) // t.itemsize).max(initial=0))
     if not got:
@@ -195,7 +194,7 @@ def _sent(s: TensorType, t: TensorType) -> np.ndarray:
 def _comb_length(
     position: np.ndarray, n: int, run: tuple[int, ...], free: set[int], s: TensorType, places: np.ndarray
 ) -> np.ndarray:
-    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own coordinates."""
+    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own."""
     atoms = s.mesh.atoms
     length = np.zeros_like(position)
     rest = position.copy()
@@ -243,7 +242,7 @@ def grid(t: TensorType) -> tuple[np.ndarray, ...]:
 
 @lru_cache(maxsize=RECENT)
 def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the one-to-one pairs (sender place, receiver place) of a permute from `s` to `t`, or None if there is none.
+    """Return the one-to-one pairs (sender place, receiver place) of a permute from `s` to `t`, or None.
 
     Every `t` box must lie inside one tile of `s`. A device that holds its own box keeps it; of the rest, holders and
     wanters of each tile (box and addend) are matched in order of place. One mesh; int64 arrays [M].

@@ -51,7 +51,7 @@ class Program:
         outputs: Iterable[str],
     ) -> None:
         """Verify and derive the types."""
-        pairs = tuple(inputs.items()) if isinstance(inputs, Mapping) else tuple(inputs)
+        pairs: tuple[tuple[str, TensorType], ...] = tuple(inputs.items() if isinstance(inputs, Mapping) else inputs)  # pyright: ignore
         body, results = tuple(steps), tuple(outputs)
         types: dict[str, TensorType] = {}
         for name, t in pairs:

@@ -24,7 +24,8 @@ def distribute(array: Array, t: TensorType) -> list[Array]:
     """Return the shard of every device, in mesh order.
 
     Partial types get addends that reduce to the array exactly: every element has one owner along the partial axes
-    (its flat index modulo their product), the others hold the identity. Away from the root axes the shards are poison.
+    (its flat index modulo their product), the others hold the identity, or, for sums of integers, pseudo-random values
+    that the owner's addend cancels. Away from the root axes the shards are poison.
 
     >>> from shardplan.core.mesh import Mesh
     >>> distribute(np.arange(4), TensorType("i64", (4,), ("x",), Mesh(x=2)))
@@ -48,11 +49,21 @@ def distribute(array: Array, t: TensorType) -> list[Array]:
         if not held[k]:
             shards.append(poison(part.shape, dtype))
         elif addends > 1:
-            blank = identity(t.layout.reduction or "sum", dtype)
-            shards.append(np.where(owner[where] == index[k], part, blank).astype(dtype))
+            shards.append(_addend(part, owner[where], int(index[k]), addends, t.layout.reduction or "sum"))
         else:
             shards.append(part.copy())
     return shards
+
+
+def _addend(part: Array, owner: Array, index: int, addends: int, reduction: str) -> Array:
+    """The addend of one device: the values it owns, and identities or cancelling noise elsewhere."""
+    dtype = part.dtype
+    if reduction != "sum" or dtype.kind not in "iu":
+        return np.where(owner == index, part, identity(reduction, dtype)).astype(dtype)
+    flat = np.arange(part.size, dtype=np.int64).reshape(part.shape)
+    noise = [((flat * 7 + k * 13) % 11).astype(dtype) for k in range(addends)]
+    rest = sum((np.where(owner == k, dtype.type(0), noise[k]) for k in range(addends)), np.zeros_like(part))
+    return np.where(owner == index, part - rest, noise[index]).astype(dtype)
 
 
 def collect(shards: Shards, t: TensorType) -> Array:

@@ -70,8 +70,8 @@ class TensorType:
                 for axis in names:
                     if not mesh.span(axis).whole and mesh.span(axis).size > 1:
                         raise LayoutError(
-                            f"dim {k} of size {n} is uneven over {axes_text(names)} (product {product}), so the sub-axis "
-                            f"{axis!r} is refused there; legal are whole axes, or a product that divides {n}"
+                            f"dim {k} of size {n} is uneven over {axes_text(names)} (product {product}), so the "
+                            f"sub-axis {axis!r} is refused there; legal are whole axes, or a product that divides {n}"
                         )
         for field_name, value in {
             "dtype": name,
@@ -254,7 +254,7 @@ def counter(t: TensorType) -> type:
 
 
 def same(t: TensorType, u: TensorType) -> bool:
-    """Say whether two types hold the same data on every device: shape, dtype, partial and root parts, and boxes by id."""
+    """Say whether two types hold the same data on every device: dtype, shape, partial and root parts, boxes by id."""
     if (t.dtype, t.shape) != (u.dtype, u.shape):
         return False
     if t.mesh == u.mesh:

@@ -29,6 +29,7 @@ from shardplan.errors import ParseError, ShardplanError
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_WORDS = {"True": True, "False": False, "None": None}
 _MESH_NAME = re.compile(r"m\d+")
 
 
@@ -50,7 +51,7 @@ def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
         return str(value)
     if isinstance(value, tuple):
         return f"({','.join(_value_text(v, meshes) for v in value)})"  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, str) and not AXIS.fullmatch(value):
+    if isinstance(value, str) and (value in _WORDS or not AXIS.fullmatch(value)):
         return json.dumps(value)
     return str(value)
 
@@ -81,7 +82,7 @@ def program_text(program: Program, note: Callable[[int, Step], str] | None = Non
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)
+        self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
         self.scanner = Scanner(self.text)
         self.meshes: dict[str, Mesh] = {}
         self.inputs: list[tuple[str, TensorType]] = []
@@ -136,7 +137,7 @@ class _Parser:
         if number is not None:
             return float(number) if re.search(r"[.eE]", number) else int(number)
         name = s.name("an attribute's value")
-        return {"True": True, "False": False, "None": None}.get(name, name)
+        return _WORDS.get(name, name)
 
     def op(self) -> tuple[Op, tuple[str, ...]]:
         s = self.scanner
@@ -171,9 +172,10 @@ class _Parser:
         s.expect(")", f"the op {name}")
         try:
             return cls(**attributes), tuple(operands)
-        except TypeError as error:
+        except (TypeError, ShardplanError) as error:
             s.position = start
-            raise s.error(f"{name}: {error}") from None
+            reason = str(error).partition("\n")[0].replace(f"{cls.__name__}.__init__()", name)
+            raise s.error(f"{name}: {reason}") from None
 
     def line(self) -> None:
         s = self.scanner

@@ -77,7 +77,9 @@ class Certificate:
         if self.status not in STATUSES:
             raise CertificateError(f"unknown status {self.status!r}; legal are {', '.join(STATUSES)}")
         if self.status == "floor" and self.gap != 1.0:
-            raise CertificateError(f"status floor is claimed, but the worst device receives {self.gap:.4f} of the bound")
+            raise CertificateError(
+                f"status floor is claimed, but the worst device receives {self.gap:.4f} of the bound"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the claims as plain values: types and programs as text."""

@@ -108,7 +108,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def annotated(plan: Plan) -> str:
-    """Return the program's text with the bytes that the worst device receives and the predicted seconds of every step."""
+    """Return the program's text with the bytes the worst device receives and the predicted seconds of every step."""
     from shardplan.core.accounting import account
 
     books = account(plan.program)
@@ -126,7 +126,8 @@ def annotated(plan: Plan) -> str:
     ratio = f" ({c.gap:.3f}x)" if least else ""
     lines = [
         program_text(plan.program, note),
-        f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}; {c.status}",
+        f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}; "
+        f"{c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),

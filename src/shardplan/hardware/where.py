@@ -66,7 +66,9 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     every unit of every level (tensors with addends claim no cut: a unit may hold them all).
     """
     ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
-    least = sum((lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1))
+    least = sum(
+        (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
+    )
     worst = np.max(least / fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)], initial=0.0)
     best = float(worst) + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
     for s, t in zip(sources, destinations, strict=True):

@@ -13,9 +13,8 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
 from shardplan.hardware.certificate import issue
 from shardplan.hardware.plan import Plan
-from shardplan.hardware.where import Where
+from shardplan.hardware.where import Where, fabric_of
 from shardplan.movement.fit import Rules, fitted, price
-from shardplan.hardware.where import fabric_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,9 @@ def plan_batch(
         items.append(_Item(k, s, t, ops, chosen.exact, t.local_bytes() - s.local_bytes()))
     bound = bound_bytes(sources, destinations)
     fabric = None if place is None else fabric_of(place, _meshes(sources, destinations))
-    ordered = sorted(items, key=lambda i: (i.growth > 0, i.growth if i.growth > 0 else -i.source.local_bytes(), i.index))
+    ordered = sorted(
+        items, key=lambda i: (i.growth > 0, i.growth if i.growth > 0 else -i.source.local_bytes(), i.index)
+    )
     exact = all(i.exact for i in items)
     if limit is None:
         packs = _packs(ordered, None)
@@ -104,7 +105,9 @@ def _meshes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -
     return tuple(dict.fromkeys(t.mesh for t in (*sources, *destinations)))
 
 
-def _one_place(sources: tuple[TensorType, ...], destinations: tuple[TensorType, ...], where: Where | None) -> Where | None:
+def _one_place(
+    sources: tuple[TensorType, ...], destinations: tuple[TensorType, ...], where: Where | None
+) -> Where | None:
     """The placement of the largest tensor: a batch runs on one placement."""
     from shardplan.movement.redistribute import best_program, spots
 
@@ -146,8 +149,8 @@ def _fallbacks(ordered: Sequence[_Item]) -> list[list[list[_Item]]]:
 
 
 def _direct_one_by_one(ordered: Sequence[_Item], items: list[_Item], portable: bool) -> Program | None:
-    from shardplan.movement.emit import direct
     from shardplan.core.ops import Send
+    from shardplan.movement.emit import direct
 
     if portable or any(i.source.layout.partial or i.target.layout.partial for i in items):
         return None

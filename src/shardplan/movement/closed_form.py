@@ -118,7 +118,9 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
     named = {d: mesh.fold(tuple(extra)) for d, extra in enumerate(tail) if extra}
     if named:
         where = tuple(d for d, names in named.items() for _ in names)
-        ops.append(AllGather(where[0] if len(named) == 1 else where, tuple(a for names in named.values() for a in names)))
+        ops.append(
+            AllGather(where[0] if len(named) == 1 else where, tuple(a for names in named.values() for a in names))
+        )
     return ops
 
 

@@ -92,7 +92,7 @@ def ops_of_path(p: Problem, nodes: Sequence[int]) -> list[Op]:
 
 
 def direct(source: TensorType, target: TensorType) -> list[Op]:
-    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest group known to cover it."""
+    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest covering group known."""
     if same(source, target):
         return []
     if source.all_even and target.all_even:

@@ -63,7 +63,7 @@ def price(program: Program, books: Account, rules: Rules) -> float:
 
 
 def least_chunks(op: Op, operands: Sequence[TensorType], room: float) -> Op:
-    """Return the op cut into the fewest chunks whose staging fits `room` bytes, or the most useful chunks if none does."""
+    """Return the op cut into the fewest chunks whose staging fits `room` bytes, or into the most if none does."""
     if not hasattr(op, "chunks") or op.staging(*operands) <= room:
         return op
     results = op.infer(*operands)

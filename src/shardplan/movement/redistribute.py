@@ -61,7 +61,9 @@ def redistribute(
 
     sources, destinations = tuple(src), tuple(dst)  # type: ignore[arg-type]
     if len(sources) != len(destinations):
-        raise LayoutError(f"a batch of {len(sources)} sources and {len(destinations)} destinations; give as many of each")
+        raise LayoutError(
+            f"a batch of {len(sources)} sources and {len(destinations)} destinations; give as many of each"
+        )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
     return plan_batch(sources, destinations, topology, memory_limit, portable)
@@ -160,7 +162,9 @@ def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray
 def _infeasible(s: TensorType, t: TensorType, limit: int | None, portable: bool, least: float) -> Infeasible:
     asked = f"redistribute {s} to {t}"
     if limit is not None and np.isfinite(least):
-        return Infeasible(f"{asked} within {limit} bytes a device: no plan; the least that works is {int(least)} bytes", int(least))
+        return Infeasible(
+            f"{asked} within {limit} bytes a device: no plan; the least that works is {int(least)} bytes", int(least)
+        )
     if portable:
         return Infeasible(f"{asked} with portable=True: no plan without an exchange over more than half of the devices")
     return Infeasible(f"{asked}: no plan within the memory bound")

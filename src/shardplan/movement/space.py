@@ -150,7 +150,11 @@ class Space:
         nbytes = np.where(flat, nbytes, np.inf)
         if self.partial.any() or self.root.any():
             nbytes, rounds, kind, portable = self._reductions(
-                (nbytes, rounds, kind, portable), (extends, shrinks, refines, flat), (pa, pb, ra, rb, ua, ub), size_a, size_b
+                (nbytes, rounds, kind, portable),
+                (extends, shrinks, refines, flat),
+                (pa, pb, ra, rb, ua, ub),
+                size_a,
+                size_b,
             )
         return Edges(nbytes, rounds, moved, kind, portable)
 

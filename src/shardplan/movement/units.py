@@ -133,7 +133,6 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
         for d in uneven:
             whole |= set(t.atoms[d])
     natural: list[Run] = []
-    cuttable: list[bool] = []
     for axis in mesh.axes:
         run: list[int] = []
         atoms = mesh.span(axis).atoms
@@ -146,8 +145,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
             run.append(a)
         if run:
             natural.append(tuple(run))
-    for run in natural:
-        cuttable.append(not set(run) & (whole | stiff))
+    cuttable = [not set(run) & (whole | stiff) for run in natural]
     used = set(mesh.expand((*source.layout.used, *target.layout.used)))
     most = MOST_UNITS.get(source.ndim, 4)
     busy = [r for r in natural if set(r) & used]
@@ -161,7 +159,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
     units = busy + idle[: max(0, most - len(busy))]
     fine = len(units) == len(natural)
-    may = {r: c for r, c in zip(natural, cuttable, strict=True)}
+    may = dict(zip(natural, cuttable, strict=True))
     while True:
         long = [r for r in units if len(r) > 1 and may.get(r, True)]
         if not long:
@@ -193,7 +191,7 @@ def _product(mesh: Mesh, run: Run) -> int:
 
 
 def _neighbours(t: TensorType) -> list[int]:
-    """Give every atom a number so that a + 1 follows a minorly in the same list exactly when the numbers do; -1 unused."""
+    """Number the atoms so that two stand side by side in a list exactly when their numbers do; -1 for unused ones."""
     out = [-1] * len(t.mesh.atoms)
     number = 0
     for atoms in t.atoms:

@@ -114,5 +114,5 @@ def run_text(found: Mapping[str, Any]) -> str:
     """Return what `run` found as text."""
     rows = [(f"%{o['name']}", o["checksum"], o["type"]) for o in found["outputs"]]
     width = max((len(r[0]) for r in rows), default=0)
-    end = {True: "ok: every output equals its input", None: "ok: replicas agree", False: "the outputs differ"}
+    end = {True: "ok: every output that was only moved equals its input", None: "ok: all replicas agree", False: "the outputs differ"}
     return "\n".join([*(f"{n:<{width}}  {c}  {t}" for n, c, t in rows), end[found["ok"]]])

@@ -12,11 +12,11 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
-from shardplan.core.ops.base import Array, Shards
+from shardplan.core.ops.base import Array, Collective, Shards
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute
 from shardplan.core.tensor import TensorType
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.run import run
 from shardplan.hardware.plan import Plan
 
@@ -97,6 +97,43 @@ def execute(program: Program, inputs: Sequence[Shards], backend: str = "referenc
     single = len(program.inputs) == 1
     results: Any = run(program, inputs[0] if single else inputs, backend)
     return [results] if single and len(program.outputs) == 1 else results
+
+
+def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
+    """Run a program on index data.
+
+    Args:
+        program: The program.
+        backend: A key of the table of backends.
+
+    Returns:
+        The checksum of each output's global array, and whether every output that was only moved equals the input it
+        comes from; None where all outputs are computed.
+
+    Raises:
+        Infeasible: The arrays are too large to be run here.
+        BackendError: Replicas of an output differ.
+    """
+    skipped = too_large((*program.input_types, *program.output_types))
+    if skipped:
+        raise Infeasible(skipped)
+    arrays = {name: index_data(t) for name, t in program.inputs}
+    results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
+    origin = {name: name for name, _ in program.inputs}
+    for step in program.steps:
+        if isinstance(step.op, Collective):
+            origin |= {r: origin[o] for r, o in zip(step.results, step.operands, strict=True) if o in origin}
+    sums: list[str] = []
+    equal: list[bool] = []
+    for name, shards, t in zip(program.outputs, results, program.output_types, strict=True):
+        try:
+            array = collect(shards, t)
+        except LayoutError as error:
+            raise BackendError(f"output %{name}: {error}") from None
+        sums.append(checksum(array))
+        if name in origin:
+            equal.append(np.array_equal(array, arrays[origin[name]]))
+    return sums, all(equal) if equal else None
 
 
 def compare(shards: Shards, found: TensorType, array: Array, asked: TensorType, what: str) -> None:

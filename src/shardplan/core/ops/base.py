@@ -114,7 +114,7 @@ class Collective(Op):
         return 0, 0, True, True
 
     def staging(self, *operands: TensorType) -> int:
-        """One packed send and one packed receive buffer of a chunk; none where a single operand's side is contiguous."""
+        """One packed send and one packed receive buffer of a chunk; none where one operand's side is contiguous."""
         total = 0
         chunks: int = getattr(self, "chunks", 1)
         for t in operands:
@@ -147,7 +147,7 @@ def typed(op: Collective, t: TensorType) -> TensorType:
 
 
 def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
-    """Return how many parts each local dim is cut into so that there are at least `chunks` parts: longest dims first."""
+    """Return how many parts each local dim is cut into for at least `chunks` parts: longest dims first."""
     counts = [1] * len(shape)
     left = chunks
     for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
@@ -183,7 +183,7 @@ def meet(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
 def assemble(
     box: np.ndarray, pieces: Sequence[tuple[np.ndarray, Array]], dtype: np.dtype[np.generic], what: str
 ) -> Array:
-    """Return the array of `box` put together from the parts of `pieces` (box, array) that meet it, each element once."""
+    """Return the array of `box` put together from the `pieces` (box, array) that meet it, each element once."""
     out = np.empty(tuple(int(n) for n in box[:, 1] - box[:, 0]), dtype=dtype)
     filled = 0
     seen: np.ndarray | None = None
@@ -206,7 +206,7 @@ def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     """Return an array that must not be read: NaN, or the largest integer."""
     if dtype.kind == "b":
         return np.ones(shape, dtype=dtype)
-    return np.full(shape, np.iinfo(dtype).max if dtype.kind in "iu" else np.nan).astype(dtype)
+    return np.full(shape, np.iinfo(dtype.name).max if dtype.kind in "iu" else np.nan).astype(dtype)
 
 
 def point_to_point(
