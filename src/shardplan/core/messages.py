@@ -151,7 +151,8 @@ def peers(s: TensorType, t: TensorType) -> int:
 def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
     """Return the elements the busiest device sends and receives in the general move, and how whole its messages are.
 
-    The two flags: every message is a whole source tile; every message is a whole destination box. Even types on one mesh are counted in closed form (the messages of large meshes are too many to list).
+    The two flags: every message is a whole source tile; every message is a whole destination box. Even types on one
+    mesh are counted in closed form (the messages of large meshes are too many to list).
     """
     got = int((lacking(s, t) // t.itemsize).max(initial=0))
     if not got:

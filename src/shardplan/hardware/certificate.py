@@ -138,7 +138,7 @@ def derive(
         "rounds": sum(books.rounds),
         "level_bytes": levels,
         "seconds": seconds,
-        "lower_bound_seconds": min(floor, seconds),
+        "lower_bound_seconds": floor,
     }
 
 

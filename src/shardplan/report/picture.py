@@ -98,7 +98,11 @@ def _heading(frame: Frame) -> str:
 
 
 def _name(held: Held) -> str:
-    return f"device {held.device} ({', '.join(map(str, held.coordinates))})" if held.coordinates else f"device {held.device}"
+    return (
+        f"device {held.device} ({', '.join(map(str, held.coordinates))})"
+        if held.coordinates
+        else f"device {held.device}"
+    )
 
 
 def _panels(frame: Frame, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:
@@ -170,7 +174,10 @@ def _legend(drawn: Sequence[Frame], rasters: set[str], marks: dict[str, list[str
     grids = rasters != {"boxes"}
     if grids:
         rows += [(mark + "0", ", or ".join(LEGEND[how] for how in dict.fromkeys(hows))) for mark, hows in marks.items()]
-    for mark, word in (("+", "an addend: the value is the sum (or max, min) over the partial axes"), ("*", "the root's")):
+    for mark, word in (
+        ("+", "an addend: the value is the sum (or max, min) over the partial axes"),
+        ("*", "the root's"),
+    ):
         used = any(f.type.layout.partial if mark == "+" else f.type.layout.root for f in drawn)
         if used and grids:
             rows.append(("0" + mark, word))

@@ -110,7 +110,14 @@ class _Page:
         )
 
     def text(
-        self, x: float, y: float, text: str, size: float = 12, fill: str = _INK, weight: int = 400, font: str = "",
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+        fill: str = _INK,
+        weight: int = 400,
+        font: str = "",
         anchor: str = "start",
     ) -> None:
         family = f" font-family={quoteattr(font)}" if font else ""
@@ -155,7 +162,9 @@ class _Page:
         for mark, text in marks.items():
             if text:
                 x = self.entry(
-                    x, text, lambda left, m=mark: self.text(left + 7, self.y + 5, m, size=15, weight=700, anchor="middle")
+                    x,
+                    text,
+                    lambda left, m=mark: self.text(left + 7, self.y + 5, m, size=15, weight=700, anchor="middle"),
                 )
         self.y += 22
 
@@ -238,7 +247,9 @@ class _Page:
                 continue
             for p in shown:
                 x1, y1, x2, y2 = area.line(dim, p)
-                self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>')
+                self.parts.append(
+                    f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>'
+                )
 
     def numbers(self, area: _Area, box: Box) -> None:
         """Number the elements that are held, where the cells have room for it."""

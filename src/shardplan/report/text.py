@@ -63,7 +63,9 @@ def _devices(frame: Frame) -> list[dict[str, Any]]:
 def shown(subject: Plan | Program | TensorType) -> str:
     """Return the print-out of a plan, program or type, with the picture of what each device holds."""
     if isinstance(subject, TensorType):
-        local = f"local shape {shape_text(subject.local_shape(0))}, {subject.local_bytes()} bytes, on mesh {subject.mesh}"
+        local = (
+            f"local shape {shape_text(subject.local_shape(0))}, {subject.local_bytes()} bytes, on mesh {subject.mesh}"
+        )
         return f"{text_picture(subject)}\n\n{local}"
     program = subject.program if isinstance(subject, Plan) else subject
     return f"{subject}\n\n{text_picture(program)}"
@@ -114,5 +116,9 @@ def run_text(found: Mapping[str, Any]) -> str:
     """Return what `run` found as text."""
     rows = [(f"%{o['name']}", o["checksum"], o["type"]) for o in found["outputs"]]
     width = max((len(r[0]) for r in rows), default=0)
-    end = {True: "ok: every output that was only moved equals its input", None: "ok: all replicas agree", False: "the outputs differ"}
+    end = {
+        True: "ok: every output that was only moved equals its input",
+        None: "ok: all replicas agree",
+        False: "the outputs differ",
+    }
     return "\n".join([*(f"{n:<{width}}  {c}  {t}" for n, c, t in rows), end[found["ok"]]])

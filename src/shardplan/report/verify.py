@@ -24,7 +24,17 @@ LARGEST_ARRAY = 64 * 2**20  # bytes of a global array that is run
 LARGEST_SHARDS = 2**30  # bytes of all shards of a value, on all devices
 SEED = 20211201
 # Integers up to here are exact in the dtype, and small enough that a few of them add up exactly.
-_EXACT = {"f8e4m3": 13, "f8e5m2": 7, "bf16": 251, "f16": 2039, "i8": 127, "u8": 251, "bool": 2, "i16": 32749, "u16": 65521}
+_EXACT = {
+    "f8e4m3": 13,
+    "f8e5m2": 7,
+    "bf16": 251,
+    "f16": 2039,
+    "i8": 127,
+    "u8": 251,
+    "bool": 2,
+    "i16": 32749,
+    "u16": 65521,
+}
 
 
 @dataclass(frozen=True, slots=True)
