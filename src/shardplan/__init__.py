@@ -1,34 +1,39 @@
 """shardplan plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators.
 
 The vocabulary: a `Mesh` of named axes, a `TensorType` on it, a `Topology` of hardware levels and a `Placement` of the
-mesh on it, a `Program` of typed ops, and the `Plan` with its `Certificate` that the verbs return.
+mesh on it, a `Program` of typed ops, and the `Plan` with its `Certificate` that the verbs return. A name is imported
+from its room when it is first used, so `import shardplan` costs next to nothing.
 """
 
 from __future__ import annotations
 
-from shardplan.core.layout import Layout
-from shardplan.core.mesh import Mesh
-from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute
-from shardplan.core.tensor import TensorType, same
-from shardplan.errors import (
-    BackendError,
-    CertificateError,
-    Infeasible,
-    LayoutError,
-    ParseError,
-    ScheduleError,
-    ShardplanError,
-    TimedOut,
-    TopologyError,
-    TypingError,
-)
-from shardplan.execution.run import run
-from shardplan.hardware.certificate import Certificate
-from shardplan.hardware.placement import Placement, placements
-from shardplan.hardware.plan import Plan
-from shardplan.hardware.topology import Topology
-from shardplan.movement.redistribute import redistribute
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.core.layout import Layout
+    from shardplan.core.mesh import Mesh
+    from shardplan.core.program import Program
+    from shardplan.core.reference import collect, distribute
+    from shardplan.core.tensor import TensorType, same
+    from shardplan.errors import (
+        BackendError,
+        CertificateError,
+        Infeasible,
+        LayoutError,
+        ParseError,
+        ScheduleError,
+        ShardplanError,
+        TimedOut,
+        TopologyError,
+        TypingError,
+    )
+    from shardplan.execution.run import run
+    from shardplan.hardware.certificate import Certificate
+    from shardplan.hardware.placement import Placement, placements
+    from shardplan.hardware.plan import Plan
+    from shardplan.hardware.topology import Topology
+    from shardplan.movement.redistribute import redistribute
 
 __all__ = [
     "BackendError",
@@ -57,3 +62,31 @@ __all__ = [
     "same",
 ]
 __version__ = "0.1.0"
+
+_ROOMS = {
+    "core.layout": ("Layout",),
+    "core.mesh": ("Mesh",),
+    "core.program": ("Program",),
+    "core.reference": ("collect", "distribute"),
+    "core.tensor": ("TensorType", "same"),
+    "errors": tuple(name for name in __all__ if name.endswith("Error") or name in ("Infeasible", "TimedOut")),
+    "execution.run": ("run",),
+    "hardware.certificate": ("Certificate",),
+    "hardware.placement": ("Placement", "placements"),
+    "hardware.plan": ("Plan",),
+    "hardware.topology": ("Topology",),
+    "movement.redistribute": ("redistribute",),
+}
+_HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

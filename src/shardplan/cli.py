@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardplan.hardware.topology import Topology
 
 MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
-_USAGE_ERROR = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
 
 app = typer.Typer(
     name="shardplan",

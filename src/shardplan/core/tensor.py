@@ -8,6 +8,7 @@ dim a sub-axis is refused, because nested ceilings differ from the flat one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -207,7 +208,8 @@ def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
             dims.append(scanner.names("an axis after '@'"))
             for axis in dims[-1]:
                 if axis not in mesh._spans:  # pyright: ignore[reportPrivateUsage]
-                    scanner.position = scanner.text.index(axis, before)
+                    found = re.search(rf"(?<![\w.]){re.escape(axis)}(?![\w.])", scanner.text[before:])
+                    scanner.position = before + (found.start() if found else 0)
                     raise scanner.error(f"unknown axis {axis!r}: the mesh has {mesh}")
         else:
             dims.append(())

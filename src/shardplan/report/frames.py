@@ -31,7 +31,7 @@ MOST_VALUES = 4  # values drawn for each step of a batch
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one device holds of a value: its box (None: nothing), and the part of it that it kept from before the step."""
+    """What one device holds of a value: its box (None: nothing), and the part of it that it kept."""
 
     device: int
     coordinates: tuple[int, ...]

@@ -325,5 +325,6 @@ def _wrapped(text: str, columns: int, most: int = 4) -> list[str]:
 def _hatch(how: str) -> str:
     return (
         f'<pattern id="{how}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_COLOURS[how][1]}" stroke-width="1.6" stroke-opacity="0.55"/></pattern>'
+        f'<line x1="0" y1="0" x2="0" y2="6" stroke="{_COLOURS[how][1]}" stroke-width="1.6" stroke-opacity="0.55"/>'
+        "</pattern>"
     )

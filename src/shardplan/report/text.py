@@ -63,9 +63,7 @@ def _devices(frame: Frame) -> list[dict[str, Any]]:
 def shown(subject: Plan | Program | TensorType) -> str:
     """Return the print-out of a plan, program or type, with the picture of what each device holds."""
     if isinstance(subject, TensorType):
-        local = (
-            f"local shape {shape_text(subject.local_shape(0))}, {subject.local_bytes()} bytes, on mesh {subject.mesh}"
-        )
+        local = f"{shape_text(subject.local_shape(0))} on a device, {subject.local_bytes()} bytes; mesh {subject.mesh}"
         return f"{text_picture(subject)}\n\n{local}"
     program = subject.program if isinstance(subject, Plan) else subject
     return f"{subject}\n\n{text_picture(program)}"

@@ -39,7 +39,7 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found: `runs` names the data that were run, none of it where the arrays are too large (`skipped`)."""
+    """What `verify` found: `runs` names the data that were run, none where the arrays are too large (`skipped`)."""
 
     runs: tuple[str, ...]
     shards: int
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def index_data(t: TensorType) -> Array:
-    """Return the global array of a type whose elements are their row-major numbers, modulo what its dtype holds exactly.
+    """Return the global array whose elements are their row-major numbers, modulo what the dtype holds exactly.
 
     >>> from shardplan.core.mesh import Mesh
     >>> index_data(TensorType.parse("i32[2, 3]", Mesh(x=1))).tolist()
