@@ -59,8 +59,8 @@ def run_command(arguments: Sequence[str]) -> int:
         status = app(list(arguments) or ["--help"], prog_name="shardplan", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except BrokenPipeError:
-        # The reader left; what is still buffered must not raise again at exit.
+    except (BrokenPipeError, SystemExit):
+        # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
     except (Infeasible, MemoryError) as error:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.core.messages import kept
-from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
+from shardplan.core.ops import Send
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType, same
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
 
@@ -58,6 +59,18 @@ def _worst(value: Bytes) -> int:
     return int(np.max(value))
 
 
+def _relabels(
+    step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]
+) -> bool:
+    """Say whether a step gives values another type and leaves every byte where it is, its operands not used again."""
+    return (
+        isinstance(step.op, Send)
+        and set(step.operands) <= freed
+        and not set(step.results) & freed
+        and all(same(t, u) for t, u in zip(operands, results, strict=True))
+    )
+
+
 def account(program: Program) -> Account:
     """Return the bytes of a program."""
     ledger = _Ledger(program.devices)
@@ -76,8 +89,11 @@ def account(program: Program) -> Account:
     rounds: list[int] = []
     for step, freed in zip(program.steps, program.last_uses(), strict=True):
         operands, results = program.step_types(step)
-        for name in step.results:
-            live = live + sizes[name]
+        if _relabels(step, operands, results, freed):  # the result is the operand's storage
+            freed = freed - set(step.operands)
+        else:
+            for name in step.results:
+                live = live + sizes[name]
         workspaces.append(_worst(live) + step.op.staging(*operands))
         for name in freed:
             live = live - sizes[name]

@@ -21,6 +21,7 @@ from shardplan.core.notation import Scanner
 from shardplan.errors import LayoutError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+MOST_DEVICES = 2**22
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -122,7 +123,7 @@ class Mesh:
         2
         """
         if axis not in self.axes:
-            raise LayoutError(f"cannot split {axis!r}: {self._legal()}")
+            raise LayoutError(f"cannot split {axis!r}: {self.legal()}")
         size = self.sizes[self.axes.index(axis)]
         if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
             raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
@@ -147,7 +148,7 @@ class Mesh:
         """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
         found = self._spans.get(name)
         if found is None:
-            raise LayoutError(f"unknown axis {name!r}: {self._legal()}")
+            raise LayoutError(f"unknown axis {name!r}: {self.legal()}")
         return found
 
     def expand(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -238,7 +239,8 @@ class Mesh:
         scanner.finish("the mesh")
         return mesh
 
-    def _legal(self) -> str:
+    def legal(self) -> str:
+        """Return the axes as an error message names them."""
         return f"the mesh has {', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True)) or 'no axes'}"
 
 
@@ -250,6 +252,8 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
             raise LayoutError(f"axis {name!r} has size {size!r}: sizes are integers of at least 1")
     axes, sizes = tuple(table), tuple(int(s) for s in table.values())
     count = math.prod(sizes)
+    if count > MOST_DEVICES:
+        raise LayoutError(f"the mesh {table} has {count} devices; a mesh has at most {MOST_DEVICES}")
     ids = tuple(range(count)) if devices is None else tuple(int(d) for d in devices)
     if len(ids) != count:
         raise LayoutError(f"the mesh {table} has {count} places, but {len(ids)} devices are given")

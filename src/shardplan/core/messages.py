@@ -165,7 +165,7 @@ def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
     held, needed = s.elements()[senders], np.asarray(sizes)
     receivers = messages(s, t)[1]
     return (
-        int(np.bincount(senders, sizes).max()),
+        int(np.bincount(senders, sizes.astype(np.float64)).max()),
         got,
         bool(np.all(needed == held)),
         bool(np.all(needed == t.elements()[receivers])),

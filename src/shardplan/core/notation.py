@@ -11,6 +11,7 @@ from shardplan.errors import ParseError
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 INTEGER = re.compile(r"\d+")
+MOST_DIGITS = 18
 _SPACE = re.compile(r"[ \t]*")
 
 
@@ -64,8 +65,8 @@ class Scanner:
     def integer(self, what: str) -> int:
         """Consume a non-negative integer, or fail saying that `what` was expected."""
         found = self.match(INTEGER)
-        if found is None:
-            raise self.error(f"expected {what}")
+        if found is None or len(found) > MOST_DIGITS:
+            raise self.error(f"expected {what}" if found is None else f"{what} has {len(found)} digits")
         return int(found)
 
     def names(self, what: str) -> tuple[str, ...]:

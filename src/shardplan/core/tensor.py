@@ -210,7 +210,7 @@ def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
                 if axis not in mesh._spans:  # pyright: ignore[reportPrivateUsage]
                     found = re.search(rf"(?<![\w.]){re.escape(axis)}(?![\w.])", scanner.text[before:])
                     scanner.position = before + (found.start() if found else 0)
-                    raise scanner.error(f"unknown axis {axis!r}: the mesh has {mesh}")
+                    raise scanner.error(f"unknown axis {axis!r}: {mesh.legal()}")
         else:
             dims.append(())
         if not scanner.take(",") and not scanner.peek("]"):

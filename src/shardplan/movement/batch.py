@@ -86,12 +86,13 @@ def _within(
         for program in (_assemble(_packs(ordered, 0), items), _direct_one_by_one(ordered, items, portable)):
             if program is None:
                 continue
-            smallest = fitted(program, account(program), 0)
-            used = account(smallest).workspace_bytes
-            least = min(least, used)
-            if used <= limit:
-                best = 0.0, smallest
-                break
+            books = account(program)
+            for target in (limit, 0):
+                smaller = fitted(program, books, target)
+                used = account(smaller).workspace_bytes
+                least = min(least, used)
+                if used <= limit and best is None:
+                    best = 0.0, smaller
     if best is None:
         raise Infeasible(
             f"redistribute {len(items)} tensors within {limit} bytes a device: no plan; the least that works is "

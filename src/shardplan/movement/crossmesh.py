@@ -61,7 +61,7 @@ def _settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     """Ways to make `s` neither partial nor rooted: all-reduce, or reduce-scatter into any dim that divides."""
     ops: list[Op] = []
     current = s
-    if s.layout.root:
+    if s.mesh.expand(s.layout.root):  # root axes of size 1 say nothing
         ops.append(Broadcast(s.layout.root))
         current = ops[-1].infer(current)[0]
     if not s.layout.partial:

@@ -74,7 +74,7 @@ def least_chunks(op: Op, operands: Sequence[TensorType], room: float) -> Op:
         return replace(op, chunks=k)  # pyright: ignore[reportCallIssue]
 
     if cut(most).staging(*operands) > room:
-        return cut(most)
+        return min(op, cut(most), key=lambda way: way.staging(*operands))
     while low < high:  # staging falls with the number of chunks
         middle = (low + high) // 2
         if cut(middle).staging(*operands) <= room:

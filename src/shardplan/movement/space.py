@@ -86,11 +86,12 @@ class Space:
             for u, c in enumerate(choice):
                 masks[c] |= 1 << u
             options = [by_mask[masks[d]] for d in range(self.ndim)]
-            block = np.array(list(itertools.product(*options)), dtype=np.int32).reshape(-1, self.ndim)
+            block = np.array(list(itertools.product(*options)), dtype=np.int32)
+            block = block.reshape(math.prod(map(len, options)), self.ndim)
             rows.append(block)
             extras.append((len(block), masks[self.ndim + 1], masks[self.ndim + 2]))
-        self.types = np.concatenate(rows) if self.ndim else np.zeros((len(rows), 0), dtype=np.int32)
-        lengths = [n if self.ndim else 1 for n, _, _ in extras]
+        self.types = np.concatenate(rows)
+        lengths = [n for n, _, _ in extras]
         self.partial = np.repeat([p for _, p, _ in extras], lengths)
         self.root = np.repeat([r for _, _, r in extras], lengths)
         self.used = np.zeros(len(self.types), dtype=np.int64)

@@ -193,7 +193,7 @@ def _product(mesh: Mesh, run: Run) -> int:
 def _neighbours(t: TensorType) -> list[int]:
     """Number the atoms so that two stand side by side in a list exactly when their numbers do; -1 for unused ones."""
     out = [-1] * len(t.mesh.atoms)
-    number = 0
+    number = 1  # 0 would follow the -1 of an unused atom
     for atoms in t.atoms:
         for a in atoms:
             out[a] = number

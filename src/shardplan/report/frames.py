@@ -107,7 +107,7 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
             break
         before = operands[k] if isinstance(step.op, Collective) else None
         how = _how(step.op, before, u)
-        kept = {} if before is None else _kept(step.op, before, u)
+        kept = {} if before is None else _kept(step.op, before, u, devices)
         made.append(Frame(f"step {number + 1}", text, note, name, u, how, _holdings(u, devices, kept)))
     return made
 
@@ -129,14 +129,17 @@ def _volume(box: Box) -> int:
     return math.prod(b - a for a, b in box)
 
 
-def _kept(op: Op, before: TensorType, after: TensorType) -> dict[int, Box]:
+def _kept(op: Op, before: TensorType, after: TensorType, devices: Sequence[int]) -> dict[int, Box]:
     """The part of its new box that each device (by place) kept: what it held, unless as much was received again."""
     assert isinstance(op, Collective)
     got = op.received_one(before, after)
     places = own_places(before, after)
     roots, old, new = at_root(before), before.boxes(), after.boxes()
     found: dict[int, Box] = {}
-    for k in range(after.mesh.size):
+    wanted = set(devices)
+    for k, device in enumerate(after.mesh.devices):
+        if device not in wanted:
+            continue
         place = int(places[k])
         part = meet(old[place], new[k]) if place >= 0 and roots[place] else None
         if part is None:

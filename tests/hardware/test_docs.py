@@ -1,0 +1,11 @@
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["units", "topology", "placement", "cost"])
+def test_examples(module):
+    result = doctest.testmod(importlib.import_module(f"shardplan.hardware.{module}"), extraglobs={})
+    assert result.attempted > 0
+    assert result.failed == 0

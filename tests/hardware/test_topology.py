@@ -1,0 +1,228 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hardware.topologies import any_topology
+from shardplan.errors import ParseError, TopologyError
+from shardplan.hardware import DeviceSpec, Level, Topology, presets
+
+FILE = """
+version = 1
+name = "dgx-a100"
+[device]
+flops = { f32 = "19.5 TFLOP/s", tf32 = "156 TFLOP/s", bf16 = "312 TFLOP/s" }
+memory = "80 GB"
+memory_bandwidth = "2.0 TB/s"
+[[levels]]                    # outermost first
+name = "node"
+size = 4
+link = "switch"
+bandwidth = "25 GB/s"
+latency = "5 us"
+uplinks = 8
+source = "vendor datasheet"
+degraded = { 2 = 0.5 }
+reduces = false
+[[levels]]
+name = "gpu"
+size = 8
+link = "switch"
+bandwidth = "300 GB/s"
+latency = "2 us"
+"""
+LEVEL = '[[levels]]\nname = "gpu"\nsize = 4\nlink = "switch"\nbandwidth = "1 GB/s"\nlatency = "1 us"\n'
+
+
+def test_the_file_of_the_design():
+    topology = Topology.parse(FILE)
+    assert topology.levels[0] == Level("node", 4, "switch", 25e9, 5e-6, 8, (), "vendor datasheet", ((2, 0.5),))
+    assert topology.levels[1] == Level("gpu", 8, "switch", 300e9, 2e-6)
+    assert topology.device == DeviceSpec((("f32", 19.5e12), ("tf32", 156e12), ("bf16", 312e12)), 80e9, 2e12)
+    assert (topology.size, topology.level_sizes, topology.strides) == (32, (4, 8), (8, 1))
+    assert topology.describe() == "node=4 x gpu=8"
+    assert topology.digits(np.array([0, 9, 31])).tolist() == [[0, 0], [1, 1], [3, 7]]
+    assert topology.device.peak("f16") == 312e12
+    assert Topology.parse(str(topology)) == topology
+
+
+def test_optional_keys():
+    assert Topology.parse(LEVEL) == Topology("", (Level("gpu", 4, "switch", 1e9, 1e-6),))
+    one = Topology.parse('device = { flops = "1 PFLOP/s" }\n' + LEVEL)
+    assert one.device.peak("anything") == 1e15
+    assert math.isinf(one.device.memory)
+    assert Topology.parse(str(one)) == one
+    grid = Topology.parse(LEVEL.replace("size = 4", "shape = [2, 3]").replace("switch", "torus"))
+    assert (grid.size, grid.levels[0].shape) == (6, (2, 3))
+
+
+@given(any_topology())
+def test_text_round_trip(topology):
+    assert Topology.parse(str(topology)) == topology
+
+
+def test_awkward_strings_round_trip():
+    level = Level("gpu", 2, "switch", 1e9 / 3, 1e-7 / 3, source='a "quoted"\tsource\\ \x7f é')
+    topology = Topology('name "x"\n', (level,), DeviceSpec((("f8 e4", 1e12), ("bf16", 2e12)), 1 / 3, 1e11))
+    assert Topology.parse(str(topology)) == topology
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets(name):
+    topology = Topology.load(name)
+    assert topology.name == name
+    assert Topology.parse(str(topology)) == topology
+    assert all(level.source for level in topology.levels)
+    if name != "nominal":
+        assert topology.device.peak("f16") > 1e14
+        assert 1e10 < topology.device.memory < 1e12
+
+
+def test_every_preset_that_the_data_rows_name_ships():
+    named = {
+        "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx2-v100-32g", "grand-teton-h100", "dgx-b200",
+        "gb200-nvl72", "gb300-nvl72",
+    }  # fmt: skip
+    for rows in Path(__file__).parents[2].glob("shared/data/*.jsonl"):
+        named |= {json.loads(line)["cluster"]["preset"] for line in rows.read_text().splitlines()}
+    spec = {"gcp-a100x16", "gcp-v100x8", "dgx-a100", "dgx-h100", "nvl72", "tpu-v7", "nominal"}
+    assert named | spec <= set(presets())
+
+
+def test_preset_numbers_of_the_specification():
+    a100, h100 = Topology.load("dgx-a100", nodes=2), Topology.load("dgx-h100", node=3)
+    assert [(level.bandwidth, level.uplinks) for level in a100.levels] == [(25e9, 8), (300e9, 1)]
+    assert [(level.bandwidth, level.uplinks) for level in h100.levels] == [(50e9, 8), (450e9, 1)]
+    assert (a100.level_sizes, h100.level_sizes) == ((2, 8), (3, 8))
+    gcp, v100 = Topology.load("gcp-a100x16"), Topology.load("gcp-v100x8")
+    assert [(level.size, level.link, level.bandwidth) for level in gcp.levels] == [
+        (4, "switch", 8e9),
+        (16, "switch", 270e9),
+    ]
+    assert [(level.link, level.bandwidth) for level in v100.levels] == [("switch", 8e9), ("ring", 135e9)]
+    nvl = Topology.load("nvl72", nodes=2)
+    assert [(level.size, level.bandwidth) for level in nvl.levels] == [(2, 50e9), (72, 900e9)]
+    assert nvl.levels[0].uplinks == 72
+    tpu = Topology.load("tpu-v7", chips=(2, 2, 4))
+    assert [(level.link, level.size, level.bandwidth) for level in tpu.levels] == [
+        ("torus", 16, 200e9),
+        ("switch", 2, 1.2e12),
+    ]
+    nominal = Topology.load("nominal", devices=6)
+    assert [(level.size, level.bandwidth, level.latency) for level in nominal.levels] == [(6, 50e9, 5e-6)]
+
+
+def test_load_from_a_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    assert Topology.load(path, nodes=3).level_sizes == (3, 8)
+    assert Topology.load(str(path)).level_sizes == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour = 1\n" + LEVEL, "topology: unknown key 'colour'; legal: version, name, device, levels"),
+        ("nme = 'x'\n" + LEVEL, "topology: unknown key 'nme'; did you mean 'name'; "
+         "legal: version, name, device, levels"),
+        ("version = 2\n" + LEVEL, "topology: version 2 is unknown; this shardplan reads version 1"),
+        ("name = 'x'", "topology: at least one [[levels]] table is needed, outermost first"),
+        ("device = 3\n" + LEVEL, "topology: device must be a table with the keys flops, memory, memory_bandwidth"),
+        (
+            LEVEL + "bandwith = 1",
+            "levels[0] 'gpu': unknown key 'bandwith'; did you mean 'bandwidth'; legal: name, size, link, bandwidth, "
+            "latency, uplinks, shape, source, degraded, reduces",
+        ),
+        ("device = { flop = '1 TFLOP/s' }\n" + LEVEL, "device: unknown key 'flop'; did you mean 'flops'; legal: flops, "
+         "memory, memory_bandwidth"),
+        ("device = { flops = 3 }\n" + LEVEL, "device: flops must be a string or a table of dtypes, got 3"),
+        (LEVEL.replace("size = 4\n", ""), "levels[0] 'gpu': key 'size' is missing"),
+        (LEVEL.replace("size = 4", "size = true"), "levels[0] 'gpu': size must be a whole number, got True"),
+        (LEVEL.replace("size = 4", "size = 0"), "level 'gpu': size 0 is below 1, the least number of children"),
+        (LEVEL.replace("switch", "bus"), "level 'gpu': link 'bus' is unknown; legal: switch, ring, torus, mesh"),
+        (LEVEL.replace('latency = "1 us"\n', ""), "levels[0] 'gpu': key 'latency' is missing; write it like "
+         "latency = '5 us'"),
+        (LEVEL.replace('"1 us"', "1e-6"), "levels[0] 'gpu': latency must be a string with a unit, "
+         "like '5 us', got 1e-06"),
+        (LEVEL.replace('"1 GB/s"', '"0 GB/s"'), "level 'gpu': bandwidth 0.0 bytes per second is not "
+         "positive and finite"),
+        (LEVEL + "uplinks = 0", "level 'gpu': uplinks 0 is below 1; a child needs a port"),
+        (LEVEL + "shape = [2, 2]", "level 'gpu': a switch takes no shape, got [2, 2]; only torus and mesh do"),
+        (LEVEL + "shape = ['a']", "levels[0] 'gpu': shape must be a list of whole numbers, got ['a']"),
+        (
+            LEVEL.replace("switch", "torus"),
+            "level 'gpu': a torus of size 4 needs a shape of that product; no shape is given",
+        ),
+        (
+            LEVEL.replace("switch", "mesh") + "shape = [2, 3]",
+            "level 'gpu': a mesh of size 4 needs a shape of that product; shape [2, 3] has product 6",
+        ),
+        (LEVEL + "degraded = { 4 = 0.5 }", "level 'gpu': degraded names gpu[4], but the whole level "
+         "has 4 units, 0 to 3"),
+        (
+            LEVEL + "degraded = { 1 = 0.0 }",
+            "level 'gpu': degraded factor 0.0 leaves gpu[1] unreachable; legal: above 0, at most 1",
+        ),
+        (LEVEL + "degraded = { 1 = 2 }", "level 'gpu': degraded factor 2.0 of gpu[1] is above 1"),
+        (LEVEL + "degraded = { a = 0.5 }", "levels[0] 'gpu': degraded maps the number of a child to a factor, "
+         "got a = 0.5"),
+        (LEVEL.replace("switch", "ring") + "reduces = true", "level 'gpu': only a switch reduces in the network, "
+         "this is a ring"),
+        (LEVEL + LEVEL, "topology '' names two levels 'gpu'; names are unique"),
+        (LEVEL.replace('"gpu"', '"g p"'), "level 'g p': a level's name is a word of letters, digits and underscores, "
+         "such as 'node'"),
+    ],
+)  # fmt: skip
+def test_errors(text, message):
+    with pytest.raises(TopologyError) as caught:
+        Topology.parse(text)
+    assert str(caught.value) == message
+
+
+def test_parse_errors():
+    with pytest.raises(ParseError) as caught:
+        Topology.parse("version = 1\nname = dgx\n")
+    assert str(caught.value) == "topology is no TOML: Invalid value\n  name = dgx\n         ^"
+    with pytest.raises(ParseError) as caught:
+        Topology.parse(LEVEL.replace("1 GB/s", "1 GiB"))
+    assert str(caught.value).startswith("levels[0] 'gpu': bandwidth: 'GiB' is no unit of bytes per second; legal: B/s,")
+    assert str(caught.value).endswith("\n  1 GiB\n    ^")
+
+
+def test_load_errors(tmp_path):
+    with pytest.raises(
+        TopologyError, match=r"'dgx-a10' is no preset .* file; did you mean 'dgx-a100'; presets: dgx-a100,"
+    ):
+        Topology.load("dgx-a10")
+    with pytest.raises(TopologyError, match=r"topology file '.*none.toml' cannot be read: No such file or directory"):
+        Topology.load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ParseError, match="is not UTF-8 text"):
+        Topology.load(tmp_path / "bad.toml")
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("dgx-a100", racks=4)
+    assert str(caught.value) == "racks=4 names no level of topology 'dgx-a100'; legal: nodes=, gpus="
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("dgx-a100", nodes=(2, 2))
+    assert str(caught.value) == "nodes=(2, 2): level 'node' is a switch; give one size"
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("tpu-v7", chips=16)
+    assert str(caught.value) == "chips=16: level 'chip' is a torus of shape [4, 4, 4]; give 3 extents"
+    with pytest.raises(TopologyError, match="size 0 is below 1"):
+        Topology.load("dgx-a100", nodes=0)
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("dgx-a100", nodes=2).digits([16])
+    assert str(caught.value) == "device 16 is not in topology 'dgx-a100', whose devices are 0 to 15 (node=2 x gpu=8)"
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("dgx-a100").index("rack")
+    assert str(caught.value) == "topology 'dgx-a100' has no level 'rack'; levels: node=4 x gpu=8"
+    with pytest.raises(TopologyError) as caught:
+        Topology.load("gcp-v100x8").device.peak("f8e4m3")
+    assert str(caught.value) == "device: no flops are stated for 'f8e4m3'; stated: f64, f32, f16"
+    with pytest.raises(TopologyError, match="it needs at least one"):
+        Topology("x", ())
+    with pytest.raises(TopologyError, match="memory is 0, it must be above 0"):
+        DeviceSpec(memory=0)

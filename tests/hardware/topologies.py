@@ -1,0 +1,117 @@
+"""Topologies, groups and an independent router for the tests of `shardplan.hardware`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import strategies as st
+
+from shardplan.hardware import Level, Topology
+
+GB = 1e9
+
+
+def switches(*sizes, bandwidth=GB, latency=0.0, uplinks=1):
+    """A topology of switches, outermost first."""
+    levels = tuple(Level(f"l{i}", n, "switch", bandwidth, latency, uplinks) for i, n in enumerate(sizes))
+    return Topology("test", levels)
+
+
+@st.composite
+def any_topology(draw, most=24):
+    """Up to three levels of any link, with odd bandwidths, uplinks and degraded units."""
+    levels, count = [], 1
+    for i in range(draw(st.integers(1, 3))):
+        link = draw(st.sampled_from(["switch", "switch", "ring", "torus", "mesh"]))
+        if link in ("torus", "mesh"):
+            shape = draw(st.sampled_from([(2, 2), (2, 3), (4,), (3, 2), (1, 4)]))
+        else:
+            shape = (draw(st.integers(1, 5)),)
+        size = math.prod(shape)
+        if count * size > most:
+            continue
+        count *= size
+        degraded = {draw(st.integers(0, count - 1)): draw(st.sampled_from([0.5, 0.25]))} if draw(st.booleans()) else {}
+        levels.append(
+            Level(
+                f"l{i}",
+                size,
+                link,
+                draw(st.sampled_from([1e9, 3e9, 8e9])),
+                draw(st.sampled_from([0.0, 2e-6, 5e-6])),
+                draw(st.integers(1, 3)),
+                shape if link in ("torus", "mesh") else (),
+                degraded=tuple(degraded.items()),
+            )
+        )
+    if not levels:
+        levels = [Level("l0", 2, "switch", 1e9, 0.0)]
+    return Topology("any", tuple(levels))
+
+
+@st.composite
+def grouped(draw, topology):
+    """Disjoint groups of one size over the devices of a topology, in random order, with bytes."""
+    n = topology.size
+    k = draw(st.integers(1, n))
+    ids = draw(st.permutations(range(n)))
+    members = np.array(ids[: n // k * k], dtype=np.int64).reshape(-1, k)
+    nbytes = np.array(draw(st.lists(st.integers(1, 1000), min_size=len(members), max_size=len(members))), float) * 1e3
+    return members, nbytes
+
+
+def route(topology, sender, receiver):
+    """Resources of one message, hop by hop, by plain loops: (level, unit, kind) -> bytes per second."""
+    digits = topology.digits([sender, receiver])
+    j = next(i for i in range(len(topology.levels)) if digits[0, i] != digits[1, i])
+    used = []
+    for i, level in enumerate(topology.levels):
+        out, into = sender // topology.strides[i], receiver // topology.strides[i]
+        if i < j or (i > j and level.link != "switch"):
+            continue
+        factor = dict(level.degraded)
+        if level.link == "switch":
+            ways = min(level.uplinks, topology.strides[i])
+            for kind, unit, device in (("out", out, sender), ("in", into, receiver)):
+                port = device % topology.strides[i] % ways
+                used.append(((i, unit, kind, port), level.bandwidth * level.uplinks / ways * factor.get(unit, 1.0)))
+            continue
+        base = out // level.size * level.size
+        here = list(np.unravel_index(out - base, level.extents))
+        there = list(np.unravel_index(into - base, level.extents))
+        for dim, extent in enumerate(level.extents):
+            while here[dim] != there[dim]:
+                ahead = (there[dim] - here[dim]) % extent
+                step = 1 if 2 * ahead <= extent else -1
+                if level.link == "mesh":
+                    step = 1 if there[dim] > here[dim] else -1
+                before = base + int(np.ravel_multi_index(here, level.extents))
+                here[dim] = (here[dim] + step) % extent
+                after = base + int(np.ravel_multi_index(here, level.extents))
+                rate = level.bandwidth * level.uplinks * min(factor.get(before, 1.0), factor.get(after, 1.0))
+                used.append(((i, before, after, dim, step), rate))
+    return used
+
+
+def transfer(topology, messages):
+    """Bandwidth seconds of (sender, receiver, bytes), by plain loops."""
+    load, rates = defaultdict(float), {}
+    for sender, receiver, nbytes in messages:
+        if sender != receiver:
+            for resource, rate in route(topology, sender, receiver):
+                load[resource] += nbytes
+                rates[resource] = rate
+    return max((load[r] / rates[r] for r in load), default=0.0)
+
+
+def pairs(members, nbytes):
+    """The messages of a pairwise all-to-all."""
+    k = members.shape[1]
+    return [
+        (int(a), int(b), w / k)
+        for row, w in zip(members, nbytes, strict=True)
+        for a, b in itertools.permutations(row, 2)
+    ]

@@ -1,0 +1,261 @@
+"""Certificates: every plan's passes, every seeded mutation is rejected, also through a plan file."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strategies as some
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan as sp
+from benchmarks import suites
+from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
+from shardplan.core.program import Step
+from shardplan.errors import CertificateError, ParseError, ShardplanError
+
+Pair = tuple[sp.TensorType, sp.TensorType]
+# `exact` is the planner's word, and a larger limit or a weaker status is no false claim
+UNCHECKED = {"status": {"exact", "heuristic"}}
+
+
+def plans(count: int, seed: int = 11) -> list[sp.Plan]:
+    """Seeded plans of all kinds that move something."""
+    out: list[sp.Plan] = []
+    for suite in ("s8", "s16", "P", "N", "V", "M", "B", "L"):
+        for s, t, how in suites.problems(suite, seed, count, most_devices=16, most_multiple=1, most_tensors=4):
+            try:
+                plan = sp.redistribute(s, t, **how)
+            except sp.Infeasible as error:
+                plan = sp.redistribute(s, t, memory_limit=error.least_bytes)
+            out.append(plan)
+    topology = sp.Topology.load("dgx-a100", nodes=2)
+    mesh = sp.Mesh(a=2, b=8)
+    for a, b in (("f32[64@a, 64@b]", "f32[64@b, 64@a]"), ("f32[64@(a,b), 64]", "f32[64, 64@b]")):
+        out.append(sp.redistribute(sp.TensorType.parse(a, mesh), sp.TensorType.parse(b, mesh), topology=topology))
+    return out
+
+
+PLANS = plans(6)
+
+
+def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
+    """A wrong value of every field."""
+    out: list[tuple[str, Any]] = []
+    for name in ("peak_bytes", "bound_bytes", "workspace_bytes", "total_lower_bound_bytes", "rounds"):
+        out += [(name, getattr(c, name) + d) for d in (1, -1)]
+    for name in ("received_bytes", "lower_bound_bytes"):
+        value: tuple[int, ...] = getattr(c, name)
+        k = rng.randrange(len(value))
+        out += [(name, (*value[:k], value[k] + 1, *value[k + 1 :])), (name, value[1:]), (name, (*value, 0))]
+        if len(set(value)) > 1:
+            out.append((name, value[::-1] if value[::-1] != value else tuple(sorted(value))))
+    for name in ("seconds", "lower_bound_seconds"):
+        out += [(name, getattr(c, name) * 1.001 + 1e-9), (name, -1.0), (name, math.nan)]
+    out.append(("level_bytes", (*c.level_bytes, 1.0)))
+    if c.types:
+        k = rng.randrange(len(c.types))
+        other = sp.TensorType(c.types[k].dtype, c.types[k].shape, [None] * c.types[k].ndim, c.types[k].mesh)
+        wider = sp.TensorType("f64", c.types[k].shape, c.types[k].layout, c.types[k].mesh)
+        out += [("types", c.types[:-1]), ("types", (*c.types, c.types[-1]))]
+        out += [("types", (*c.types[:k], x, *c.types[k + 1 :])) for x in (other, wider) if x != c.types[k]]
+    for name in ("sources", "destinations"):
+        ends: tuple[sp.TensorType, ...] = getattr(c, name)
+        out.append((name, ends[1:]))
+        out.append((name, (sp.TensorType("f64", ends[0].shape, ends[0].layout, ends[0].mesh), *ends[1:])))
+        free = sp.TensorType(ends[0].dtype, ends[0].shape, [None] * ends[0].ndim, ends[0].mesh)
+        if not sp.same(free, ends[0]):
+            out.append((name, (free, *ends[1:])))
+    if c.workspace_bytes > 0:
+        out.append(("memory_limit", c.workspace_bytes - 1))
+    out += [("status", "proved"), ("status", "")]
+    if c.gap != 1.0:
+        out.append(("status", "floor"))
+    topology = None if c.where is not None else sp.Topology.load("dgx-a100", nodes=8)
+    out.append(("where", topology))
+    return out
+
+
+@pytest.mark.parametrize("k", range(len(PLANS)))
+def test_every_mutation_of_a_field_is_rejected(k: int) -> None:
+    c = PLANS[k].certificate
+    c.check()
+    tried = set()
+    for name, value in mutations(random.Random(k), c):
+        if name == "where" and not c.program.steps:
+            continue  # nothing moves: no seconds to be wrong
+        tampered = dataclasses.replace(c, **{name: value})
+        with pytest.raises(CertificateError):
+            tampered.check()
+            pytest.fail(f"{name} = {value!r} passes for\n{PLANS[k]}")
+        tried.add(name)
+    left = {f.name for f in dataclasses.fields(c)} - tried - {"program"}
+    assert left <= {"types", "memory_limit", "where"}, left
+
+
+def tampered_ops(rng: random.Random, program: sp.Program) -> list[sp.Program]:
+    """Programs with one step dropped, doubled, or changed; those that still type."""
+    out: list[sp.Program] = []
+    for k, step in enumerate(program.steps):
+        t = program.types[step.operands[0]]
+        ops: list[Any] = [Exchange(t.layout), Permute(t.layout)] if len(step.operands) == 1 else []
+        match step.op:
+            case AllToAll(src, dst, axes, order):
+                ops += [AllToAll(src, dst, axes, tuple(reversed(order or axes))), AllToAll(dst, src, axes)]
+            case AllGather(dim, axes):
+                ops += [AllGather(dim, axes[1:]), AllGather(dim, axes[:-1])]
+            case Slice(dim, axes):
+                ops += [Slice(dim, tuple(reversed(axes))), Slice((dim + 1) % t.ndim, axes)]
+            case _:
+                pass
+        if hasattr(step.op, "chunks"):
+            ops.append(dataclasses.replace(step.op, chunks=step.op.chunks + 1))
+        for op in ops:
+            if op == step.op:
+                continue
+            steps = [*program.steps[:k], Step(op, step.operands, step.results), *program.steps[k + 1 :]]
+            out += typed(program.inputs, steps, program.outputs)
+        alias = dict(zip(step.results, step.operands, strict=True))
+        rest = [
+            Step(x.op, tuple(alias.get(o, o) for o in x.operands), x.results) for x in program.steps[k + 1 :]
+        ]
+        out += typed(program.inputs, [*program.steps[:k], *rest], tuple(alias.get(o, o) for o in program.outputs))
+    rng.shuffle(out)
+    return out
+
+
+def typed(inputs: Any, steps: Any, outputs: Any) -> list[sp.Program]:
+    try:
+        return [sp.Program(inputs, steps, outputs)]
+    except ShardplanError:
+        return []
+
+
+def test_every_tampered_step_is_rejected() -> None:
+    rng = random.Random(3)
+    tried = 0
+    for plan in PLANS:
+        c = plan.certificate
+        for program in tampered_ops(rng, plan.program):
+            try:
+                dataclasses.replace(c, program=program).check()
+            except CertificateError:
+                tried += 1
+                continue
+            # what passes is no other claim: the same types, bytes, rounds and workspace follow from it
+            assert [str(t) for t in program.types.values()] == [str(t) for t in plan.program.types.values()], program
+    assert tried > 100
+
+
+def edits(plan: sp.Plan) -> list[tuple[str, Any]]:
+    """Edits of a plan file: (what, changed object)."""
+    text = json.dumps(plan_object(plan))
+    out: list[tuple[str, Any]] = []
+    certificate = plan_object(plan)["certificate"]
+    for key, value in certificate.items():
+        changed = json.loads(text)
+        if key in ("where", "memory_limit") or (key == "status" and value in UNCHECKED["status"]):
+            continue
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, (int, float)):
+            changed["certificate"][key] = value * 2 + 1
+        elif isinstance(value, str):
+            changed["certificate"][key] = "proved"
+        elif value:
+            changed["certificate"][key] = value[:-1]
+        else:
+            changed["certificate"][key] = [1]
+        out.append((key, changed))
+    return out
+
+
+def plan_object(plan: sp.Plan) -> dict[str, Any]:
+    from shardplan.hardware.planfile import plan_dict
+
+    return plan_dict(plan)
+
+
+@pytest.mark.parametrize("k", range(0, len(PLANS), 3))
+def test_plan_files(k: int, tmp_path: Path) -> None:
+    plan, path = PLANS[k], tmp_path / "plan.json"
+    plan.save(path)
+    again = sp.Plan.load(path)
+    assert again == plan and str(again) == str(plan)
+    again.certificate.check()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    for key, changed in edits(plan):
+        path.write_text(json.dumps(changed))
+        with pytest.raises((CertificateError, ParseError)):
+            sp.Plan.load(path).certificate.check()
+            pytest.fail(f"the edit of {key} passes")
+
+
+def test_an_edited_program_in_a_plan_file_is_rejected(tmp_path: Path) -> None:
+    mesh = sp.Mesh(x=2, y=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@(x,y), 8]", "f32[8@x, 8@y]"))
+    plan, path = sp.redistribute(s, t), tmp_path / "plan.json"
+    raw = plan_object(plan)
+    assert "src_dim=0, dst_dim=1" in raw["program"]
+    for old, new in (("dst_dim=1", "dst_dim=0"), ("axes=(y)", "axes=(x)"), ("8@x, 8@y]", "8@y, 8@x]"), ("f32", "f64"),
+                     ("%0: f32[8@(x,y)", "%0: f32[8@(y,x)"), ("y=2", "y=4"), ("output %1", "output %0")):  # fmt: skip
+        edited = raw["program"].replace(old, new)
+        assert edited != raw["program"], old
+        path.write_text(json.dumps({**raw, "program": edited}))
+        with pytest.raises((CertificateError, ParseError)):
+            sp.Plan.load(path).certificate.check()
+            pytest.fail(f"{old} -> {new} passes")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Input data was truncated"),
+        ("[]", "format 'list'; this version reads format 1"),
+        ('{"format": 2}', "format 2; this version reads format 1"),
+        ('{"format": 1}', "missing 'certificate'"),
+        ('{"format": 1, "certificate": {}}', "missing 'sources'"),
+    ],
+)
+def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ParseError) as error:
+        sp.Plan.load(path)
+    assert str(error.value) == f"{path} is not a plan file: {reason}"
+    with pytest.raises(ParseError, match="cannot read the plan file"):
+        sp.Plan.load(tmp_path / "missing.json")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(some.pairs(("even", "uneven", "partial", "rooted")), some.cross_pairs()))
+def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
+    c = sp.redistribute(*pair).certificate
+    assert (c.status == "floor") == (max(c.received_bytes) == max(c.lower_bound_bytes)) == (c.gap == 1.0)
+    assert c.level_bytes == ()
+    assert c.seconds == sum(
+        s.op.rounds(*(c.program.types[o] for o in s.operands)) * 5e-6
+        + int(s.op.received(*(c.program.types[o] for o in s.operands)).max()) / 50e9
+        for s in c.program.steps
+    )
+
+
+def test_a_claim_is_named_in_the_message() -> None:
+    mesh = sp.Mesh(x=2)
+    c = sp.redistribute(*(sp.TensorType.parse(x, mesh) for x in ("f32[8@x]", "f32[8]"))).certificate
+    for change, message in (
+        ({"peak_bytes": 1}, "peak_bytes is claimed to be 1, but follows to be 32"),
+        ({"received_bytes": (0, 16)}, "received_bytes is claimed to be (0, 16), but follows to be (16, 16)"),
+        ({"status": "best"}, "unknown status 'best'; legal are floor, exact, heuristic"),
+        ({"memory_limit": 40}, "workspace_bytes 48 exceeds the limit 40"),
+        ({"destinations": c.sources}, "the program ends in f32[8], which is not f32[8@x]"),
+        ({"sources": c.destinations}, "the program starts from (f32[8@x]), not from (f32[8])"),
+        ({"sources": ()}, "the program starts from (f32[8@x]), not from ()"),
+    ):
+        with pytest.raises(CertificateError) as error:
+            dataclasses.replace(c, **change).check()  # type: ignore[arg-type]
+        assert str(error.value) == message

@@ -1,0 +1,101 @@
+"""Moves between meshes, on integer data: reordered, disjoint, overlapping, unequal counts; partial and rooted ends."""
+
+import oracle
+import pytest
+import strategies as some
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan as sp
+from shardplan.core.ops import Send
+
+Pair = tuple[sp.TensorType, sp.TensorType]
+
+
+@settings(max_examples=300, deadline=None)
+@given(some.cross_pairs(), st.integers(0, 99))
+def test_every_pair_has_a_sound_plan_within_the_bound(pair: Pair, seed: int) -> None:
+    s, t = pair
+    plan = sp.redistribute(s, t)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t], seed) is None
+    assert plan.certificate.peak_bytes <= oracle.bound(s, t)
+    assert set(plan.program.devices) <= {*s.mesh.devices, *t.mesh.devices}
+    assert len(plan.certificate.received_bytes) == len({*s.mesh.devices, *t.mesh.devices})
+
+
+@settings(max_examples=200, deadline=None)
+@given(some.cross_pairs(marked=False))
+def test_never_costlier_than_one_send(pair: Pair) -> None:
+    s, t = pair
+    send = Send(t.layout, t.mesh)
+    plan, bound = sp.redistribute(s, t), oracle.bound(s, t)
+    direct = int(send.received(s).max()) + oracle.ROUND_CHARGE * bound * send.rounds(s)
+    if s.mesh != t.mesh:
+        assert oracle.cost(plan.program, bound) <= direct * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.cross_pairs(), st.booleans())
+def test_portable_plans_exist_too(pair: Pair, portable: bool) -> None:
+    plan = sp.redistribute(*pair, portable=portable)
+    assert oracle.unsound(plan.program, [pair[1]]) is None
+
+
+def T(text: str, mesh: sp.Mesh) -> sp.TensorType:
+    return sp.TensorType.parse(text, mesh)
+
+
+def test_the_same_boxes_under_other_names_move_nothing() -> None:
+    a = sp.Mesh(x=2, y=4)
+    b = sp.Mesh({"p": 4, "q": 2}, devices=[a.place((j, i)) for i in range(4) for j in range(2)])
+    plan = sp.redistribute(T("i32[8@x, 8@y]", a), T("i32[8@q, 8@p]", b))
+    plan.certificate.check()
+    assert sum(plan.certificate.received_bytes) == 0 and plan.certificate.status == "floor"
+
+
+def test_the_order_of_devices_folds_into_the_move() -> None:
+    a = sp.Mesh(x=4)
+    b = sp.Mesh({"x": 4}, devices=[1, 2, 3, 0])
+    s, t = T("i32[8@x]", a), T("i32[8@x]", b)
+    plan = sp.redistribute(s, t)
+    assert oracle.unsound(plan.program, [t]) is None
+    assert plan.certificate.received_bytes == (8, 8, 8, 8)
+    assert plan.certificate.rounds == 1
+
+
+def test_overlapping_meshes_do_not_send_what_is_held() -> None:
+    a, b = sp.Mesh(x=4), sp.Mesh({"x": 4}, devices=range(2, 6))
+    s, t = T("i32[16]", a), T("i32[16@x]", b)
+    plan = sp.redistribute(s, t)
+    assert oracle.unsound(plan.program, [t]) is None
+    assert plan.certificate.received_bytes == (0, 0, 0, 0, 16, 16)
+
+
+def test_replicas_gather_behind_the_send() -> None:
+    """Each element crosses once, then the destination mesh gathers; the worst device receives its box either way."""
+    a, b = sp.Mesh(x=4), sp.Mesh({"x": 4}, devices=range(4, 8))
+    s, t = T("i32[64@x]", a), T("i32[64]", b)
+    plan = sp.redistribute(s, t)
+    assert oracle.unsound(plan.program, [t]) is None
+    assert max(plan.certificate.received_bytes) == 256
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+def test_partial_sources_reduce_first(reduction: str) -> None:
+    a, b = sp.Mesh(x=2, y=2), sp.Mesh({"z": 3}, devices=range(4, 7))
+    s = sp.TensorType("i32", (12,), ("y",), a, partial={"x": reduction})
+    for text in ("i32[12@z]", "i32[12]", "i32[12]{root:z}", f"i32[12]{{{reduction}:z}}".replace("{sum:z}", "{+z}")):
+        t = T(text, b)
+        plan = sp.redistribute(s, t)
+        plan.certificate.check()
+        assert oracle.unsound(plan.program, [t]) is None
+
+
+def test_one_device_and_many() -> None:
+    one, many = sp.Mesh({"x": 1}, devices=[7]), sp.Mesh(x=6)
+    for s, t in ((T("i32[6]", one), T("i32[6@x]", many)), (T("i32[6@x]", many), T("i32[6]", one))):
+        plan = sp.redistribute(s, t)
+        plan.certificate.check()
+        assert oracle.unsound(plan.program, [t]) is None
+        assert plan.certificate.gap == 1.0

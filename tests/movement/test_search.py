@@ -1,0 +1,260 @@
+"""The search against exhaustive Dijkstra over typed op instances (T8), and the graph's costs against the ops' own."""
+
+import math
+import random
+
+import oracle
+import pytest
+from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
+
+import shardplan as sp
+from shardplan.core.ops import Exchange
+from shardplan.movement.candidates import is_portable
+from shardplan.movement.emit import edge
+from shardplan.movement.space import LOCAL, MOVE
+from shardplan.movement.units import Problem, problem
+
+NONE: Marks = (frozenset(), frozenset())
+
+
+def marks(partial: str = "", root: str = "") -> Marks:
+    return frozenset(partial), frozenset(root)
+
+
+def same_mark(s: sp.TensorType, t: sp.TensorType, m: Marks) -> bool:
+    """Whether the ends use exactly the marks of the graph, and none of them at both ends."""
+    ends = [set(s.layout.partial) | set(t.layout.partial), set(s.layout.root) | set(t.layout.root)]
+    both = set(s.layout.partial) & set(t.layout.partial)
+    return ends == [set(m[0]), set(m[1])] and not both
+
+
+# sizes, shape, allowed marks, questions
+ARRAYS: list[tuple[dict[str, int], tuple[int, ...], Marks, int]] = [
+    ({"a": 2, "b": 2, "c": 2}, (16, 16), NONE, 60),
+    ({"a": 2, "b": 2, "c": 2}, (8, 8, 8), NONE, 12),
+    ({"a": 4, "b": 2}, (8, 24), NONE, 50),
+    ({"a": 8}, (16, 8), NONE, 50),
+    ({"a": 3, "b": 2, "c": 2}, (24, 24), NONE, 50),
+    ({"a": 6, "b": 2}, (12, 36), NONE, 50),
+    ({"a": 2, "b": 3}, (6, 12, 6), NONE, 40),
+    ({"a": 5, "b": 3, "c": 2}, (30, 30), NONE, 40),
+    ({"a": 12}, (12, 24), NONE, 40),
+    ({"a": 3, "b": 3, "c": 2}, (18, 18), NONE, 40),
+    ({"a": 2, "b": 2, "c": 2}, (16, 16), marks("a"), 150),
+    ({"a": 2, "b": 2, "c": 2}, (16, 16), marks("ab"), 150),
+    ({"a": 2, "b": 2, "c": 2}, (16, 16), marks("a", "b"), 150),
+    ({"a": 2, "b": 3}, (12, 12), marks("a"), 100),
+    ({"a": 2, "b": 3}, (12, 12), marks("", "b"), 100),
+    # arrays so small that some types between even ends are uneven
+    ({"a": 2, "b": 2, "c": 2}, (8, 4), NONE, 60),
+    ({"a": 2, "b": 3, "c": 2}, (6, 8), NONE, 50),
+    ({"a": 2, "b": 2, "c": 2}, (4, 4, 2), NONE, 12),
+    ({"a": 3, "b": 2}, (6, 2), marks("a"), 50),
+]
+
+
+def label(x: object) -> str:
+    """A test id that does not depend on the order of sets."""
+    return "/".join("".join(sorted(m)) for m in x) if isinstance(x, tuple) and isinstance(x[0], frozenset) else str(x)
+
+
+def one_prime(sizes: dict[str, int]) -> bool:
+    return len({p for n in sizes.values() for p in oracle.factors(n)}) == 1
+
+
+@pytest.mark.parametrize(("sizes", "shape", "allowed", "questions"), ARRAYS, ids=label)
+def test_t8_the_planner_is_as_good_as_exhaustive_search(
+    sizes: dict[str, int], shape: tuple[int, ...], allowed: Marks, questions: int
+) -> None:
+    """Between even ends, over all even types: never above typed ops, equal with everything allowed.
+
+    Where tile counts of two primes meet, a round may be charged too much (a counterexample is below): by at most two
+    rounds a plan. A status `exact` is held to the letter where it is claimed, uneven types included.
+    """
+    base = sp.TensorType("f32", shape, (), sp.Mesh(sizes))
+    graph = Graph(base, allowed)
+    rng = random.Random(str((sizes, shape)))
+    asked = 0
+    while asked < questions:
+        questions -= 1
+        s, t = rng.choice(graph.even), rng.choice(graph.even)
+        if s == t or not same_mark(s, t, allowed):
+            continue
+        asked += 1
+        bound = oracle.bound(s, t)
+        slack = 1e-9 * bound if one_prime(sizes) else 2.001 * oracle.ROUND_CHARGE * bound
+        typed = graph.cheapest(s, t, bound, TYPED, even=True)
+        for moves in (ALL, PORTABLE):
+            best = graph.cheapest(s, t, bound, moves, even=True)
+            try:
+                plan = sp.redistribute(s, t, portable=moves == PORTABLE)
+            except sp.Infeasible:
+                assert best == typed == math.inf
+                continue
+            cost = oracle.cost(plan.program, bound)
+            where = f"{s} -> {t} ({moves}): {cost} {plan.certificate.status}, exhaustive {best}, typed {typed}"
+            assert cost <= typed * (1 + 1e-9), where
+            assert cost <= best + slack, where
+            if plan.certificate.status == "exact":
+                full = graph.cheapest(s, t, bound, moves)
+                assert abs(cost - full) <= slack, f"{where}, with uneven types {full}"
+                assert abs(cost - best) <= slack, where
+    assert asked >= 5
+
+
+# Counterexamples that are published; `strict` tells when one is gone.
+KNOWN = [
+    pytest.param(
+        {"a": 2, "b": 3, "c": 2}, "f32[12@a, 12@(b,c)]", "f32[12@b, 12@(c,a)]", True,
+        id="rounds of an exchange between coprime tile counts are overestimated on the graph",
+        marks=pytest.mark.xfail(strict=True, reason="a receiver that meets two source tiles always holds one of them"),
+    ),
+    pytest.param(
+        {"a": 2, "b": 2, "c": 2}, "f32[16, 16@b]{+a}", "f32[16, 16@c]{+a}", False,
+        id="moving addends costs more than reducing, moving and splitting again",
+        marks=pytest.mark.xfail(strict=True, reason="the bound takes addends to be moved, not recombined"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "source", "target", "portable"), KNOWN)
+def test_t8_counterexamples(sizes: dict[str, int], source: str, target: str, portable: bool) -> None:
+    mesh = sp.Mesh(sizes)
+    s, t = sp.TensorType.parse(source, mesh), sp.TensorType.parse(target, mesh)
+    allowed = frozenset(s.layout.partial), frozenset(s.layout.root)
+    best = Graph(s, allowed).cheapest(s, t, oracle.bound(s, t), PORTABLE if portable else ALL, even=True)
+    cost = oracle.cost(sp.redistribute(s, t, portable=portable).program, oracle.bound(s, t))
+    assert cost == pytest.approx(best, rel=1e-9)
+
+
+def whole_units(mesh: sp.Mesh, ndim: int, n: int, allowed: Marks) -> Problem:
+    """A problem whose units are the whole axes, whatever their primes."""
+    spec = [None] * ndim
+    s = sp.TensorType("f32", (n,) * ndim, spec, mesh, partial=dict.fromkeys(sorted(allowed[0]), "sum"))
+    t = sp.TensorType("f32", (n,) * ndim, spec, mesh, root=tuple(sorted(allowed[1])))
+    units = tuple(mesh.span(a).atoms for a in mesh.axes)
+    return Problem(s, t, units, tuple(True for _ in units), all(len(u) == 1 for u in units))
+
+
+GRAPHS = [
+    ({"a": 2, "b": 2, "c": 2}, 2, NONE), ({"a": 2, "b": 2, "c": 2}, 3, NONE), ({"a": 2, "b": 3}, 3, NONE),
+    ({"a": 3, "b": 2, "c": 2}, 2, NONE), ({"a": 4, "b": 2}, 2, NONE), ({"a": 4, "b": 2}, 3, NONE),
+    ({"a": 5, "b": 6}, 2, NONE), ({"a": 12, "b": 2}, 2, NONE), ({"a": 7}, 3, NONE),
+    ({"a": 2, "b": 2, "c": 2}, 2, marks("a")), ({"a": 2, "b": 2, "c": 2}, 1, marks("ab", "c")),
+    ({"a": 2, "b": 3}, 2, marks("a", "b")), ({"a": 4, "b": 2}, 2, marks("a")), ({"a": 2, "b": 2}, 2, marks("ab", "ab")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "ndim", "allowed"), GRAPHS, ids=label)
+def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim: int, allowed: Marks) -> None:
+    n = 2 * math.prod(sizes.values())
+    p = whole_units(sp.Mesh(sizes), ndim, n, allowed)
+    graph = p.graph
+    types = [p.type(k) for k in range(len(graph.types))]
+    assert len(set(types)) == len(types)
+    for a, t in enumerate(types):
+        assert p.node(t) == a
+        assert graph.size[a] == t.local_bytes() / t.nbytes
+        row = graph.row(a)
+        for b, u in enumerate(types):
+            column = graph.column(b)
+            assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
+            if a == b or not math.isfinite(row.bytes[b]):
+                continue
+            found, received, rounds, portable = t, 0, 0, True
+            for op in edge(p, a, b):
+                received += int(op.received(found).max())
+                rounds += op.rounds(found)
+                portable &= is_portable(op, t.mesh)
+                (found,) = op.infer(found)
+            where = f"{t} -> {u}: {[str(op) for op in edge(p, a, b)]}"
+            assert found == u, where
+            assert received == pytest.approx(row.bytes[b] * t.nbytes, abs=1e-6), where
+            assert portable == row.portable[b], where
+            assert row.kind[b] != LOCAL or received == rounds == 0, where
+            if row.kind[b] == MOVE and not divides(t, u):
+                assert rounds <= row.rounds[b] <= rounds + 1, where
+            else:
+                assert rounds == row.rounds[b], where
+
+
+def divides(t: sp.TensorType, u: sp.TensorType) -> bool:
+    """Whether in every dim one number of tiles divides the other: then the graph's rounds are exact."""
+    for x, y in zip(t.layout.dims, u.layout.dims, strict=True):
+        p, q = (math.prod(t.mesh.span(a).size for a in names) for names in (x, y))
+        if p % q and q % p:
+            return False
+    return True
+
+
+def test_a_type_lost_between_uneven_ones_is_found() -> None:
+    """Between even ends the graph may not price uneven types as if they were even."""
+    mesh = sp.Mesh(a=2, b=2, c=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@(c,a,b), 4]", "f32[8, 4@(c,b)]"))
+    plan = sp.redistribute(s, t, portable=True)
+    assert oracle.cost(plan.program, oracle.bound(s, t)) == pytest.approx(40.256)
+
+
+def test_units_keep_what_stands_together_whole() -> None:
+    mesh = sp.Mesh(a=64, b=32, c=32)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[65536@(a,b), 1024@c]", "f32[65536@(a,b), 1024]"))
+    p = problem(s, t)
+    assert p is not None and len(p.units) <= 8
+    plan = sp.redistribute(s, t)
+    assert [step.op.name for step in plan.program.steps] == ["all_gather"]
+
+
+def test_a_deeply_interleaved_pair_is_planned() -> None:
+    """More runs than a graph can hold: there is a plan all the same, within the bound."""
+    mesh = sp.Mesh(a=32, b=32)
+    names = [a.name for a in mesh.atoms]
+    rng = random.Random(0)
+    for _ in range(5):
+        dims = [tuple(rng.sample(names, len(names))), ()]
+        other = [(), tuple(rng.sample(names, len(names)))]
+        s, t = (sp.TensorType("f32", (1024, 1024), d, mesh) for d in (dims, other))
+        plan = sp.redistribute(s, t)
+        plan.certificate.check()
+        assert plan.certificate.peak_bytes <= oracle.bound(s, t)
+        portable = sp.redistribute(s, t, portable=True)
+        assert all(is_portable(step.op, mesh) for step in portable.program.steps)
+
+
+TRAPS = [
+    ({"x": 4, "y": 2}, "f32[8@y, 16, 8@x]", "f32[8, 16@(x,y), 8]"),  # jax issue 21562
+    ({"x": 3, "y": 2}, "f32[6@x, 6@y]", "f32[6@y, 6@x]"),  # pytorch issue 134646
+    ({"a": 2, "b": 3, "c": 2}, "f32[48@(c,a), 48@b]", "f32[48@(b,a), 48@c]"),  # Shardy ends in [48@(a,b), 48@c]
+    ({"a": 3, "b": 4, "c": 2}, "f32[48, 48@(c,a), 48@b]", "f32[48, 48@(b,a), 48@c]"),  # Shardy: size 3 != 6
+]
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("sizes", "source", "target"), TRAPS)
+def test_traps(sizes: dict[str, int], source: str, target: str, portable: bool) -> None:
+    mesh = sp.Mesh(sizes)
+    s, t = sp.TensorType.parse(source, mesh), sp.TensorType.parse(target, mesh)
+    plan = sp.redistribute(s, t, portable=portable)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t]) is None
+    assert plan.certificate.peak_bytes <= oracle.bound(s, t)
+    if not portable:
+        assert plan.certificate.gap == 1.0
+
+
+def test_the_free_form_case_is_one_cutting_permute() -> None:
+    mesh = sp.Mesh(a=2, b=3, c=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[48, 48, 48@a]", "f32[48, 48@a, 48@(b,c)]"))
+    for portable in (False, True):
+        plan = sp.redistribute(s, t, portable=portable)
+        assert [step.op.name for step in plan.program.steps] == ["permute"]
+        assert max(plan.certificate.received_bytes) == 4 * 9216 == max(plan.certificate.lower_bound_bytes)
+
+
+def test_portable_plans_have_no_wide_exchange() -> None:
+    rng = random.Random(5)
+    graph = Graph(sp.TensorType("f32", (24, 24), (), sp.Mesh(a=3, b=2, c=2)))
+    for _ in range(100):
+        s, t = rng.sample(graph.types, 2)
+        for step in sp.redistribute(s, t, portable=True).program.steps:
+            if isinstance(step.op, Exchange):
+                assert 2 * math.prod(s.mesh.span(a).size for a in step.op.axes) <= s.mesh.size and step.op.axes

@@ -1,0 +1,136 @@
+"""The pictures against the boxes: what is drawn as held, kept or received is what types and messages say."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+import shardplan as sp
+from shardplan.core.messages import kept
+from shardplan.core.ops import AllReduce, Slice, ToPartial
+from shardplan.core.program import Step
+from shardplan.report.frames import frames
+from shardplan.report.picture import text_picture
+from shardplan.report.svg import svg_picture
+
+MESH = sp.Mesh(data=2, tensor=3)
+PAIRS = [
+    ("f32[4@data, 6@tensor]", "f32[4, 6@data]"),
+    ("f32[6@data]{+tensor}", "f32[6@tensor]"),
+    ("f32[5@data, 7@tensor]", "f32[5@tensor, 7@data]"),
+    ("f32[64@data, 33@tensor, 3]", "f32[64@tensor, 33, 3@data]"),
+    ("f32[6]", "f32[6@(data,tensor)]"),
+    ("f32[2@tensor, 4]", "f32[2, 4]{root:data}"),
+    ("f32[4096@data, 4096@tensor]", "f32[4096@tensor, 4096]"),
+]
+
+
+def parse(text, mesh=MESH):
+    return sp.TensorType.parse(text, mesh)
+
+
+def program(source, destination, mesh=MESH, target=None):
+    return sp.redistribute(parse(source, mesh), parse(destination, target or mesh)).program
+
+
+def volume(box):
+    return int(np.prod([b - a for a, b in box])) if box is not None else 0
+
+
+@pytest.mark.parametrize(("source", "destination"), PAIRS)
+def test_frames_follow_the_types(source, destination):
+    p = program(source, destination)
+    drawn = frames(p)
+    assert [f.title for f in drawn] == ["before", *(f"step {k + 1}" for k in range(len(p.steps)))]
+    for frame in drawn:
+        for place, held in enumerate(frame.held):
+            box = frame.type.box(place)
+            assert held.box in (box, None) and (held.box is not None or volume(box) == 0 or frame.type.layout.root)
+    for frame, step in zip(drawn[1:], p.steps, strict=True):
+        received = step.op.received(*p.step_types(step)[0])
+        before, after = p.types[step.operands[0]], p.types[step.results[0]]
+        if frame.how == "received" and not (before.layout.root or after.layout.root):
+            lacking = [(volume(h.box) - volume(h.kept)) * 4 for h in frame.held]
+            assert lacking == received.tolist()
+            if step.op.name != "permute":
+                assert [volume(h.kept) for h in frame.held] == kept(before, after).tolist()
+
+
+@pytest.mark.parametrize(("source", "destination"), PAIRS)
+def test_drawings_are_complete(source, destination):
+    p = program(source, destination)
+    text, svg = text_picture(p), svg_picture(p, "a <title> & more")
+    root = ET.fromstring(svg)
+    assert root.find("{http://www.w3.org/2000/svg}title").text == "a <title> & more"
+    for device in range(6):
+        assert len(re.findall(rf"^.*device {device}\b", text, re.M)) >= 1 + len(p.steps)
+        assert svg.count(f">device {device}<") == 1 + len(p.steps)
+    assert all(len(line) <= 160 for line in text.splitlines())
+
+
+def test_the_grid_numbers_what_a_device_holds():
+    text = text_picture(parse("f32[2@data, 3@tensor]"))
+    assert text.splitlines()[:6] == [
+        "f32[2@data, 3@tensor]",
+        "  device 0 (0, 0)  device 1 (0, 1)  device 2 (0, 2)",
+        "  0 . .            . 1 .            . . 2",
+        "  . . .            . . .            . . .",
+        "",
+        "  device 3 (1, 0)  device 4 (1, 1)  device 5 (1, 2)",
+    ]
+
+
+def test_received_elements_partial_and_root_are_marked():
+    x = sp.Mesh(x=2)
+    received = text_picture(program("f32[2@x]", "f32[2]", x))
+    assert re.search(r"^   0 >1 +>0  1$", received, re.M) and "received in the step" in received
+    partial = text_picture(program("f32[2]{+x}", "f32[2]", x))
+    assert "0+ 1+" in partial and "reduced in the step" in partial
+    assert "0* 1*" in text_picture(parse("f32[2]{root:x}", x))
+
+
+def test_local_steps_receive_nothing():
+    t = parse("f32[4]", sp.Mesh(x=2))
+    p = sp.Program(
+        {"a": t},
+        [
+            Step(Slice(0, ("x",)), ("a",), ("b",)),
+            Step(ToPartial(("x",)), ("b",), ("c",)),
+            Step(AllReduce(("x",)), ("c",), ("d",)),
+        ],
+        ("d",),
+    )
+    before, cut, filled, reduced = frames(p)
+    assert all(h.kept == h.box for f in (before, cut) for h in f.held)
+    assert filled.how == "filled" and [h.kept for h in filled.held] == [((0, 2),), ((2, 4),)]
+    assert reduced.how == "reduced" and all(h.kept is None for h in reduced.held)
+
+
+def test_devices_of_another_mesh_hold_nothing():
+    p = program("f32[4@x]", "f32[4@y]", sp.Mesh(x=2), sp.Mesh(y=2, devices=[1, 7]))
+    first, *_, last = frames(p)
+    assert [h.device for h in first.held] == [0, 1, 7]
+    assert [h.box is None for h in first.held] == [False, False, True]
+    assert [h.box for h in last.held] == [None, ((0, 2),), ((2, 4),)]
+    assert ">nothing<" in svg_picture(p)
+
+
+def test_large_meshes_and_batches_are_cut_short_and_say_so():
+    big = sp.Mesh(x=64)
+    text = text_picture(parse("f32[128@x]", big))
+    assert "... and 32 more devices" in text
+    assert "32 more devices are not drawn" in svg_picture(parse("f32[128@x]", big))
+    many = sp.redistribute([parse("f32[6@data]")] * 7, [parse("f32[6]")] * 7).program
+    assert "... and 3 more tensors" in text_picture(many)
+    assert "... and 3 more tensors" in svg_picture(many)
+
+
+def test_more_than_two_dims_say_which_are_drawn():
+    assert "two largest" in svg_picture(parse("f32[2, 64@data, 33]"))
+    assert "[0:2, 0:32, 0:33]" in text_picture(parse("f32[2, 64@data, 33]"))
+
+
+def test_a_scalar_is_drawn():
+    assert "device 5 (1, 2)" in text_picture(parse("f32[]"))
+    ET.fromstring(svg_picture(parse("f32[]")))

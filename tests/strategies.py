@@ -1,0 +1,198 @@
+"""Hypothesis generators shared by the property tests: meshes, types, pairs, pairs across meshes, batches, ops.
+
+The draws of layouts are those of `benchmarks/suites.py`, with choices that Hypothesis can shrink.
+"""
+
+import math
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from benchmarks import suites
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Op,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Slice,
+    ToPartial,
+)
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError, ShardplanError
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12)
+DTYPES = ("i32", "f32", "i64", "bf16", "i8", "bool")
+
+
+@st.composite
+def meshes(draw: st.DrawFn, most: int = 24, split: bool = True, least: int = 1) -> Mesh:
+    """Meshes of 1 to 4 axes, sizes 1, 3, 5, 6, 7 and 12 among them; at times split, reordered or offset."""
+    sizes = draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=4).filter(lambda x: math.prod(x) <= most))
+    while math.prod(sizes) < least:
+        sizes.append(2)
+    count = math.prod(sizes)
+    devices = draw(st.sampled_from(("default", "default", "offset", "shuffled")))
+    ids = None
+    if devices == "offset":
+        first = draw(st.integers(1, 5))
+        ids = range(first, first + count)
+    elif devices == "shuffled":
+        ids = draw(st.permutations(range(count)))
+    mesh = suites.make_mesh(sizes, ids)
+    wide = [a for a, n in mesh.shape.items() if len(suites.atoms(Mesh(x=n))) > 1]
+    if split and wide and draw(st.booleans()):
+        axis = draw(st.sampled_from(wide))
+        n = mesh.shape[axis]
+        p = draw(st.sampled_from([k for k in range(2, n) if n % k == 0]))
+        mesh = mesh.split(axis, node=p, gpu=n // p)
+    return mesh
+
+
+def rngs() -> st.SearchStrategy[random.Random]:
+    """Random objects whose choices Hypothesis shrinks."""
+    return st.randoms(use_true_random=False)
+
+
+def names_of(mesh: Mesh, rng: random.Random, even: bool) -> list[str]:
+    """Axes to lay out: whole ones, or (even types) at times their parts or prime sub-axes."""
+    if not even:
+        return list(mesh.axes)
+    out: list[str] = []
+    for axis, parts in zip(mesh.axes, mesh.parts, strict=True):
+        fine = rng.choice(("whole", "whole", "parts", "primes"))
+        primes = [a.name for a in mesh.atoms if a.name == axis or a.name.startswith(f"{axis}.")]
+        out += [n for n, _ in parts] if parts and fine == "parts" else primes if fine == "primes" else [axis]
+    return out
+
+
+def draw_type(rng: random.Random, mesh: Mesh, ndim: int, kind: str) -> tuple[suites.Names, list[str], list[str], str]:
+    """Dims, partial axes, root axes, reduction; `kind` is even, uneven, partial or rooted."""
+    axes = names_of(mesh, rng, kind != "uneven")
+    marks = suites.mark(rng, mesh, axes, *{"partial": (0.4, 0.0), "rooted": (0.25, 0.3)}.get(kind, (0.0, 0.0)))
+    return suites.pick_names(rng, marks[0], ndim), marks[1], marks[2], rng.choice(suites.REDUCTIONS)
+
+
+KINDS = ("even", "even", "uneven", "partial", "rooted")
+
+
+@st.composite
+def types(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, most: int = 16, dtypes: tuple[str, ...] = ("i32",)) -> TensorType:
+    """Types of 0 to 3 dims: even, uneven, partial, rooted."""
+    mesh, rng = draw(meshes(most)), draw(rngs())
+    kind, ndim = draw(st.sampled_from(kinds)), draw(st.integers(0, 3))
+    names, partial, root, reduction = draw_type(rng, mesh, ndim, kind)
+    if kind == "uneven":
+        shape = suites.uneven_shape(rng, (mesh,), [names])
+    else:
+        shape = suites.even_shape(rng, mesh, [names], 2)
+    dtype = draw(st.sampled_from(dtypes))
+    return TensorType(dtype, shape, names, mesh, partial=dict.fromkeys(partial, reduction), root=root)
+
+
+@st.composite
+def pairs(
+    draw: st.DrawFn, kinds: tuple[str, ...] = ("even", "even", "uneven"), most: int = 24, least: int = 1
+) -> tuple[TensorType, TensorType]:
+    """Two types of one array on one mesh; partial or rooted kinds have a destination of either kind."""
+    mesh, rng = draw(meshes(most, least=least)), draw(rngs())
+    kind, ndim = draw(st.sampled_from(kinds)), draw(st.integers(1, 3))
+    second = kind if kind in ("even", "uneven") else draw(st.sampled_from(("even", "partial", "rooted")))
+    drawn = [draw_type(rng, mesh, ndim, k) for k in (kind, second)]
+    names = [d[0] for d in drawn]
+    uneven = kind == "uneven"
+    shape = suites.uneven_shape(rng, (mesh, mesh), names) if uneven else suites.even_shape(rng, mesh, names, 2)
+    reduction = drawn[0][3]
+    s, t = (
+        TensorType("i32", shape, n, mesh, partial=dict.fromkeys(p, reduction), root=r) for n, p, r, _ in drawn
+    )
+    return s, t
+
+
+@st.composite
+def cross_pairs(draw: st.DrawFn, most: int = 12, marked: bool = True) -> tuple[TensorType, TensorType]:
+    """Types on two meshes: reordered, disjoint, overlapping, of unequal counts; even or uneven, at times partial."""
+    rng, mesh = draw(rngs()), draw(meshes(most, split=False))
+    other = suites.other_mesh(rng, mesh, most)
+    ndim, even, marks = draw(st.integers(1, 3)), draw(st.booleans()), marked and draw(st.booleans())
+    return suites.cross_pair(rng, mesh, other, ndim, even=even, marked=marks)
+
+
+@st.composite
+def batches(draw: st.DrawFn, most: int = 12, tensors: int = 6) -> tuple[list[TensorType], list[TensorType]]:
+    """Batches of 1 to `tensors` pairs on one mesh or between two."""
+    rng, mesh = draw(rngs()), draw(meshes(most, split=False))
+    other = suites.other_mesh(rng, mesh, most) if draw(st.integers(0, 4)) == 0 else None
+    return suites.batch(rng, mesh, draw(st.integers(1, tensors)), 2, other)
+
+
+def legal_ops(rng: random.Random, t: TensorType) -> list[Op]:
+    """One random try at every kind of op that could be legal on `t`; those that are."""
+    used = set(t.layout.used)
+    busy = set(t.mesh.expand(t.layout.used))
+    free = [a for a in t.mesh.axes if a not in used and not busy & set(t.mesh.span(a).atoms)]
+    some = rng.sample(free, rng.randint(1, len(free))) if free else []
+    found: list[Op] = []
+    cut = [d for d in range(t.ndim) if t.layout.dims[d]]
+    if t.ndim and some:
+        found.append(Slice(rng.randrange(t.ndim), tuple(some)))
+        found.append(ToPartial(tuple(some), rng.choice((t.layout.reduction or "sum", "root"))))
+    if cut:
+        d = rng.choice(cut)
+        names = t.layout.dims[d]
+        run = names[rng.randrange(len(names)) :]
+        found.append(AllGather(d, run))
+        several = {d: t.layout.dims[d] for d in rng.sample(cut, rng.randint(1, len(cut)))}
+        dims = tuple(d for d, names in several.items() for _ in names)
+        found.append(AllGather(dims, tuple(a for names in several.values() for a in names)))
+        found.append(ToPartial(run, t.layout.reduction or "sum"))
+        if t.ndim > 1:
+            order = rng.sample(run, len(run))
+            found.append(AllToAll(d, rng.choice([x for x in range(t.ndim) if x != d]), run, tuple(order)))
+    if t.layout.partial:
+        run = tuple(rng.sample(t.layout.partial, rng.randint(1, len(t.layout.partial))))
+        kind = t.layout.reduction or "sum"
+        found += [AllReduce(run, kind), Reduce(run, kind)]
+        if t.ndim:
+            found.append(ReduceScatter(rng.randrange(t.ndim), run, kind))
+            found.append(ReduceScatter(tuple(rng.randrange(t.ndim) for _ in run), run, kind))
+    if t.layout.root:
+        found.append(Broadcast((*rng.sample(t.layout.root, rng.randint(1, len(t.layout.root))), *some[:1])))
+    for op in (Exchange, Permute):
+        layout = _other_layout(rng, t, free)
+        if layout is not None:
+            found.append(op(layout))
+    return [op for op in found if _types(op, t)]
+
+
+def _other_layout(rng: random.Random, t: TensorType, free: list[str]) -> Any:
+    names = suites.pick_names(rng, [*(a for d in t.layout.dims for a in d), *free], t.ndim)
+    kind = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
+    try:
+        return TensorType(t.dtype, t.shape, names, t.mesh, partial=kind, root=t.layout.root).layout
+    except LayoutError:
+        return None
+
+
+def _types(op: Op, t: TensorType) -> bool:
+    try:
+        op.infer(t)
+    except ShardplanError:
+        return False
+    return True
+
+
+@st.composite
+def applied(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> tuple[Op, TensorType]:
+    """A random op on a random type on which it is legal."""
+    t, rng = draw(types(kinds)), draw(rngs())
+    ops = legal_ops(rng, t)
+    if not ops:
+        return Slice(0, ()), TensorType("i32", (2,), (None,), t.mesh)
+    return draw(st.sampled_from(ops)), t
