@@ -1,7 +1,7 @@
 """The seeded problems of the redistribution specification, section 8: the single home of the generators.
 
 `problems(suite, seed, count)` yields `(source, destination, keywords)` as `shardplan.redistribute` takes them; a batch
-has lists for the ends. The draws take any object with the methods of `random.Random`, so that property tests share them.
+has lists for the ends. The draws take any object with the methods of `random.Random`: property tests share them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def cross_pair(
 def batch(
     rng: random.Random, mesh: Mesh, count: int, most_multiple: int = 2, other: Mesh | None = None
 ) -> tuple[list[TensorType], list[TensorType]]:
-    """Return `count` pairs on one mesh (or from one to another), a few shapes and layouts among them, as models have."""
+    """Return `count` pairs on one mesh (or from one to another), of a few shapes and layouts, as models have."""
     kinds = max(1, min(count, rng.randint(1, 8)))
     pool: list[tuple[TensorType, TensorType]] = []
     for _ in range(kinds):
@@ -207,7 +207,7 @@ def problems(
     most_multiple: int = 4,
     most_tensors: int = 500,
 ) -> Iterator[Case]:
-    """Yield `count` problems of a suite (fewer of a fixed list), the same for the same arguments; equal ends are left out.
+    """Yield `count` problems of a suite (fewer of a fixed list), the same for the same arguments; never equal ends.
 
     `most_devices` bounds the meshes, `most_multiple` the dims (multiples of the least even size), `most_tensors` the
     batches. Raises `ValueError` for an unknown suite.
@@ -320,7 +320,8 @@ def _dense_7b() -> list[tuple[str, str]]:
     mlp = [("bf16[4096@(dp,tp), 11008]", "bf16[4096, 11008@tp]")] * 2
     down = [("bf16[11008@(dp,tp), 4096]", "bf16[11008@tp, 4096]")]
     norms = [("bf16[4096@(dp,tp)]", "bf16[4096]")] * 2
-    ends = [("bf16[32000@(dp,tp), 4096]", "bf16[32000@tp, 4096]"), ("bf16[4096@(dp,tp), 32000]", "bf16[4096, 32000@tp]")]
+    ends = [("bf16[32000@(dp,tp), 4096]", "bf16[32000@tp, 4096]")]
+    ends += [("bf16[4096@(dp,tp), 32000]", "bf16[4096, 32000@tp]")]
     return (column + row + mlp + down + norms) * 32 + ends + [("bf16[4096@(dp,tp)]", "bf16[4096]")]
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 
 from oracle import ROUND_CHARGE
-
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (
@@ -44,7 +43,8 @@ def all_types(t: TensorType, marks: Marks) -> list[TensorType]:
     reduction = t.layout.reduction or "sum"
     out: list[TensorType] = []
     for choice in itertools.product("dupr", repeat=len(names)):
-        if any(c == "p" and n not in marks[0] or c == "r" and n not in marks[1] for n, c in zip(names, choice, strict=True)):
+        dealt = list(zip(names, choice, strict=True))
+        if any((c == "p" and n not in marks[0]) or (c == "r" and n not in marks[1]) for n, c in dealt):
             continue
         of = {c: tuple(n for n, x in zip(names, choice, strict=True) if x == c) for c in "dpr"}
         for dims in arrangements(of["d"], t.ndim):
@@ -174,7 +174,7 @@ class Graph:
                 continue
             for to, nbytes, rounds, least in self.out(k):
                 u = self.types[to]
-                if least > moves or u.local_bytes() > bound or even and not u.all_even:
+                if least > moves or u.local_bytes() > bound or (even and not u.all_even):
                     continue
                 total = cost + nbytes + ROUND_CHARGE * bound * rounds
                 if total < best.get(to, math.inf) - 1e-12:

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops import Exchange
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 
@@ -160,11 +161,31 @@ def run(program: Program, arrays: Sequence[np.ndarray], rng: np.random.Generator
     return [values[o] for o in program.outputs]
 
 
+def uncovered(program: Program) -> str | None:
+    """Which exchange has a group that does not hold what its members want, or None."""
+    for step in program.steps:
+        if not isinstance(step.op, Exchange) or not step.op.axes:
+            continue
+        for name, result in zip(step.operands, step.results, strict=True):
+            t, u = program.types[name], program.types[result]
+            names = [digits(t.mesh)[a] for a in step.op.axes]
+            groups: dict[int, set[Box]] = {}
+            base = [k - sum(k // stride % size * stride for size, stride in names) for k in range(t.mesh.size)]
+            for k, b in enumerate(base):
+                groups.setdefault(b, set()).add(box(t, k))
+            for k, b in enumerate(base):
+                if sum(overlap(x, box(u, k)) for x in groups[b]) < volume(box(u, k)):
+                    return f"{step.op}: the group of device {k} does not hold {box(u, k)} under {t}"
+    return None
+
+
 def unsound(program: Program, destinations: Sequence[TensorType], seed: int = 0) -> str | None:
     """T1: why a program does not deliver every destination box on every device, or None.
 
     The types of the outputs are not trusted: what counts is what the destination says, device id by device id.
     """
+    if reason := uncovered(program):
+        return reason
     rng = np.random.default_rng(seed)
     arrays = [content(t) for _, t in program.inputs]
     for shards, t, array, name in zip(run(program, arrays, rng), destinations, arrays, program.outputs, strict=True):

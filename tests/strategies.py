@@ -83,7 +83,9 @@ KINDS = ("even", "even", "uneven", "partial", "rooted")
 
 
 @st.composite
-def types(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, most: int = 16, dtypes: tuple[str, ...] = ("i32",)) -> TensorType:
+def types(
+    draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, most: int = 16, dtypes: tuple[str, ...] = ("i32",)
+) -> TensorType:
     """Types of 0 to 3 dims: even, uneven, partial, rooted."""
     mesh, rng = draw(meshes(most)), draw(rngs())
     kind, ndim = draw(st.sampled_from(kinds)), draw(st.integers(0, 3))

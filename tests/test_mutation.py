@@ -1,4 +1,4 @@
-"""Mutations: broken parts of the package must be caught by the oracle that the laws use. A check that cannot fail is none."""
+"""Mutations: broken parts of the package must be caught by the oracle that the laws use."""
 
 import dataclasses
 import random
@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 
+import oracle
 import shardplan as sp
 from benchmarks import suites
+from exhaustive import PORTABLE, Graph
 from shardplan.core import accounting, messages, reference, tensor
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, movement, reduction
 from shardplan.core.program import Program, Step
 from shardplan.hardware import certificate
-from shardplan.movement import fit, redistribute, search
+from shardplan.movement import emit, fit, redistribute, search
 
 Set = Callable[..., None]
 
@@ -27,6 +28,9 @@ def cases() -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
         for s, t, _ in suites.problems(suite, 21, 25, most_devices=16, most_multiple=1):
             assert isinstance(s, sp.TensorType) and isinstance(t, sp.TensorType)
             yield s, t
+    mesh = Mesh(a=2, b=3, c=2)
+    for a, b in (("i32[12@(a,b), 12]", "i32[12, 12@(b,a)]"), ("i32[12@c, 12@(a,b)]", "i32[12@(c,b,a), 12]")):
+        yield sp.TensorType.parse(a, mesh), sp.TensorType.parse(b, mesh)
 
 
 def clear() -> None:
@@ -141,8 +145,10 @@ def same_always(patch: Set) -> None:
 
 
 def too_small_groups(patch: Set) -> None:
-    """`moved_atoms` that returns too little: exchanges over groups that do not hold the data."""
+    """`moved_atoms` that returns too little, and a planner that does: groups that do not hold the data."""
+    old = emit.group_axes
     patch(movement, "moved_atoms", lambda s, t: set(sorted(messages.moved_atoms(s, t))[1:]))
+    patch(emit, "group_axes", lambda mesh, atoms: old(mesh, atoms[1:]))
 
 
 def lacking_less(patch: Set) -> None:
@@ -242,6 +248,29 @@ def test_a_lower_bound_that_is_too_low_is_noticed(monkeypatch: pytest.MonkeyPatc
         claimed = sp.redistribute(s, t).certificate.lower_bound_bytes
         noticed += list(claimed) != [least[d] for d in sorted(least)]
     assert noticed
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_a_search_that_prunes_too_much_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T8 against a heuristic that is not admissible."""
+    old = search.lacking
+    mesh = Mesh(a=2, b=2, c=2)
+    graph = Graph(sp.TensorType("f32", (16, 16), (), mesh))
+    rng = random.Random(2)
+    pairs = [rng.sample(graph.even, 2) for _ in range(60)]
+
+    def above() -> int:
+        clear()
+        count = 0
+        for s, t in pairs:
+            bound = oracle.bound(s, t)
+            best = graph.cheapest(s, t, bound, PORTABLE, even=True)
+            count += oracle.cost(sp.redistribute(s, t, portable=True).program, bound) > best * (1 + 1e-9)
+        return count
+
+    assert above() == 0
+    monkeypatch.setattr(search, "lacking", lambda *a: old(*a) * factor)
+    assert above() > 0
 
 
 def broken(op: Any, kind: type) -> Any:

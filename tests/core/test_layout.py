@@ -1,9 +1,9 @@
 """Layouts: notation, canonical form, invariants."""
 
 import pytest
-import strategies as some
 from hypothesis import given
 
+import strategies as some
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
@@ -24,8 +24,8 @@ def test_text_round_trip(t: TensorType) -> None:
 @given(some.types())
 def test_a_layout_is_its_own_canonical_form(t: TensorType) -> None:
     assert t.with_layout(t.layout).layout == t.layout
-    again = TensorType(t.dtype, t.shape, t.layout.spec, t.mesh, dict.fromkeys(t.layout.partial, t.layout.reduction or ""),
-                       t.layout.root)  # fmt: skip
+    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "")
+    again = TensorType(t.dtype, t.shape, t.layout.spec, t.mesh, partial, t.layout.root)
     assert again == t
 
 

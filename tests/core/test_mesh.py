@@ -1,12 +1,12 @@
 """Meshes: places, names, groups, splits, text."""
 
 import numpy as np
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
+import strategies as some
 from shardplan.core.mesh import Mesh, primes
 from shardplan.errors import LayoutError, ParseError
 

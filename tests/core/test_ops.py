@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 import numpy as np
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
+import strategies as some
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (

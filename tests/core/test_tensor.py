@@ -3,11 +3,11 @@
 import math
 
 import numpy as np
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given, settings
 
+import oracle
+import strategies as some
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, ParseError
@@ -59,7 +59,7 @@ def test_same_is_equality_of_boxes_and_marks(pair: tuple[TensorType, TensorType]
     t, u = pair
     boxes = all(oracle.box(t, k) == oracle.box(u, k) for k in range(t.mesh.size))
     marks = all(
-        {a for a in t.mesh.expand(x)} == {a for a in t.mesh.expand(y)}
+        set(t.mesh.expand(x)) == set(t.mesh.expand(y))
         for x, y in ((t.layout.partial, u.layout.partial), (t.layout.root, u.layout.root))
     )
     live = [x.layout.reduction if x.mesh.expand(x.layout.partial) else None for x in pair]

@@ -1,3 +1,5 @@
+"""Lower bounds in seconds: entry bytes, cuts, and the collectives' bounds."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

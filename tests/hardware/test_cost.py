@@ -1,3 +1,5 @@
+"""Prices of patterns against closed forms."""
+
 import dataclasses
 import math
 

@@ -1,3 +1,5 @@
+"""Examples in the hardware docstrings."""
+
 import doctest
 import importlib
 

@@ -1,3 +1,5 @@
+"""Topologies read from NCCL's XML."""
+
 import pytest
 
 from shardplan.errors import ParseError, TopologyError

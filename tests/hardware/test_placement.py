@@ -1,3 +1,5 @@
+"""Placements: margins, counts, numbering, inversion."""
+
 import itertools
 import math
 

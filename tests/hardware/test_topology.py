@@ -1,3 +1,5 @@
+"""Topology files and presets: round trips and error texts."""
+
 import json
 import math
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Unit strings: parsing, formatting, errors."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

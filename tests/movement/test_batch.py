@@ -1,11 +1,11 @@
 """Batches: one plan, live bytes of all tensors, packed collectives, limits."""
 
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given, settings
 
+import oracle
 import shardplan as sp
+import strategies as some
 from benchmarks import suites
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import strategies as some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
+import strategies as some
 from benchmarks import suites
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
 from shardplan.core.program import Step

@@ -1,12 +1,12 @@
 """Moves between meshes, on integer data: reordered, disjoint, overlapping, unequal counts; partial and rooted ends."""
 
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
 import shardplan as sp
+import strategies as some
 from shardplan.core.ops import Send
 
 Pair = tuple[sp.TensorType, sp.TensorType]
@@ -99,3 +99,9 @@ def test_one_device_and_many() -> None:
         plan.certificate.check()
         assert oracle.unsound(plan.program, [t]) is None
         assert plan.certificate.gap == 1.0
+
+
+def test_a_root_axis_of_size_one_says_nothing() -> None:
+    a, b = sp.Mesh(a=2, b=1), sp.Mesh({"p": 2}, devices=(3, 4))
+    s, t = T("i32[2@a]{root:b}", a), T("i32[2]", b)
+    assert oracle.unsound(sp.redistribute(s, t).program, [t]) is None

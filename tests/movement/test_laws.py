@@ -6,14 +6,14 @@ import subprocess
 import sys
 from itertools import pairwise
 
-import oracle
 import pytest
-import strategies as some
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import oracle
 import shardplan as sp
 import shardplan.core.ops as ops_module
+import strategies as some
 from benchmarks import suites
 from shardplan.core.ops import AllGather, Exchange, Permute, Slice
 from shardplan.core.program import Program, Step

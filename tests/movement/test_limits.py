@@ -1,13 +1,13 @@
 """Memory limits: the least that works, and plans between it and no limit."""
 
 import numpy as np
-import oracle
 import pytest
-import strategies as some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
 import shardplan as sp
+import strategies as some
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 ANY = st.one_of(some.pairs(("even", "uneven", "partial", "rooted"), most=12), some.cross_pairs(most=8))
@@ -64,7 +64,7 @@ def test_t13_more_memory_is_never_costlier(pair: Pair, shares: list[float]) -> N
 @settings(max_examples=60, deadline=None)
 @given(some.pairs(("even", "uneven"), most=12))
 def test_a_device_never_holds_more_than_the_workspace(pair: Pair) -> None:
-    """T3': input and output of a step together, counted on real arrays, with the packed buffers that the op declares."""
+    """T3': input and output of a step together, counted on real arrays, with the buffers that the op declares."""
     s, t = pair
     plan = sp.redistribute(s, t)
     values = {"0": oracle.spread(oracle.content(s), s, np.random.default_rng(0))}

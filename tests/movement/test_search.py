@@ -3,11 +3,11 @@
 import math
 import random
 
-import oracle
 import pytest
-from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
 
+import oracle
 import shardplan as sp
+from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
 from shardplan.core.ops import Exchange
 from shardplan.movement.candidates import is_portable
 from shardplan.movement.emit import edge
@@ -193,6 +193,15 @@ def test_a_type_lost_between_uneven_ones_is_found() -> None:
     s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@(c,a,b), 4]", "f32[8, 4@(c,b)]"))
     plan = sp.redistribute(s, t, portable=True)
     assert oracle.cost(plan.program, oracle.bound(s, t)) == pytest.approx(40.256)
+
+
+def test_a_sub_axis_beside_an_unused_one_is_a_unit_of_its_own() -> None:
+    """An unused atom and the first atom of the first dim are no neighbours."""
+    mesh = sp.Mesh(a=8)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("i32[2]{+a}", "i32[2@a.2]{+a.0}"))
+    plan = sp.redistribute(s, t)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t]) is None
 
 
 def test_units_keep_what_stands_together_whole() -> None:

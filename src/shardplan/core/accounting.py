@@ -59,9 +59,7 @@ def _worst(value: Bytes) -> int:
     return int(np.max(value))
 
 
-def _relabels(
-    step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]
-) -> bool:
+def _relabels(step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]) -> bool:
     """Say whether a step gives values another type and leaves every byte where it is, its operands not used again."""
     return (
         isinstance(step.op, Send)

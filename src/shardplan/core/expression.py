@@ -8,7 +8,6 @@ derived from the tree: the degree in a set of operands (sums), and the direction
 from __future__ import annotations
 
 import ast
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,117 +16,22 @@ from typing import Any, assert_never
 
 import numpy as np
 
+from shardplan.core.expression_tree import (
+    COMPARISONS,
+    FUNCTIONS,
+    SYMBOLS,
+    ZERO,
+    Binary,
+    Call,
+    Name,
+    Negate,
+    Node,
+    Number,
+    evaluate,
+    text_of,
+    walk,
+)
 from shardplan.errors import ParseError, TypingError
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """An operand."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A constant; a sign directly before it belongs to it."""
-
-    value: int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Negate:
-    """Unary minus."""
-
-    operand: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Binary:
-    """`+ - * / **` or a comparison."""
-
-    symbol: str
-    left: Node
-    right: Node
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A function of the language applied to its arguments."""
-
-    function: str
-    arguments: tuple[Node, ...]
-
-
-Node = Name | Number | Negate | Binary | Call
-
-
-def _sigmoid(x: Any) -> Any:
-    small = np.exp(-np.abs(x))  # never overflows
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
-
-
-def _gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function: its arity, meaning, flops an element, whether it increases, and which dtypes it is defined on."""
-
-    arity: int
-    meaning: Callable[..., Any]
-    flops: int = 1
-    increasing: bool = False  # on the whole extended line: the fill of a max or min partial is an infinity
-    integers: bool = False  # maps integers to integers
-    complex: bool = True
-
-
-FUNCTIONS: dict[str, Function] = {
-    "exp": Function(1, np.exp, increasing=True),
-    "log": Function(1, np.log),
-    "sqrt": Function(1, np.sqrt),
-    "rsqrt": Function(1, lambda x: 1 / np.sqrt(x), 2),
-    "tanh": Function(1, np.tanh, increasing=True),
-    "relu": Function(1, lambda x: np.maximum(x, 0), increasing=True, integers=True, complex=False),
-    "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False),
-    "gelu": Function(1, _gelu, 9, complex=False),
-    "silu": Function(1, lambda x: x * _sigmoid(x), 5, complex=False),
-    "sin": Function(1, np.sin),
-    "cos": Function(1, np.cos),
-    "abs": Function(1, np.abs, integers=True, complex=False),
-    "maximum": Function(2, np.maximum, integers=True, complex=False),
-    "minimum": Function(2, np.minimum, integers=True, complex=False),
-    "where": Function(3, np.where, integers=True),
-}
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "+": lambda x, y: x + y,
-    "-": lambda x, y: x - y,
-    "*": lambda x, y: x * y,
-    "/": lambda x, y: x / y,
-    "**": lambda x, y: x**y,
-    "<": lambda x, y: x < y,
-    "<=": lambda x, y: x <= y,
-    ">": lambda x, y: x > y,
-    ">=": lambda x, y: x >= y,
-    "==": lambda x, y: x == y,
-    "!=": lambda x, y: x != y,
-}
-_COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 4} | dict.fromkeys(_COMPARISONS, 0)
-_SYMBOLS: dict[type[ast.AST], str] = {
-    ast.Add: "+",
-    ast.Sub: "-",
-    ast.Mult: "*",
-    ast.Div: "/",
-    ast.Pow: "**",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-}
-_ZERO = -1  # the degree of the constant 0: homogeneous of every degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +53,7 @@ class Expression:
     @property
     def names(self) -> tuple[str, ...]:
         """The operands, in order."""
-        return tuple(sorted({n.name for n in _walk(self.root) if isinstance(n, Name)}))
+        return tuple(sorted({n.name for n in walk(self.root) if isinstance(n, Name)}))
 
     @property
     def arity(self) -> int:
@@ -161,20 +65,20 @@ class Expression:
         """The operands that stand alone as the condition of a `where`: these are of dtype bool."""
         return frozenset(
             n.arguments[0].name
-            for n in _walk(self.root)
+            for n in walk(self.root)
             if isinstance(n, Call) and n.function == "where" and isinstance(n.arguments[0], Name)
         )
 
     def __str__(self) -> str:
         """Return the canonical text, which `parse` reads back to an equal expression."""
-        return _text(self.root, 0)
+        return text_of(self.root, 0)
 
     def evaluate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Return the value on `arrays`, one per operand, broadcast as numpy does; constants take the arrays' dtype."""
         kinds = [x.dtype for x in arrays if x.dtype.kind != "b"]
         dtype = np.result_type(*kinds) if kinds else np.dtype(np.bool_)
         with np.errstate(all="ignore"):
-            return np.asarray(_evaluate(self.root, dict(zip(self.names, arrays, strict=True)), dtype))
+            return np.asarray(evaluate(self.root, dict(zip(self.names, arrays, strict=True)), dtype))
 
     def degree(self, names: Iterable[str]) -> int | None:
         """Return the degree in the operands `names` jointly: 0 if independent of them, 1 if linear and homogeneous.
@@ -183,7 +87,7 @@ class Expression:
         """
         chosen = frozenset(names)
         found = _degree(self.root, chosen)
-        return (1 if chosen & set(self.names) else 0) if found == _ZERO else found
+        return (1 if chosen & set(self.names) else 0) if found == ZERO else found
 
     def monotone(self, name: str, *, finite: bool = False) -> bool:
         """Say whether the value increases (weakly) with the operand `name`, the others fixed and finite.
@@ -202,12 +106,12 @@ class Expression:
         """Return the operations an element."""
         return sum(
             FUNCTIONS[n.function].flops if isinstance(n, Call) else int(isinstance(n, Binary | Negate))
-            for n in _walk(self.root)
+            for n in walk(self.root)
         )
 
     def check(self, dtype: np.dtype[Any], shown: str) -> None:
         """Raise `TypingError` unless every operation is closed in `dtype`, whose short name is `shown`."""
-        for n in _walk(self.root):
+        for n in walk(self.root):
             bad = _unfit(n, dtype)
             if bad:
                 raise TypingError(f'"{self}": {bad[0]} is not defined for {shown}; legal is {bad[1]}')
@@ -229,7 +133,7 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
             if kind in "bu":
                 return "unary -", "a signed dtype"
         case Binary(symbol, _, right):
-            if kind == "b" and symbol not in _COMPARISONS:
+            if kind == "b" and symbol not in COMPARISONS:
                 return symbol, "a numeric dtype"
             if kind in "iu" and symbol == "/":
                 return "/", "a floating dtype"
@@ -240,7 +144,7 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
                 and (isinstance(right.value, float) or not 0 <= right.value <= 127)
             ):
                 return f"** {right.value}", "a floating dtype, or an exponent from 0 to 127"
-            if kind == "c" and symbol in _COMPARISONS[:4]:
+            if kind == "c" and symbol in COMPARISONS[:4]:
                 return symbol, "a real dtype"
         case Call(function, _):
             entry = FUNCTIONS[function]
@@ -257,82 +161,20 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
     return None
 
 
-def _walk(node: Node) -> list[Node]:
-    found: list[Node] = [node]
-    match node:
-        case Name() | Number():
-            pass
-        case Negate(operand):
-            found += _walk(operand)
-        case Binary("**", left, _):  # the exponent is part of the operation
-            found += _walk(left)
-        case Binary(_, left, right):
-            found += _walk(left) + _walk(right)
-        case Call(_, arguments):
-            for x in arguments:
-                found += _walk(x)
-        case _:
-            assert_never(node)
-    return found
-
-
-def _text(node: Node, outer: int) -> str:
-    match node:
-        case Name(name):
-            return name
-        case Number(value):
-            # a base or a factor with a sign is set in parentheses, as Python would read it otherwise
-            return f"({value!r})" if outer >= 4 and math.copysign(1, value) < 0 else repr(value)
-        case Negate(operand):
-            return _paren(f"-{_text(operand, 3)}", outer > 3)
-        case Binary("**", left, right):
-            return _paren(f"{_text(left, 5)} ** {_text(right, 3)}", outer > 4)
-        case Binary(symbol, left, right):
-            level = _PRECEDENCE[symbol]
-            return _paren(f"{_text(left, level)} {symbol} {_text(right, level + 1)}", outer > level)
-        case Call(function, arguments):
-            return f"{function}({', '.join(_text(x, 0) for x in arguments)})"
-        case _:
-            assert_never(node)
-
-
-def _paren(text: str, needed: bool) -> str:
-    return f"({text})" if needed else text
-
-
-def _evaluate(node: Node, values: dict[str, np.ndarray], dtype: np.dtype[Any]) -> Any:
-    match node:
-        case Name(name):
-            return values[name]
-        case Number(value):
-            return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
-        case Negate(operand):
-            return -_evaluate(operand, values, dtype)
-        case Binary("**", left, Number(exponent)):
-            base = _evaluate(left, values, dtype)
-            return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
-        case Binary(symbol, left, right):
-            return _BINARY[symbol](_evaluate(left, values, dtype), _evaluate(right, values, dtype))
-        case Call(function, arguments):
-            return FUNCTIONS[function].meaning(*(_evaluate(x, values, dtype) for x in arguments))
-        case _:
-            assert_never(node)
-
-
 def _degree(node: Node, names: frozenset[str]) -> int | None:
-    """0, 1, `_ZERO`, or None for neither."""
+    """0, 1, `ZERO`, or None for neither."""
     match node:
         case Name(name):
             return int(name in names)
         case Number(value):
-            return _ZERO if value == 0 else 0
+            return ZERO if value == 0 else 0
         case Negate(operand):
             return _degree(operand, names)
         case Binary("**", left, Number(exponent)):
             base = _degree(left, names)
             if base == 1 and exponent == 1:
                 return 1
-            return 0 if base in (0, _ZERO) else None
+            return 0 if base in (0, ZERO) else None
         case Binary(symbol, left, right):
             x, y = _degree(left, names), _degree(right, names)
             if x is None or y is None:
@@ -340,32 +182,32 @@ def _degree(node: Node, names: frozenset[str]) -> int | None:
             if symbol in "+-":
                 return _same(x, y)
             if symbol == "*":
-                if x == y == _ZERO:
-                    return _ZERO
+                if x == y == ZERO:
+                    return ZERO
                 both = max(x, 0) + max(y, 0)  # 0 * a is as linear as 2 * a
                 return both if both <= 1 else None
             if symbol == "/":
-                return x if y in (0, _ZERO) else None
+                return x if y in (0, ZERO) else None
             return 0 if x != 1 and y != 1 else None
         case Call("where", (condition, yes, no)):
             x, y = _degree(yes, names), _degree(no, names)
-            if _degree(condition, names) not in (0, _ZERO) or x is None or y is None:
+            if _degree(condition, names) not in (0, ZERO) or x is None or y is None:
                 return None
             return _same(x, y)
         case Call(_, arguments):
-            return 0 if all(_degree(x, names) in (0, _ZERO) for x in arguments) else None
+            return 0 if all(_degree(x, names) in (0, ZERO) for x in arguments) else None
         case _:
             assert_never(node)
 
 
 def _same(x: int, y: int) -> int | None:
-    if _ZERO in (x, y):
+    if ZERO in (x, y):
         return max(x, y)
     return x if x == y else None
 
 
 def _depends(node: Node, names: frozenset[str]) -> frozenset[str]:
-    return frozenset(n.name for n in _walk(node) if isinstance(n, Name)) & names
+    return frozenset(n.name for n in walk(node) if isinstance(n, Name)) & names
 
 
 def _direction(node: Node, names: frozenset[str], reduction: str, finite: bool) -> int | None:
@@ -465,15 +307,15 @@ def _convert(node: ast.expr, fail: Callable[[ast.expr, str], ParseError], condit
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _convert(operand, fail, False)
             return Number(-inner.value) if isinstance(inner, Number) else Negate(inner)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:
-            result = Binary(_SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in SYMBOLS:
+            result = Binary(SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
             if result.symbol == "**" and not isinstance(result.right, Number):
                 raise fail(right, "the exponent of ** is a number")
             return result
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _SYMBOLS:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SYMBOLS:
             if not condition:
                 raise fail(node, "a comparison is legal only as the condition of where(condition, yes, no)")
-            return Binary(_SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
+            return Binary(SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
         case ast.Call(func=ast.Name(id=function), args=args, keywords=[]) if function in FUNCTIONS:
             if len(args) != FUNCTIONS[function].arity:
                 raise fail(node, f"{function} takes {FUNCTIONS[function].arity} arguments, not {len(args)}")

@@ -70,7 +70,7 @@ class Certificate:
             if not _equal(claimed, value):
                 raise CertificateError(f"{name} is claimed to be {_short(claimed)}, but follows to be {_short(value)}")
         if self.memory_limit is None:
-            if len(self.sources) == 1 and self.peak_bytes > self.bound_bytes:
+            if self.peak_bytes > self.bound_bytes:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")

@@ -138,4 +138,6 @@ def annotated(plan: Plan) -> str:
         names = [level.name for level in topology.levels] if topology else []
         crossing = ", ".join(f"{n} {format_bytes(b)}" for n, b in zip(names, c.level_bytes, strict=True))
         lines.append(f"levels     {crossing}")
+    if isinstance(c.where, Placement):
+        lines.append(f"placement  {c.where.describe()}")
     return "\n".join(lines)

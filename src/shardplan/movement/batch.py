@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardplan.core.accounting import account, bound_bytes
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op
@@ -53,7 +55,11 @@ def plan_batch(
         packs = _packs(ordered, None)
         program = _assemble(packs, items)
         if account(program).peak_bytes > bound:
-            program = min((_assemble(p, items) for p in _fallbacks(ordered)), key=lambda x: account(x).peak_bytes)
+            program = _assemble(_careful(items, bound), items)
+        if (peak := account(program).peak_bytes) > bound:
+            raise Infeasible(
+                f"redistribute {len(items)} tensors: no order found keeps {bound} bytes a device, only {peak}"
+            )
         return Plan(program, issue(program, sources, destinations, place, None, exact and len(items) == 1))
     return _within(ordered, items, sources, destinations, place, limit, portable, Rules(bound, limit, portable, fabric))
 
@@ -142,11 +148,31 @@ def _packs(ordered: Sequence[_Item], room: int | None) -> list[list[_Item]]:
     return packs
 
 
-def _fallbacks(ordered: Sequence[_Item]) -> list[list[list[_Item]]]:
-    """Orders to try when devices hold unequal sizes and the default order exceeds the bound."""
-    single = [[i] for i in ordered if i.ops]
-    by_growth = sorted(single, key=lambda p: (p[0].growth, p[0].index))
-    return [single, by_growth, _packs(sorted(ordered, key=lambda i: i.growth), None)]
+def _careful(items: Sequence[_Item], bound: int) -> list[list[_Item]]:
+    """Order single tensors so that the sum of live shards stays within `bound` on every device, if a greedy order can.
+
+    For devices that hold unequal sizes: next comes the tensor that leaves the least on the fullest device.
+    """
+    devices = np.array(sorted({d for i in items for t in (i.source, i.target) for d in t.mesh.devices}))
+
+    def held(t: TensorType) -> np.ndarray:
+        out = np.zeros(len(devices), dtype=np.int64)
+        out[np.searchsorted(devices, t.mesh.ids)] = t.elements() * t.itemsize
+        return out
+
+    before = {i.index: held(i.source) for i in items}
+    after = {i.index: held(i.target) for i in items}
+    live = np.sum([before[i.index] for i in items], axis=0)
+    left = [i for i in items if i.ops]
+    order: list[list[_Item]] = []
+    while left:
+        worst = [int((live - before[i.index] + after[i.index]).max()) for i in left]
+        fits = [k for k, w in enumerate(worst) if w <= bound] or list(range(len(left)))
+        k = min(fits, key=lambda k: (int((after[left[k].index] - before[left[k].index]).sum()), worst[k], k))
+        chosen = left.pop(k)
+        live = live - before[chosen.index] + after[chosen.index]
+        order.append([chosen])
+    return order
 
 
 def _direct_one_by_one(ordered: Sequence[_Item], items: list[_Item], portable: bool) -> Program | None:

@@ -1,0 +1,186 @@
+"""The tree of an elementwise expression: its nodes, the functions it may call, its text and its meaning in numpy."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """An operand."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A constant; a sign directly before it belongs to it."""
+
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Negate:
+    """Unary minus."""
+
+    operand: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """`+ - * / **` or a comparison."""
+
+    symbol: str
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function of the language applied to its arguments."""
+
+    function: str
+    arguments: tuple[Node, ...]
+
+
+Node = Name | Number | Negate | Binary | Call
+
+
+def _sigmoid(x: Any) -> Any:
+    small = np.exp(-np.abs(x))  # never overflows
+    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
+def _gelu(x: Any) -> Any:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function: its arity, meaning, flops an element, whether it increases, and which dtypes it is defined on."""
+
+    arity: int
+    meaning: Callable[..., Any]
+    flops: int = 1
+    increasing: bool = False  # on the whole extended line: the fill of a max or min partial is an infinity
+    integers: bool = False  # maps integers to integers
+    complex: bool = True
+
+
+FUNCTIONS: dict[str, Function] = {
+    "exp": Function(1, np.exp, increasing=True),
+    "log": Function(1, np.log),
+    "sqrt": Function(1, np.sqrt),
+    "rsqrt": Function(1, lambda x: 1 / np.sqrt(x), 2),
+    "tanh": Function(1, np.tanh, increasing=True),
+    "relu": Function(1, lambda x: np.maximum(x, 0), increasing=True, integers=True, complex=False),
+    "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False),
+    "gelu": Function(1, _gelu, 9, complex=False),
+    "silu": Function(1, lambda x: x * _sigmoid(x), 5, complex=False),
+    "sin": Function(1, np.sin),
+    "cos": Function(1, np.cos),
+    "abs": Function(1, np.abs, integers=True, complex=False),
+    "maximum": Function(2, np.maximum, integers=True, complex=False),
+    "minimum": Function(2, np.minimum, integers=True, complex=False),
+    "where": Function(3, np.where, integers=True),
+}
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "**": lambda x, y: x**y,
+    "<": lambda x, y: x < y,
+    "<=": lambda x, y: x <= y,
+    ">": lambda x, y: x > y,
+    ">=": lambda x, y: x >= y,
+    "==": lambda x, y: x == y,
+    "!=": lambda x, y: x != y,
+}
+COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 4} | dict.fromkeys(COMPARISONS, 0)
+SYMBOLS: dict[type[ast.AST], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.Pow: "**",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+ZERO = -1  # the degree of the constant 0: homogeneous of every degree
+
+
+def walk(node: Node) -> list[Node]:
+    """Return the nodes that compute, a constant exponent being part of its power."""
+    found: list[Node] = [node]
+    match node:
+        case Name() | Number():
+            pass
+        case Negate(operand):
+            found += walk(operand)
+        case Binary("**", left, _):  # the exponent is part of the operation
+            found += walk(left)
+        case Binary(_, left, right):
+            found += walk(left) + walk(right)
+        case Call(_, arguments):
+            for x in arguments:
+                found += walk(x)
+        case _:
+            assert_never(node)
+    return found
+
+
+def text_of(node: Node, outer: int) -> str:
+    """Return the text of a node inside an operation of precedence `outer`."""
+    match node:
+        case Name(name):
+            return name
+        case Number(value):
+            # a base or a factor with a sign is set in parentheses, as Python would read it otherwise
+            return f"({value!r})" if outer >= 4 and math.copysign(1, value) < 0 else repr(value)
+        case Negate(operand):
+            return _paren(f"-{text_of(operand, 3)}", outer > 3)
+        case Binary("**", left, right):
+            return _paren(f"{text_of(left, 5)} ** {text_of(right, 3)}", outer > 4)
+        case Binary(symbol, left, right):
+            level = PRECEDENCE[symbol]
+            return _paren(f"{text_of(left, level)} {symbol} {text_of(right, level + 1)}", outer > level)
+        case Call(function, arguments):
+            return f"{function}({', '.join(text_of(x, 0) for x in arguments)})"
+        case _:
+            assert_never(node)
+
+
+def _paren(text: str, needed: bool) -> str:
+    return f"({text})" if needed else text
+
+
+def evaluate(node: Node, values: dict[str, np.ndarray], dtype: np.dtype[Any]) -> Any:
+    """Return the value of a node for operands of one dtype."""
+    match node:
+        case Name(name):
+            return values[name]
+        case Number(value):
+            return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
+        case Negate(operand):
+            return -evaluate(operand, values, dtype)
+        case Binary("**", left, Number(exponent)):
+            base = evaluate(left, values, dtype)
+            return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
+        case Binary(symbol, left, right):
+            return BINARY[symbol](evaluate(left, values, dtype), evaluate(right, values, dtype))
+        case Call(function, arguments):
+            return FUNCTIONS[function].meaning(*(evaluate(x, values, dtype) for x in arguments))
+        case _:
+            assert_never(node)

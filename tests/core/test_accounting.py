@@ -1,0 +1,82 @@
+"""Bytes of programs against counts written out value by value and device by device."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+import shardplan as sp
+import strategies as some
+from shardplan.core.accounting import account, bound_bytes, lower_bound
+from shardplan.core.ops import AllGather, Slice
+from shardplan.core.program import Program, Step
+
+Pair = tuple[sp.TensorType, sp.TensorType]
+
+
+def shard(t: sp.TensorType, device: int) -> int:
+    """Bytes that a device (by id) holds of a value."""
+    if device not in t.mesh.devices:
+        return 0
+    return oracle.volume(oracle.box(t, t.mesh.devices.index(device))) * t.itemsize
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.one_of(some.pairs(("even", "uneven", "partial", "rooted"), most=12), some.cross_pairs(most=8)), st.booleans())
+def test_a_plan_is_booked_right(pair: Pair, portable: bool) -> None:
+    try:
+        program = sp.redistribute(*pair, portable=portable).program
+    except sp.Infeasible:
+        return
+    books = account(program)
+    chain = [program.types["0"], *(program.types[s.results[0]] for s in program.steps)]
+    assert books.devices == program.devices
+    assert books.peak_bytes == max(shard(t, d) for t in chain for d in program.devices)
+    received = dict.fromkeys(program.devices, 0)
+    for k, step in enumerate(program.steps):
+        live = max(shard(chain[k], d) + shard(chain[k + 1], d) for d in program.devices)
+        assert books.step_workspaces[k] == live + step.op.staging(chain[k])
+        got = step.op.received(chain[k]).tolist()
+        assert books.step_received[k] == max(got) and books.rounds[k] == step.op.rounds(chain[k])
+        for d, n in zip(chain[k + 1].mesh.devices, got, strict=True):
+            received[d] += n
+    assert books.received.tolist() == [received[d] for d in program.devices]
+    assert books.workspace_bytes == max([max(shard(chain[0], d) for d in program.devices), *books.step_workspaces])
+
+
+@settings(max_examples=150, deadline=None)
+@given(some.batches())
+def test_the_bound_is_the_larger_sum_of_ends(batch: tuple[list[sp.TensorType], list[sp.TensorType]]) -> None:
+    devices = {d for side in batch for t in side for d in t.mesh.devices}
+    assert bound_bytes(*batch) == max(sum(shard(t, d) for t in side) for side in batch for d in devices)
+
+
+@settings(max_examples=150, deadline=None)
+@given(some.pairs(("partial", "rooted")))
+def test_lower_bounds_of_partial_and_rooted_types(pair: Pair) -> None:
+    s, t = pair
+    got = lower_bound(s, t, tuple(sorted(s.mesh.devices))).tolist()
+    marks = [set(x.mesh.expand(x.layout.partial)) for x in pair]
+    by_id = oracle.lower_bound(s, t)
+    for d, n in zip(sorted(s.mesh.devices), got, strict=True):
+        place = t.mesh.devices.index(d)
+        if not oracle.at_root(t, place):
+            assert n == 0
+        elif (marks[0] == marks[1] and s.layout.reduction == t.layout.reduction) or not (marks[0] or marks[1]):
+            assert n == by_id[d]
+        elif marks[1]:
+            assert n == 0
+        elif marks[0]:
+            assert 0 <= n <= shard(t, d)
+
+
+def test_values_that_nobody_reads_are_freed() -> None:
+    mesh = sp.Mesh(x=2)
+    t, u = sp.TensorType("f32", (8,), ("x",), mesh), sp.TensorType("f32", (8,), (None,), mesh)
+    steps = [
+        Step(AllGather(0, ("x",)), ("a",), ("big",)),  # 16 + 16 -> 32, then freed: never read
+        Step(Slice(0, ("x",)), ("b",), ("c",)),
+    ]
+    books = account(Program({"a": t, "b": u}, steps, ("a", "c")))
+    assert books.step_workspaces == (16 + 32 + 32, 16 + 32 + 16)
+    assert books.peak_bytes == 16 + 32
+    assert account(Program({"a": t, "b": u}, [], ("a",))).peak_bytes == 16 + 32

@@ -1,0 +1,124 @@
+"""The frozen public surface of DESIGN.md, for the parts that exist: names, signatures, attributes."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardplan as sp
+
+NAMES = (
+    "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
+    "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
+    "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError",
+)  # fmt: skip
+SIGNATURES = {
+    "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
+    "distribute": [("array", "-"), ("t", "-")],
+    "collect": [("shards", "-"), ("t", "-")],
+    "placements": [("mesh", "-"), ("topology", "-")],
+}
+PLAN = ("program", "certificate", "seconds", "save", "load")
+CERTIFICATE = (
+    "program", "peak_bytes", "bound_bytes", "workspace_bytes", "received_bytes", "lower_bound_bytes", "level_bytes",
+    "lower_bound_seconds", "status", "types", "check",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name: str) -> None:
+    assert hasattr(sp, name)
+    assert name in sp.__all__
+    assert name in dir(sp)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    found = inspect.signature(getattr(sp, name)).parameters.values()
+    wanted = SIGNATURES[name]
+    got = [(p.name, "-" if p.default is p.empty else p.default) for p in found]
+    assert got[: len(wanted)] == wanted
+    assert all(default != "-" for _, default in got[len(wanted) :]), "what is added has a default"
+
+
+def test_the_first_lines_of_the_surface() -> None:
+    mesh = sp.Mesh(data=4, tensor=2)
+    assert sp.Mesh({"data": 4, "tensor": 2}, devices=range(8, 16)).devices == tuple(range(8, 16))
+    t = sp.TensorType("f32", (64, 48), ("data", "tensor"), mesh)
+    assert t == sp.TensorType.parse("f32[64@data, 48@tensor]", mesh)
+    assert sp.TensorType("f32", (64, 48), (None, ()), mesh, partial={"data": "sum"}, root=("tensor",)).layout.root
+    assert t.local_shape(0) == (16, 24) == t.local_shape((0, 0))
+    assert t.box(3) == ((16, 32), (24, 48)) == t.box((1, 1))
+    assert t.mesh is mesh and t.layout.dims == (("data",), ("tensor",))
+    u = sp.TensorType("f32", (64, 48), ("tensor", "data"), mesh)
+    plan = sp.redistribute(t, u, topology=None, memory_limit=None, portable=False)
+    assert all(hasattr(plan, name) for name in PLAN)
+    assert isinstance(plan, sp.Plan) and isinstance(plan.program, sp.Program) and isinstance(plan.seconds, float)
+    c = plan.certificate
+    assert isinstance(c, sp.Certificate) and all(hasattr(c, name) for name in CERTIFICATE)
+    assert c.check() is None and c.status in ("floor", "exact", "heuristic")
+    for name in ("peak_bytes", "bound_bytes", "workspace_bytes"):
+        assert type(getattr(c, name)) is int
+    for name in ("received_bytes", "lower_bound_bytes"):
+        value = getattr(c, name)
+        assert type(value) is tuple and len(value) == 8 and all(type(n) is int for n in value)
+    assert c.level_bytes == () and isinstance(c.lower_bound_seconds, float)
+    assert c.types[-1] == u and len(c.types) == len(plan.program.steps)
+    array = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    shards = sp.distribute(array, t)
+    assert isinstance(shards, list) and len(shards) == 8
+    outs = sp.run(plan.program, shards, backend="reference")
+    assert np.array_equal(sp.collect(outs, u), array)
+    batch = sp.redistribute([t, u], [u, t])
+    two = sp.run(batch.program, [shards, sp.distribute(array, u)])
+    assert np.array_equal(sp.collect(two[0], u), array) and np.array_equal(sp.collect(two[1], t), array)
+
+
+def test_topologies() -> None:
+    topo = sp.Topology.load("dgx-a100", nodes=4)
+    mesh = sp.Mesh(data=4, tensor=8)
+    found = list(sp.placements(mesh, topo))
+    assert found and all(p.device_mesh().shape == (4, 8) for p in found)
+    assert all(np.prod(p.matrix) == 32 for p in found)
+    t, u = (sp.TensorType.parse(x, mesh) for x in ("f32[64@data, 64@tensor]", "f32[64@tensor, 64@data]"))
+    for where in (topo, found[0]):
+        c = sp.redistribute(t, u, topology=where).certificate
+        c.check()
+        assert len(c.level_bytes) == 2 and 0 < c.lower_bound_seconds <= c.seconds
+
+
+def test_texts_parse_back() -> None:
+    topo = sp.Topology.load("dgx-a100", nodes=2)
+    mesh = sp.Mesh(data=2, tensor=8)
+    t = sp.TensorType("f32", (16,), ("tensor",), mesh)
+    place = next(iter(sp.placements(mesh, topo)))
+    program = sp.redistribute(t, sp.TensorType("f32", (16,), ("data",), mesh)).program
+    assert sp.Mesh.parse(str(mesh)) == mesh
+    assert sp.TensorType.parse(str(t), mesh) == t
+    assert sp.Topology.parse(str(topo)) == topo
+    assert sp.Placement.parse(str(place)) == place
+    assert sp.Program.parse(str(program)) == program
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    mesh = sp.Mesh(x=2)
+    plan = sp.redistribute(sp.TensorType("f32", (8,), ("x",), mesh), sp.TensorType("f32", (8,), (None,), mesh))
+    plan.save(tmp_path / "plan.json")
+    raw = json.loads((tmp_path / "plan.json").read_text())
+    assert set(raw) == {"format", "program", "certificate", "seconds"}
+    assert set(CERTIFICATE) - {"check", "program"} <= set(raw["certificate"])
+    assert sp.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_importing_loads_neither_torch_nor_jax() -> None:
+    heavy = "('torch', 'jax', 'mpi4py', 'matplotlib')"
+    code = f"import sys, shardplan; shardplan.redistribute; print([m for m in {heavy} if m in sys.modules])"
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert child.stdout.strip() == "[]"
