@@ -280,9 +280,13 @@ def same(t: TensorType, u: TensorType) -> bool:
     )
 
 
+def live_reduction(t: TensorType) -> str | None:
+    """Return the reduction of the partial axes, None where there are none but of size 1."""
+    return t.layout.reduction if t.mesh.expand(t.layout.partial) else None
+
+
 def _same_reduction(t: TensorType, u: TensorType) -> bool:
-    live = [x.layout.reduction if x.mesh.expand(x.layout.partial) else None for x in (t, u)]
-    return live[0] == live[1]
+    return live_reduction(t) == live_reduction(u)
 
 
 def _digit(t: TensorType, names: tuple[str, ...]) -> np.ndarray:

@@ -65,26 +65,44 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         bound = request.bound / p.nbytes
         scale = 1.0 / bound
         base = Objective(byte=scale, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        limit = None if request.limit is None else request.limit / p.nbytes
         budget = 400 if len(p.graph.types) <= 1500 else 40
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=1e-9, rates=request.rates) if timed else base
-        path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
-        if path is not None:
-            exact = path.exact and p.fine and priced and whole and not timed
-            yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
-            if not timed and priced and whole and path.exact and request.limit is None:
-                return
         others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
-        for objective in ([base] if timed or not whole else []) + others:
-            path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
+        if timed or not whole:
+            others.insert(0, base)
+        for limit in _limits(p, a, b, allowed, request.limit):
+            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
             if path is not None:
-                yield Candidate(tuple(ops_of_path(p, path.nodes)))
+                exact = path.exact and p.fine and priced and whole and not timed
+                yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
+                if not timed and priced and whole and path.exact:
+                    if limit is None:
+                        return
+                    continue
+            for objective in others:
+                path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
+                if path is not None:
+                    yield Candidate(tuple(ops_of_path(p, path.nodes)))
         if request.limit is not None:
             path = tightest(p.graph, a, b, allowed, request.portable)
             if path is not None:
                 yield Candidate(tuple(ops_of_path(p, path.nodes)))
     yield from plain(s, t)
+
+
+def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float | None]:
+    """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
+
+    Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
+    bounds are tried as well, which also makes more memory never cost more.
+    """
+    if limit is None:
+        return [None]
+    sizes = np.unique(p.graph.size[allowed])
+    sums = np.unique((sizes[:, None] + sizes[None, :]).round(15))
+    least = float(max(p.graph.size[a], p.graph.size[b]))
+    return [float(x) for x in sums[::-1] if least < x <= limit / p.nbytes * (1 + 1e-9)]
 
 
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
@@ -149,7 +167,7 @@ def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:
     current = s
     for op in ops:
         current = op.infer(current)[0]
-    layout = replace(current.layout, dims=t.layout.dims)
+    layout = replace(current.layout, dims=tuple(mesh.fold(run) for run in t.atoms))  # without axes of size 1
     if not same(current, middle := s.with_layout(layout)):
         ops.append(Exchange(middle.layout))
     if new := tuple(a for a in target if a not in keep):

@@ -43,10 +43,11 @@ class Chosen:
 
 @dataclass(slots=True)
 class Choice:
-    """The cheapest candidate so far, and the least workspace that any candidate can be cut down to."""
+    """The cheapest candidate so far, and, under a limit, the one that can be cut down to the least workspace."""
 
     best: Chosen | None = None
     least_bytes: float = math.inf
+    least: Program | None = None
 
 
 def chain(ops: Sequence[Op], source: TensorType) -> Program:
@@ -120,17 +121,17 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     if books.peak_bytes > rules.bound:
         return
     if rules.limit is not None:
+        smallest = fitted(program, books, 0)
+        least = account(smallest)
+        if least.workspace_bytes < choice.least_bytes:
+            choice.least_bytes, choice.least = least.workspace_bytes, smallest
+        if least.workspace_bytes > rules.limit:
+            return
         if books.workspace_bytes > rules.limit:
-            smallest = fitted(program, books, 0)
-            least = account(smallest).workspace_bytes
-            choice.least_bytes = min(choice.least_bytes, least)
-            if least > rules.limit:
-                return
             program = fitted(program, books, rules.limit)
             books = account(program)
-            if books.workspace_bytes > rules.limit:
-                program, books = smallest, account(smallest)
-        choice.least_bytes = min(choice.least_bytes, rules.limit)
+        if books.workspace_bytes > rules.limit:
+            program, books = smallest, least
     cost = price(program, books, rules)
     best = choice.best
     if best is not None and cost > best.price * (1 + TIE):

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from shardplan.core.accounting import bound_bytes
+from shardplan.core.accounting import account, bound_bytes
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError
@@ -23,10 +23,11 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.where import Where, fabric_of
 from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.crossmesh import crossings
-from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer
+from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer, price
 from shardplan.movement.units import Problem
 
 MOST_PLACEMENTS = 64
+MOST_DESCENTS = 8
 
 
 def redistribute(
@@ -106,16 +107,36 @@ def best_program(
     """Return the cheapest program and the placement it was priced on; raises `Infeasible`."""
     bound = bound_bytes((s,), (t,))
     best: tuple[Chosen, Where | None] | None = None
-    least = float("inf")
     for place in spots(where, s, t):
         fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
         choice = choose(s, t, Rules(bound, limit, portable, fabric))
-        least = min(least, choice.least_bytes)
         if choice.best is not None and (best is None or choice.best.price < best[0].price):
             best = choice.best, place
-    if best is None:
+    if best is not None:
+        return best
+    least = None if limit is None else least_workspace(s, t, portable)
+    if limit is None or least is None or least[0] > limit:
         raise _infeasible(s, t, limit, portable, least)
-    return best
+    place = next(spots(where, s, t))
+    fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
+    rules = Rules(bound, limit, portable, fabric)
+    program, books = least[1], account(least[1])
+    return Chosen(program, books, False, price(program, books, rules), ()), place
+
+
+@lru_cache(maxsize=1024)
+def least_workspace(s: TensorType, t: TensorType, portable: bool) -> tuple[int, Program] | None:
+    """Return the smallest workspace of any plan, and that plan: searched again just below until nothing is left."""
+    bound = bound_bytes((s,), (t,))
+    low: tuple[int, Program] | None = None
+    limit = 1
+    for _ in range(MOST_DESCENTS):
+        choice = choose(s, t, Rules(bound, limit, portable))
+        if choice.least is None or (low is not None and choice.least_bytes >= low[0]):
+            break
+        low = int(choice.least_bytes), choice.least
+        limit = max(1, low[0] - 1)
+    return low
 
 
 def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
@@ -159,11 +180,13 @@ def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray
     return out
 
 
-def _infeasible(s: TensorType, t: TensorType, limit: int | None, portable: bool, least: float) -> Infeasible:
+def _infeasible(
+    s: TensorType, t: TensorType, limit: int | None, portable: bool, least: tuple[int, Program] | None
+) -> Infeasible:
     asked = f"redistribute {s} to {t}"
-    if limit is not None and np.isfinite(least):
+    if limit is not None and least is not None:
         return Infeasible(
-            f"{asked} within {limit} bytes a device: no plan; the least that works is {int(least)} bytes", int(least)
+            f"{asked} within {limit} bytes a device: no plan; the least that works is {least[0]} bytes", least[0]
         )
     if portable:
         return Infeasible(f"{asked} with portable=True: no plan without an exchange over more than half of the devices")
