@@ -16,12 +16,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from benchmarks.common import (
+    FAMILIES,
+    Facts,
+    Progress,
+    arguments,
+    facts,
+    geomean,
+    record,
+    single,
+    table,
+    to_peer,
+    told,
+    write,
+)
+from benchmarks.peers import dtensor, shardy, xla
+from benchmarks.peers.problem import Moves, Problem, lower_bound, memory_bound
 
 import shardplan as sp
 from benchmarks import suites
-from benchmarks.common import FAMILIES, Facts, Progress, arguments, facts, geomean, record, table, told, to_peer, write
-from benchmarks.peers import dtensor, shardy, xla
-from benchmarks.peers.problem import Moves, Problem, lower_bound, memory_bound
 from shardplan.hardware.certificate import Certificate
 from shardplan.hardware.where import fabric_of, priced
 
@@ -104,8 +117,11 @@ class Row:
                          "slow": self.slow[name], "family": one.family, "ops": " | ".join(one.ops)}  # fmt: skip
         for name, moves in self.peers.items():
             got = self.bytes_of(name)
-            out[name] = {"error": moves.error[:160]} if got is None else {
-                "bytes": got, "cost": self.cost_of(name), "rounds": moves.rounds_total(), "largest": moves.largest}  # fmt: skip
+            if got is None:
+                out[name] = {"error": moves.error[:160]}
+                continue
+            rounds, largest = moves.rounds_total(), moves.largest
+            out[name] = {"bytes": got, "cost": self.cost_of(name), "rounds": rounds, "largest": largest}
             if moves.rematerialised:
                 out[name]["rematerialised"] = True
         return out
@@ -115,11 +131,11 @@ def solve(suite: str, seed: int, count: int) -> list[Row]:
     """Plan all problems of a suite with us and with every peer."""
     rows: list[Row] = []
     progress = Progress(suite, count)
-    for s, t, keywords in suites.problems(suite, seed, count):
+    for s, t in single(suites.problems(suite, seed, count)):
         problem = to_peer(s, t)
         if problem is None:
             raise ValueError(f"the peers cannot say {told(s, t)}")
-        rows.append(our_row(s, t, problem, keywords))
+        rows.append(our_row(s, t, problem))
         for name, peer in PEERS.items():
             if (moves := peer(problem)) is not None:
                 rows[-1].peers[name] = moves
@@ -129,16 +145,16 @@ def solve(suite: str, seed: int, count: int) -> list[Row]:
     return rows
 
 
-def our_row(s: sp.TensorType, t: sp.TensorType, problem: Problem, keywords: dict[str, Any]) -> Row:
+def our_row(s: sp.TensorType, t: sp.TensorType, problem: Problem) -> Row:
     """Plan with and without the whole-mesh exchange, and check that both sides mean the same bounds."""
-    plans = {"default": sp.redistribute(s, t, **keywords), "portable": sp.redistribute(s, t, portable=True, **keywords)}
+    plans = {"default": sp.redistribute(s, t), "portable": sp.redistribute(s, t, portable=True)}
     for plan in plans.values():
         plan.certificate.check()
         _agree(plan.certificate, problem)
     least, bound = lower_bound(problem), memory_bound(problem)
     fabric = fabric_of(sp.Topology.parse(TWO_NODES.format(half=s.mesh.size // 2)), (s.mesh,))
     slow = {name: priced(plan.program, fabric)[1][0] / s.nbytes for name, plan in plans.items()}
-    return Row(told(s, t, **keywords), problem, least, bound, {k: facts(p) for k, p in plans.items()}, slow)
+    return Row(told(s, t), problem, least, bound, {k: facts(p) for k, p in plans.items()}, slow)
 
 
 def _agree(certificate: Certificate, problem: Problem) -> None:
@@ -156,7 +172,7 @@ def against_bound(rows: Sequence[Row], name: str) -> dict[str, Any]:
     solved = [r for r in rows if r.bytes_of(name) is not None]
     ratios = [_bytes(r, name) / r.least for r in solved if r.least]
     memory = [r.largest_of(name) / r.bound for r in solved]
-    out = {
+    out: dict[str, Any] = {
         "solved": len(solved),
         "wrong or failed": sum(name in r.peers and not r.peers[name].correct for r in rows),
         "not representable": sum(name not in r.peers and name not in r.ours for r in rows),
@@ -232,7 +248,7 @@ def _mean(values: Iterable[float]) -> float:
 def shardy_failures() -> list[dict[str, Any]]:
     """The two inputs on which the pass ends elsewhere or breaks, with what it does and our plans, run and compared."""
     out: list[dict[str, Any]] = []
-    for s, t, _ in suites.problems("X", 0, len(suites.MESHES) + 99):
+    for s, t in single(suites.problems("X", 0, 99)):
         problem = to_peer(s, t)
         if problem is None or s.mesh.size not in (12, 24) or not s.all_even:
             continue
@@ -291,7 +307,7 @@ def show_failures(entries: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = arguments("bytes_vs_peers", "Bytes of our plans against the bound and the peers.", 300, of="problems of s8")
+    parser = arguments("bytes_vs_peers", "Bytes of our plans, the bound and the peers.", 300, of="problems of s8")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     counts = {"s8": options.count, "s16": max(1, options.count * 2 // 3)}

@@ -12,14 +12,15 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.peers.problem import CHARGE_PER_ROUND, Problem
+
+from benchmarks import suites
 from shardplan.core.accounting import account
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Exchange, Op, Permute, Slice
@@ -294,13 +295,25 @@ def to_peer(s: TensorType, t: TensorType) -> Problem | None:
     return Problem(tuple(zip(mesh.axes, mesh.sizes, strict=True)), s.shape, s.itemsize, s.layout.dims, t.layout.dims)
 
 
+def listed(ends: TensorType | Sequence[TensorType]) -> list[TensorType]:
+    """One end of a request as a list: of one type, or of a batch."""
+    return [ends] if isinstance(ends, TensorType) else list(ends)
+
+
+def single(cases: Iterable[suites.Case]) -> Iterator[tuple[TensorType, TensorType]]:
+    """The problems that are no batches and have no further keywords."""
+    for s, t, keywords in cases:
+        if isinstance(s, TensorType) and isinstance(t, TensorType) and not keywords:
+            yield s, t
+
+
 def told(s: TensorType | Sequence[TensorType], t: TensorType | Sequence[TensorType], **keywords: Any) -> str:
     """A request in text, which `TensorType.parse` and `Mesh.parse` read back."""
     if isinstance(s, TensorType) and isinstance(t, TensorType):
         meshes = str(s.mesh) if s.mesh == t.mesh else f"{s.mesh} -> {t.mesh}"
         text = f"{meshes}: {s} -> {t}"
     else:
-        pairs = list(zip(s, t, strict=True))  # type: ignore[arg-type]
+        pairs = list(zip(listed(s), listed(t), strict=True))
         text = f"{len(pairs)} tensors: " + "; ".join(told(a, b) for a, b in pairs[:3]) + (" ..." if pairs[3:] else "")
     return text + "".join(f", {k}={v}" for k, v in keywords.items())
 

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import shardplan as sp
-from benchmarks import suites
 from benchmarks.common import Progress, arguments, record, table, told, use_tests, write
 from benchmarks.peers.problem import CHARGE_PER_ROUND
+
+import shardplan as sp
+from benchmarks import suites
 from shardplan.core.accounting import account, bound_bytes
 
 MESHES: tuple[tuple[int, ...], ...] = (
@@ -35,7 +36,9 @@ MESHES: tuple[tuple[int, ...], ...] = (
     (8,), (12,), (4, 2), (2, 6), (2, 2, 2), (2, 3, 2), (3, 2, 3), (5, 3, 2), (7, 2, 2),
 )  # fmt: skip
 MODES = ("typed", "portable", "all")  # numbered as `tests/exhaustive.py` numbers them
-CLAIMS = (("default", "typed", "<="), ("portable", "typed", "<="), ("portable", "portable", "=="), ("default", "all", "=="))
+CLAIMS = (
+    ("default", "typed", "<="), ("portable", "typed", "<="), ("portable", "portable", "=="), ("default", "all", "=="),
+)  # fmt: skip
 TIE = 1e-9
 KINDS = {"roomy": 0.9, "tight": 0.06, "uneven": 0.04}
 
@@ -52,11 +55,11 @@ class Tally:
 
 
 def _name(claim: tuple[str, str, str]) -> str:
-    return "{} {} {}".format(claim[0], claim[2], claim[1])
+    return f"{claim[0]} {claim[2]} {claim[1]}"
 
 
 def pairs(kind: str, seed: int, count: int) -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
-    """Yield pairs of a kind: shared evenly by meshes and numbers of dims, what small ones cannot use going to others."""
+    """Yield pairs of a kind, shared by meshes and numbers of dims; what small ones cannot use goes to others."""
     rng = random.Random(f"exhaustive {kind} {seed}")
     grids = [(sizes, ndim) for ndim in (1, 2, 3) for sizes in MESHES]
     if kind != "roomy":
@@ -143,7 +146,8 @@ def compare(s: sp.TensorType, t: sp.TensorType, tally: Tally) -> list[dict[str, 
             row = {"problem": told(s, t), "claim": _name(claim), "ours": mine, "exhaustive": its}
             if s.all_even and t.all_even:
                 row["exhaustive over even types"] = least(s, t, mode, even=True)
-            out.append(row | {"status": found[name][1], "ops": found[name][2], "ratio": mine / its if its else math.inf})
+            ratio = mine / its if its else math.inf
+            out.append(row | {"status": found[name][1], "ops": found[name][2], "ratio": ratio})
     return out
 
 
@@ -177,7 +181,8 @@ def main() -> None:
         },
         "counterexamples": counterexamples,
     }  # fmt: skip
-    write(options.out, record({"count": options.count, "seed": options.seed, "meshes": MESHES, "dims": [1, 2, 3]}, result))
+    parameters = {"count": options.count, "seed": options.seed, "meshes": MESHES, "dims": [1, 2, 3]}
+    write(options.out, record(parameters, result))
 
 
 if __name__ == "__main__":

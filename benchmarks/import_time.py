@@ -42,7 +42,8 @@ def process(program: str) -> tuple[float, str]:
 def main() -> None:
     parser = arguments("import_time", "The import of shardplan beyond numpy.", 15, of="pairs of processes")
     options = parser.parse_args()
-    process(NUMPY), process(OURS)  # files into the cache, bytecode written
+    process(NUMPY)
+    process(OURS)  # files into the cache, bytecode written
     seconds: dict[str, list[float]] = {"bare": [], "with its names": [], "process, beyond numpy's": []}
     modules: set[str] = set()
     for _ in range(options.count):

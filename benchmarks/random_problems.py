@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from benchmarks.common import Progress, arguments, listed, record, table, told, use_tests, write
 
 import shardplan as sp
 from benchmarks import suites
-from benchmarks.common import Progress, arguments, record, table, told, use_tests, write
 
 SMALL, LARGE = 24, 65_536
 CHUNK = 250
@@ -69,7 +69,14 @@ class Chunk:
             yield from (_small(case) for case in suites.problems(self.suite, 0, self.count))
             return
         most, count = (LARGE, 100 * self.count) if self.large else (SMALL, self.count)
-        yield from suites.problems(self.suite, self.seed, count, most_devices=most, **MAKER)
+        yield from suites.problems(
+            self.suite,
+            self.seed,
+            count,
+            most_devices=most,
+            most_multiple=MAKER["most_multiple"],
+            most_tensors=MAKER["most_tensors"],
+        )
 
 
 @dataclass(slots=True)
@@ -79,7 +86,8 @@ class Tally:
     problems: int = 0
     plans: int = 0
     run: int = 0
-    infeasible: int = 0  # with a limit or `portable`, and rightly
+    over_limit: int = 0  # refused for the limit, rightly
+    not_portable: int = 0  # refused with `portable`
     faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
     seconds: float = 0.0
     statuses: dict[str, int] = field(default_factory=dict)
@@ -91,7 +99,8 @@ class Tally:
         self.problems += other.problems
         self.plans += other.plans
         self.run += other.run
-        self.infeasible += other.infeasible
+        self.over_limit += other.over_limit
+        self.not_portable += other.not_portable
         self.seconds += other.seconds
         self.faults = {k: n + other.faults[k] for k, n in self.faults.items()}
         self.statuses = dict(collections.Counter(self.statuses) + collections.Counter(other.statuses))
@@ -108,7 +117,7 @@ class Fault(Exception):
 
 
 def _mesh(case: suites.Case) -> sp.Mesh:
-    return case[0][0].mesh if isinstance(case[0], list) else case[0].mesh
+    return listed(case[0])[0].mesh
 
 
 def _small(case: suites.Case) -> suites.Case:
@@ -165,31 +174,32 @@ def one(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], runs: bool, ta
     except sp.Infeasible as refusal:
         if not keywords:
             raise
-        plan = least_plan(s, t, keywords, refusal)
-        tally.infeasible += 1
-        if plan is None:
+        if "memory_limit" not in keywords:
+            tally.not_portable += 1
             return
+        plan = least_plan(s, t, keywords, refusal)
+        tally.over_limit += 1
     tally.plans += 1
     status = plan.certificate.status
     tally.statuses[status] = tally.statuses.get(status, 0) + 1
-    hold(plan, [t] if isinstance(t, sp.TensorType) else t)
+    hold(plan, listed(t))
     if runs:
-        reason = use_tests("oracle").unsound(plan.program, [t] if isinstance(t, sp.TensorType) else t)
+        reason = use_tests("oracle").unsound(plan.program, listed(t))
         tally.run += 1
         if reason is not None:
             raise Fault("wrong", reason)
 
 
-def least_plan(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], refusal: sp.Infeasible) -> sp.Plan | None:
+def least_plan(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], refusal: sp.Infeasible) -> sp.Plan:
     """The plan that a refusal says is possible; raises `Fault` when it is not, or when less would do."""
-    if "memory_limit" not in keywords:
-        return None  # portable: no plan without an exchange over more than half of the devices
     least = refusal.least_bytes
     if least is None or least <= keywords["memory_limit"]:
         raise Fault("exception", f"refuses a limit of {keywords['memory_limit']}, and states {least} as the least")
-    plan = sp.redistribute(s, t, **(keywords | {"memory_limit": least}))
+    enough: dict[str, Any] = keywords | {"memory_limit": least}
+    short: dict[str, Any] = keywords | {"memory_limit": least - 1}
+    plan = sp.redistribute(s, t, **enough)
     with contextlib.suppress(sp.Infeasible):
-        sp.redistribute(s, t, **(keywords | {"memory_limit": least - 1}))
+        sp.redistribute(s, t, **short)
         raise Fault("exception", f"states {least} bytes as the least limit, but solves {least - 1}")
     return plan
 
@@ -264,9 +274,18 @@ def show(totals: dict[str, Tally]) -> None:
     everything = Tally()
     for tally in totals.values():
         everything.add(tally)
-    heads = ("suite", "problems", "plans", "run", "infeasible", *FAULTS, "ms each")
+    heads = ("suite", "problems", "plans", "run", "over limit", "not portable", *FAULTS, "ms each")
     rows = [
-        [name, t.problems, t.plans, t.run, t.infeasible, *t.faults.values(), 1e3 * t.seconds / max(1, t.problems)]
+        [
+            name,
+            t.problems,
+            t.plans,
+            t.run,
+            t.over_limit,
+            t.not_portable,
+            *t.faults.values(),
+            1e3 * t.seconds / max(1, t.problems),
+        ]
         for name, t in [*totals.items(), ("all", everything)]
     ]
     print(table(heads, rows, "random problems"))
@@ -291,7 +310,8 @@ def main() -> None:
         "faults": faults,
         "seconds": time.perf_counter() - started,
         "suites": {
-            name: {k: v for k, v in asdict(t).items() if k not in ("failures", "peak_memory")} for name, t in totals.items()
+            name: {k: v for k, v in asdict(tally).items() if k not in ("failures", "peak_memory")}
+            for name, tally in totals.items()
         },
         "peak memory of a worker, MB": max(t.peak_memory for t in totals.values()) / 1024,
         "failures": [f for t in totals.values() for f in t.failures][:LISTED],

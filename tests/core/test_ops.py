@@ -173,14 +173,15 @@ def test_send_delivers_and_receives_the_least(case: tuple[TensorType, TensorType
 
 @settings(max_examples=150, deadline=None)
 @given(some.applied(("even", "uneven")), st.integers(2, 5))
-def test_chunks_change_neither_type_nor_bytes_and_never_add_staging(case: tuple[Op, TensorType], chunks: int) -> None:
+def test_chunks_change_neither_type_nor_bytes(case: tuple[Op, TensorType], chunks: int) -> None:
     op, t = case
     if not hasattr(op, "chunks"):
         return
     cut = dataclasses.replace(op, chunks=chunks)  # pyright: ignore
     assert cut.infer(t) == op.infer(t)
     assert cut.received(t).tolist() == op.received(t).tolist()
-    assert cut.staging(t) <= 2 * max(t.local_bytes(), op.infer(t)[0].local_bytes())
+    finer = dataclasses.replace(op, chunks=2 * chunks)  # pyright: ignore
+    assert finer.staging(t) <= cut.staging(t), "staging falls with the number of chunks, once there are several"
 
 
 @settings(max_examples=200, deadline=None)
@@ -261,6 +262,24 @@ REFUSED: list[tuple[Op, str, str]] = [
     (ToPartial(("a",), "sum"), "f32[12, 6]{max:b}",
      "to_partial(sum): f32[12, 6]{max:b} is already partial with max"),
 ]  # fmt: skip
+
+
+SPLIT = Mesh(a=8).split("a", node=2, gpu=4)
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Slice(0, ("a.gpu",)), "i32[2@a.node, 4]"), (AllToAll(1, 0, ("a.gpu",)), "i32[2@a.node, 4@a.gpu]"),
+        (AllGather(0, ("a.gpu",)), "i32[2@a, 4]"), (AllToAll(0, 1, ("a.gpu",)), "i32[2@a, 4]"),
+        (ReduceScatter(0, ("a.gpu",)), "i32[2@a.node, 4]{+a.gpu}"), (ToPartial(("a.gpu",)), "i32[2@a, 4]"),
+    ],
+)  # fmt: skip
+def test_a_sub_axis_may_not_complete_an_uneven_axis(op: Op, text: str) -> None:
+    """2 elements over 8 in one ceiling are not 2 elements over 2 and then over 4."""
+    with pytest.raises(TypingError) as error:
+        op.infer(T(text, SPLIT))
+    assert str(error.value).endswith("no parts of those over other sub-axes; legal there are whole axes")
 
 
 @pytest.mark.parametrize(("op", "text", "message"), REFUSED, ids=lambda x: str(x)[:40])

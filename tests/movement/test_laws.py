@@ -266,6 +266,20 @@ def test_t10_a_detour_is_never_cheaper(pair: Pair, rng: random.Random, portable:
         assert oracle.cost(plan.program, bound) <= detour * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("i32[4@a, 4@c]{+b}", "i32[4, 4@a]"), ("i32[4@a, 4@c]{+b}", "i32[4@c, 4@a]"),
+     ("i32[4@a, 4@c]", "i32[4@c, 4@a]{max:b}"), ("i32[2]{+b}", "i32[2@(a,b)]"), ("i32[2]{root:b}", "i32[2@(a,b)]"),
+     ("i32[4@a, 4@c]{+b}", "i32[4@c, 4]{max:b}")],
+)  # fmt: skip
+def test_marks_of_size_one_say_nothing(source: str, target: str) -> None:
+    mesh = sp.Mesh(a=2, b=1, c=2)
+    s, t = sp.TensorType.parse(source, mesh), sp.TensorType.parse(target, mesh)
+    plan = sp.redistribute(s, t)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t]) is None
+
+
 ONCE = """
 import shardplan as sp
 from benchmarks.suites import problems

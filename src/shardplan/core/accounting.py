@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.core.messages import kept
 from shardplan.core.ops import Send
 from shardplan.core.program import Program, Step
-from shardplan.core.tensor import TensorType, same
+from shardplan.core.tensor import TensorType, live_reduction, same
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
 
@@ -129,7 +129,7 @@ def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.nd
     for name in t.layout.root:
         needs = np.where(t.mesh.coordinate(name) == 0, needs, 0)
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
-    if t.mesh == s.mesh and source == target and s.layout.reduction == t.layout.reduction:
+    if t.mesh == s.mesh and source == target and live_reduction(s) == live_reduction(t):
         needs = np.where(needs > 0, needs - kept(s, t), 0)
     elif target:
         needs = np.zeros_like(needs)

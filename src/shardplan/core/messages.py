@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.tensor import TensorType, counter
+from shardplan.core.tensor import TensorType, counter, live_reduction
 
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times
 
@@ -260,7 +260,7 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
             return None
         have, want = have * len(cuts) + index, want * len(cuts) + first
     addends, renamed = (math.prod(s.mesh.span(x).size for x in u.layout.partial) for u in (s, t))
-    if addends != renamed or s.layout.reduction != t.layout.reduction:
+    if addends != renamed or live_reduction(s) != live_reduction(t):
         return None
     have, want = have * addends + _addend(s), want * addends + _addend(t)
     holds, wants = at_root(s) & (s.elements() > 0), at_root(t) & (t.elements() > 0)

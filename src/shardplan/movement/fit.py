@@ -136,6 +136,7 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     best = choice.best
     if best is not None and cost > best.price * (1 + TIE):
         return
-    rank = (len(program.steps), sum(books.rounds), tuple(op_text(s.op, s.operands) for s in program.steps))
+    moving = sum(r > 0 for r in books.rounds)
+    rank = (moving, len(program.steps), sum(books.rounds), tuple(op_text(s.op, s.operands) for s in program.steps))
     if best is None or cost < best.price * (1 - TIE) or rank < best.rank:
         choice.best = Chosen(program, books, exact, cost, rank)

@@ -31,7 +31,7 @@ from shardplan.core.ops.base import (
     typed,
 )
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType, counter
+from shardplan.core.tensor import TensorType, counter, live_reduction
 from shardplan.errors import TypingError
 
 Dims = int | tuple[int, ...]
@@ -65,6 +65,23 @@ def with_dims(layout: Layout, mesh: Mesh, changed: dict[int, tuple[int, ...]]) -
     """Return the layout with the atoms of some dims replaced."""
     dims = tuple(mesh.fold(changed[d]) if d in changed else names for d, names in enumerate(layout.dims))
     return replace(layout, dims=dims)
+
+
+def nested(op: str, t: TensorType, u: TensorType) -> TensorType:
+    """Return `u`, or raise `TypingError` where an uneven dim gains or loses less than whole axes.
+
+    Nested ceilings differ from the flat one: a sub-axis that completes a run does not refine the tiles it had before.
+    """
+    for d, (x, y) in enumerate(zip(t.layout.dims, u.layout.dims, strict=True)):
+        if t.even[d] and u.even[d]:
+            continue
+        a, b = (tuple(n for n in names if t.mesh.span(n).size > 1) for names in (x, y))
+        if a[: len(b)] != b and b[: len(a)] != a:
+            raise TypingError(
+                f"{op}: dim {d} is uneven in {t if u.even[d] else u}, where its tiles are no parts of those over other "
+                f"sub-axes; legal there are whole axes"
+            )
+    return u
 
 
 def without_suffix(op: str, t: TensorType, dim: int, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -114,7 +131,8 @@ class Slice(Collective):
         """Append the axes; sub-axes need an even dim (the type refuses them otherwise)."""
         check_dim(self.name, t, self.dim)
         atoms = unused(self.name, t, self.axes)
-        return t.with_layout(with_dims(t.layout, t.mesh, {self.dim: t.atoms[self.dim] + atoms}))
+        u = t.with_layout(with_dims(t.layout, t.mesh, {self.dim: t.atoms[self.dim] + atoms}))
+        return nested(self.name, t, u)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Nothing moves."""
@@ -151,7 +169,7 @@ class AllGather(Collective):
         """Remove the suffixes."""
         check_chunks(self.name, self.chunks)
         changed = {d: without_suffix(self.name, t, d, a) for d, a in by_dim(self.name, self.dim, self.axes).items()}
-        return t.with_layout(with_dims(t.layout, t.mesh, changed))
+        return nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Assemble within groups."""
@@ -191,7 +209,7 @@ class AllToAll(Collective):
         if sorted(moved) != sorted(t.mesh.expand(self.axes)):
             raise TypingError(f"{self.name}: order {axes_text(self.order)} does not permute {axes_text(self.axes)}")
         changed = {self.src_dim: left, self.dst_dim: t.atoms[self.dst_dim] + moved}
-        return t.with_layout(with_dims(t.layout, t.mesh, changed))
+        return nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Assemble within groups."""
@@ -325,7 +343,7 @@ class Exchange(Collective):
         check_chunks(self.name, self.chunks)
         u = t.with_layout(self.layout)
         parts = [set(t.mesh.expand(x)) for x in (t.layout.partial, u.layout.partial, t.layout.root, u.layout.root)]
-        if parts[0] != parts[1] or parts[2] != parts[3] or t.layout.reduction != u.layout.reduction:
+        if parts[0] != parts[1] or parts[2] != parts[3] or live_reduction(t) != live_reduction(u):
             raise TypingError(f"exchange: {t} and {u} differ in their partial or root axes; those must be equal")
         if self.axes and not self._covered(t, u):
             raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")

@@ -16,7 +16,7 @@ from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import Array, Collective, Shards, cut, major, poison
-from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, unused, with_dims, without_suffix
+from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -79,7 +79,8 @@ class ReduceScatter(Collective):
             check_dim(self.name, t, d)
             changed[d] = t.atoms[d] + t.mesh.expand(names)
         layout = with_dims(t.layout, t.mesh, changed)
-        return t.with_layout(replace(layout, partial=left, reduction=self.reduction if left else None))
+        u = t.with_layout(replace(layout, partial=left, reduction=self.reduction if left else None))
+        return nested(self.name, t, u)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """q - 1 addends of the part that a device keeps."""
@@ -254,6 +255,7 @@ class ToPartial(Collective):
             unused(self.name, t, self.axes)
         else:
             layout = with_dims(layout, t.mesh, {d: without_suffix(self.name, t, d, self.axes)})
+            nested(self.name, t, t.with_layout(layout))
         if self.reduction == "root":
             if d is not None:
                 raise TypingError(f"to_partial(root) over {axes_text(self.axes)}: they must be unused in {t}")
