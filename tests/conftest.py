@@ -1,13 +1,15 @@
-"""What all tests share: how Hypothesis runs, and which tests need a GPU."""
+"""What all tests share: how Hypothesis runs, and which tests need a GPU.
 
-import os
+Hypothesis draws the same examples on every run, so a tree that passes keeps passing; `--hypothesis-profile=explore`
+draws others each time. A test's own `@settings` are on top of either.
+"""
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

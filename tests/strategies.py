@@ -111,9 +111,7 @@ def pairs(
     uneven = kind == "uneven"
     shape = suites.uneven_shape(rng, (mesh, mesh), names) if uneven else suites.even_shape(rng, mesh, names, 2)
     reduction = drawn[0][3]
-    s, t = (
-        TensorType("i32", shape, n, mesh, partial=dict.fromkeys(p, reduction), root=r) for n, p, r, _ in drawn
-    )
+    s, t = (TensorType("i32", shape, n, mesh, partial=dict.fromkeys(p, reduction), root=r) for n, p, r, _ in drawn)
     return s, t
 
 

@@ -120,9 +120,7 @@ def tampered_ops(rng: random.Random, program: sp.Program) -> list[sp.Program]:
             steps = [*program.steps[:k], Step(op, step.operands, step.results), *program.steps[k + 1 :]]
             out += typed(program.inputs, steps, program.outputs)
         alias = dict(zip(step.results, step.operands, strict=True))
-        rest = [
-            Step(x.op, tuple(alias.get(o, o) for o in x.operands), x.results) for x in program.steps[k + 1 :]
-        ]
+        rest = [Step(x.op, tuple(alias.get(o, o) for o in x.operands), x.results) for x in program.steps[k + 1 :]]
         out += typed(program.inputs, [*program.steps[:k], *rest], tuple(alias.get(o, o) for o in program.outputs))
     rng.shuffle(out)
     return out

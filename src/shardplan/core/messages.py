@@ -15,6 +15,7 @@ import numpy as np
 
 from shardplan.core.tensor import TensorType, counter, live_reduction
 
+MOST_MESSAGES = 2**21  # more than these are bounded, not listed
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times
 
 
@@ -137,14 +138,44 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
 @lru_cache(maxsize=RECENT)
 def peers(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
+    count = np.ones(t.mesh.size, dtype=np.int64)
+    for d, (first, last) in enumerate(_ranges(s, t)):
+        cuts = tiles(s, d)
+        full = np.concatenate([[0], np.cumsum(cuts[:, 1] > cuts[:, 0])])  # empty tiles send nothing
+        count *= np.maximum(full[np.maximum(last, first)] - full[first], 0)
+    count -= kept(s, t) > 0
+    return int(np.where(at_root(t) & (t.elements() > 0), count, 0).max(initial=0))
+
+
+def message_count(s: TensorType, t: TensorType) -> int:
+    """Return an upper bound of the number of messages of the general move."""
+    return t.mesh.size * math.prod(int(max(1, (last - first).max(initial=0))) for first, last in _ranges(s, t))
+
+
+def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
+    """Say whether groups over `axes` hold all that their members need: every sender is its receiver but for those axes.
+
+    One mesh. Even types are decided by their atoms, small moves by their messages; of large uneven moves some that are
+    covered are not recognised.
+    """
+    free = set(s.mesh.expand(axes))
     if s.all_even and t.all_even:
-        count = np.ones(t.mesh.size, dtype=np.int64)
-        for first, last in _ranges(s, t):
-            count *= last - first
-        count -= kept(s, t) > 0
-        return int(np.where(at_root(t), count, 0).max(initial=0))
-    _, receivers, _ = messages(s, t)
-    return int(np.bincount(receivers, minlength=1).max()) if len(receivers) else 0
+        return moved_atoms(s, t) <= free
+    if message_count(s, t) <= MOST_MESSAGES:
+        senders, receivers, _ = messages(s, t)
+        fixed = [a for k, a in enumerate(s.mesh.atoms) if k not in free]
+        return all(np.array_equal(senders // a.stride % a.size, receivers // a.stride % a.size) for a in fixed)
+    wanted = at_root(t) & (t.elements() > 0)
+    for d, (first, last) in enumerate(_ranges(s, t)):
+        inner = 1
+        for name in reversed(s.layout.dims[d]):
+            span = s.mesh.span(name)
+            if not set(span.atoms) <= free:
+                low, high = first // inner, np.maximum(last - 1, first) // inner
+                if np.any(wanted & ((low != high) | (low % span.size != s.mesh.coordinate(name)))):
+                    return False
+            inner *= span.size
+    return True
 
 
 @lru_cache(maxsize=RECENT)
@@ -161,6 +192,8 @@ def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
         inside = [bool(np.all(b - a == 1)) for a, b in _ranges(s, t)]
         around = [bool(np.all(b - a == 1)) for a, b in _ranges(t, s)]
         return int(_sent(s, t).max()), got, all(around), all(inside)
+    if message_count(s, t) > MOST_MESSAGES:
+        return int(s.elements().max()) * _copies(s, t), got, False, False
     senders, _, sizes = messages(s, t)
     held, needed = s.elements()[senders], np.asarray(sizes)
     receivers = messages(s, t)[1]
@@ -170,6 +203,14 @@ def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
         bool(np.all(needed == held)),
         bool(np.all(needed == t.elements()[receivers])),
     )
+
+
+def _copies(s: TensorType, t: TensorType) -> int:
+    """Return how many receivers of one tile a device may serve at most."""
+    if s.mesh != t.mesh:
+        return t.mesh.size // math.prod(t.mesh.span(n).size for d in t.layout.dims for n in d)
+    used = {a for run in s.atoms for a in run}
+    return math.prod(s.mesh.atoms[a].size for a in used - {a for run in t.atoms for a in run})
 
 
 def _sent(s: TensorType, t: TensorType) -> np.ndarray:

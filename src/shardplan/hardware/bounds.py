@@ -7,7 +7,7 @@ devices concerned. Where a level reduces in the network, reductions have no coun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,11 +111,27 @@ def lower_bound_seconds(src_boxes: Ints, dst_boxes: Ints, itemsize: float, ids: 
         Seconds: the largest over units of the bytes that must enter, over the unit's capacity, plus one latency and the
         launch; 0 if nothing must move.
     """
+    return batch_lower_bound_seconds([(src_boxes, dst_boxes, itemsize)], ids, fabric)
+
+
+def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric) -> float:
+    """Bound the time of several movements that share the wires from below; see `lower_bound_seconds`.
+
+    Args:
+        moves: Triples of source boxes, destination boxes and bytes of an element.
+        ids: Device ids of the rows of all boxes, `[n]`.
+        fabric: The resources.
+
+    Returns:
+        Seconds.
+    """
     place = fabric.place(ids)
     worst, outermost = 0.0, -1
     for j, wires in enumerate(fabric.wires):
         unit, row = np.unique(place // wires.stride, return_inverse=True)
-        entry = entry_bytes(src_boxes, dst_boxes, row.reshape(-1), itemsize)
+        entry = np.zeros(len(unit))
+        for src_boxes, dst_boxes, itemsize in moves:
+            entry = entry + entry_bytes(src_boxes, dst_boxes, row.reshape(-1), itemsize)
         if bool((entry > 0).any()):
             outermost = j if outermost < 0 else outermost
             worst = max(worst, float((entry / fabric.capacity(j)[unit]).max()))

@@ -12,7 +12,7 @@ from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TopologyError
-from shardplan.hardware.bounds import lower_bound_seconds
+from shardplan.hardware.bounds import batch_lower_bound_seconds
 from shardplan.hardware.cost import Fabric, level_bytes, seconds
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -62,8 +62,8 @@ def step_seconds(program: Program, fabric: Fabric) -> list[float]:
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
     """Return a lower bound in seconds.
 
-    The larger of what each device must receive of all tensors over its own ports, and of each tensor's cut bounds over
-    every unit of every level (tensors with addends claim no cut: a unit may hold them all).
+    The larger of what each device must receive of all tensors over its own ports, and of the cut bounds over every unit
+    of every level (tensors with addends claim no cut: a unit may hold them all).
     """
     ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
     least = sum(
@@ -71,6 +71,7 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     )
     worst = np.max(least / fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)], initial=0.0)
     best = float(worst) + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+    moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
             continue
@@ -78,5 +79,5 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
         for side, x in zip(boxes, (s, t), strict=True):
             held = at_root(x)
             side[np.searchsorted(ids, x.mesh.ids)[held]] = x.boxes()[held]
-        best = max(best, lower_bound_seconds(boxes[0], boxes[1], s.itemsize, ids, fabric))
-    return best
+        moves.append((boxes[0], boxes[1], s.itemsize))
+    return max(best, batch_lower_bound_seconds(moves, ids, fabric))

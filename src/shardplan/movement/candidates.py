@@ -74,9 +74,9 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         for limit in _limits(p, a, b, allowed, request.limit):
             path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
             if path is not None:
-                exact = path.exact and p.fine and priced and whole and not timed
+                exact = path.exact and p.fine and p.countable and priced and whole and not timed
                 yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
-                if not timed and priced and whole and path.exact:
+                if not timed and priced and whole and path.exact and p.countable:
                     if limit is None:
                         return
                     continue

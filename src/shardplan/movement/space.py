@@ -71,7 +71,8 @@ class Space:
         products = np.unique(self.list_product)
         index = np.searchsorted(products, self.list_product)
         met = np.array([[_meeting(int(a), int(b)) for b in products] for a in products], dtype=np.int32)
-        self.met = met[index[:, None], index[None, :]]
+        self.met = met[:, :, 0][index[:, None], index[None, :]]
+        self.met_away = met[:, :, 1][index[:, None], index[None, :]]
         self.refines = (products[None, :] % products[:, None] == 0)[index[:, None], index[None, :]]
 
     def _enumerate(self, k: int, partial: int, root: int) -> None:
@@ -114,7 +115,7 @@ class Space:
         a, b = self.types[sources], self.types[targets]
         shape = np.broadcast_shapes(sources.shape, targets.shape)
         extends, shrinks, comparable, refines = (np.ones(shape, dtype=bool) for _ in range(4))
-        larger, count = np.ones(shape), np.ones(shape)
+        larger, count, away = np.ones(shape), np.ones(shape), np.zeros(shape)
         moved, grown, cut = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         changed = np.zeros(shape, dtype=np.int8)
         for d in range(self.ndim):
@@ -125,6 +126,9 @@ class Space:
             comparable &= forth | back
             refines &= self.refines[x, y]
             larger *= np.maximum(self.list_product[x], self.list_product[y])
+            # the busiest receiver that holds none of its box here, times what the other dims add
+            apart = np.where(forth | back, 0, self.met_away[x, y])
+            away = np.maximum(away * self.met[x, y], apart * count)
             count *= self.met[x, y]
             moved |= self.moved[x, y]
             grown |= np.where(forth & ~back, 1 << d, 0)
@@ -135,7 +139,7 @@ class Space:
         ua, ub = self.used[sources], self.used[targets]
         flat = (pa == pb) & (ra == rb)
         nbytes = size_b - np.where(comparable, 1.0 / larger, 0.0)
-        rounds = count - comparable
+        rounds = np.maximum(count - 1, away)
         kind = np.full(shape, MOVE, dtype=np.int8)
         portable = (self.group_size[moved] * 2 <= self.devices) | refines
         swap = (changed == 2) & (grown > 0) & (cut > 0) & (ua == ub)
@@ -228,13 +232,16 @@ def _choices(ndim: int, partial: int, root: int) -> tuple[int, ...]:
     return (*range(ndim + 1), *((ndim + 1,) if partial else ()), *((ndim + 2,) if root else ()))
 
 
-def _meeting(a: int, b: int) -> int:
-    """Return how many of `a` equal tiles one of `b` equal tiles meets at most."""
+def _meeting(a: int, b: int) -> tuple[int, int]:
+    """Return how many of `a` equal tiles one of `b` equal tiles meets at most, and when it misses one of them."""
     if a % b == 0:
-        return a // b
+        return a // b, a // b
     if b % a == 0:
-        return 1
-    return max(-(-(y + 1) * a // b) - y * a // b for y in range(b))
+        return 1, 1
+    spans = [(y * a // b, -(-(y + 1) * a // b)) for y in range(b)]
+    return max(stop - start for start, stop in spans), max(
+        (stop - start for start, stop in spans if stop - start < a), default=0
+    )
 
 
 @lru_cache(maxsize=64)

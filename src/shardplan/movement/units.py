@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from shardplan.core.layout import Layout
-from shardplan.core.mesh import Mesh
+from shardplan.core.mesh import Mesh, primes
 from shardplan.core.tensor import TensorType
 from shardplan.movement.space import Space, space
 
@@ -51,6 +51,11 @@ class Problem:
         """Bytes of the part of the array that a size of 1 in the graph stands for."""
         atoms = self.source.mesh.atoms
         return self.source.nbytes / math.prod(atoms[a].size for run in self.fixed for a in run)
+
+    @property
+    def countable(self) -> bool:
+        """Whether the graph's rounds are exact: with one prime, every box meets equally many tiles."""
+        return len({p for size in self.graph.sizes for p in primes(size)}) <= 1
 
     def node(self, t: TensorType) -> int:
         """Return the state of a type made of whole units."""

@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, lacking, messages, moved_atoms, own_places, peers, permutation, traffic
+from shardplan.core.messages import at_root, lacking, messages, own_places, peers, permutation, stays, traffic
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
@@ -345,17 +345,9 @@ class Exchange(Collective):
         parts = [set(t.mesh.expand(x)) for x in (t.layout.partial, u.layout.partial, t.layout.root, u.layout.root)]
         if parts[0] != parts[1] or parts[2] != parts[3] or live_reduction(t) != live_reduction(u):
             raise TypingError(f"exchange: {t} and {u} differ in their partial or root axes; those must be equal")
-        if self.axes and not self._covered(t, u):
+        if self.axes and not stays(t, u, self.axes):
             raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")
         return u
-
-    def _covered(self, t: TensorType, u: TensorType) -> bool:
-        if t.all_even and u.all_even:
-            return moved_atoms(t, u) <= set(t.mesh.expand(self.axes))
-        senders, receivers, _ = messages(t, u)
-        free = set(t.mesh.expand(self.axes))
-        fixed = [a for k, a in enumerate(t.mesh.atoms) if k not in free]
-        return all(np.array_equal(senders // a.stride % a.size, receivers // a.stride % a.size) for a in fixed)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages."""
