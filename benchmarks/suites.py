@@ -1,4 +1,4 @@
-"""The seeded problems of the redistribution specification, section 8: the single home of the generators.
+"""The seeded problems of every suite: the single home of the generators.
 
 `problems(suite, seed, count)` yields `(source, destination, keywords)` as `shardplan.redistribute` takes them; a batch
 has lists for the ends. The draws take any object with the methods of `random.Random`: property tests share them.

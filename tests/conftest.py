@@ -4,12 +4,22 @@ Hypothesis draws the same examples on every run, so a tree that passes keeps pas
 draws others each time. A test's own `@settings` are on top of either.
 """
 
+import pkgutil
+from importlib import import_module
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+import shardplan
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+# Hypothesis also draws constants that it finds in loaded modules: load all now, not as the order of tests has it.
+for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
+    if not module.name.endswith("__main__"):
+        import_module(module.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

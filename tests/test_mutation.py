@@ -145,9 +145,14 @@ def same_always(patch: Set) -> None:
 
 
 def too_small_groups(patch: Set) -> None:
-    """`moved_atoms` that returns too little, and a planner that does: groups that do not hold the data."""
-    old = emit.group_axes
-    patch(movement, "moved_atoms", lambda s, t: set(sorted(messages.moved_atoms(s, t))[1:]))
+    """An `exchange` that takes groups that do not hold the data, and a planner that names them."""
+    old, stays = emit.group_axes, messages.stays
+
+    def too_lenient(s: sp.TensorType, t: sp.TensorType, axes: tuple[str, ...]) -> bool:
+        even = s.all_even and t.all_even
+        return stays(s, t, axes) or (even and set(sorted(messages.moved_atoms(s, t))[1:]) <= set(s.mesh.expand(axes)))
+
+    patch(movement, "stays", too_lenient)
     patch(emit, "group_axes", lambda mesh, atoms: old(mesh, atoms[1:]))
 
 

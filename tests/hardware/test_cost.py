@@ -37,7 +37,7 @@ def two_levels(n, g, inner=100 * GB, outer=8 * GB, uplinks=1, lat=(0.0, 0.0)):
     )
 
 
-# ---- closed forms of spec/placement.md, section 5, to 1e-9 ----
+# ---- closed forms, to 1e-9 ----
 
 
 @pytest.mark.parametrize(("n", "g"), [(2, 2), (2, 8), (4, 16), (3, 6), (8, 4)])

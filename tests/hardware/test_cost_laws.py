@@ -1,4 +1,4 @@
-"""Laws of the cost model: spec/placement.md, section 10, item 5."""
+"""Laws of the cost model."""
 
 import dataclasses
 

@@ -1,8 +1,6 @@
 """Topology files and presets: round trips and error texts."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,13 +81,11 @@ def test_presets(name):
         assert 1e10 < topology.device.memory < 1e12
 
 
-def test_every_preset_that_the_data_rows_name_ships():
+def test_every_preset_of_published_measurements_ships():
     named = {
         "dgx-a100-40g", "dgx-a100-80g", "dgx-h100", "dgx2-v100-32g", "grand-teton-h100", "dgx-b200",
         "gb200-nvl72", "gb300-nvl72",
     }  # fmt: skip
-    for rows in Path(__file__).parents[2].glob("shared/data/*.jsonl"):
-        named |= {json.loads(line)["cluster"]["preset"] for line in rows.read_text().splitlines()}
     spec = {"gcp-a100x16", "gcp-v100x8", "dgx-a100", "dgx-h100", "nvl72", "tpu-v7", "nominal"}
     assert named | spec <= set(presets())
 

@@ -91,7 +91,7 @@ def test_an_empty_batch_and_a_batch_of_identities() -> None:
     assert sp.redistribute([], []).program.steps == ()
 
 
-@pytest.mark.parametrize("case", suites.problems("R", 0, 99), ids=lambda c: str(c)[:30])
+@pytest.mark.parametrize("case", tuple(suites.problems("R", 0, 99)), ids=lambda c: str(c)[:30])
 def test_real_moves_at_their_real_size(case: suites.Case) -> None:
     """Planned and certified, not run: every tensor of a 7B and of a mixture-of-experts model among them."""
     s, t, how = case

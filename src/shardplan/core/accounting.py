@@ -121,7 +121,8 @@ def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType
 def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.ndarray:
     """Return the bytes that each device must receive at least: int64 [devices].
 
-    Equal partial parts: the destination box minus what the device holds (nothing away from the source's mesh or root).
+    Equal partial parts: the destination box minus what the device holds (nothing away from the source's mesh or root);
+    addends are taken to be moved, not recombined.
     A partial source and a destination that is not: the whole destination box. A destination partial otherwise: 0.
     """
     ledger = _Ledger(devices)

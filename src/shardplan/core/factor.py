@@ -1,8 +1,9 @@
 """`FactorRule`: how the dims of an op's operands and results hang together, and the typing rule that follows from it.
 
-Section 1 of the simulation spec. Every dim is an ordered list of *factors*, major to minor; a factor that is sharded is
-sharded alike wherever it occurs. Invariants: a dim's size is the product of its factors' sizes; a factor of kind
-`reduce` occurs in operands only. `FactorRule.infer` is the only place where compute ops derive layouts.
+The kinds and the notation are those of Shardy's op sharding rules. Every dim is an ordered list of *factors*, major to
+minor; a factor that is sharded is sharded alike wherever it occurs. Invariants: a dim's size is the product of its
+factors' sizes; a factor of kind `reduce` occurs in operands only. `FactorRule.infer` is the only place where compute
+ops derive layouts.
 """
 
 from __future__ import annotations

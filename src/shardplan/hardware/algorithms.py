@@ -1,8 +1,7 @@
 """The collective algorithms, as latency and flows: ring, double tree, halving-doubling, binomial tree, pairwise.
 
 Each function takes the groups' members as topology ids and returns *rounds*: a latency and the flows that run together.
-Rounds run one after the other. B is the bytes a member holds before the op, k the group size (`spec/placement.md`,
-section 5).
+Rounds run one after the other. B is the bytes a member holds before the op, k the group size.
 """
 
 from __future__ import annotations

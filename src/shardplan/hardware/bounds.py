@@ -1,6 +1,6 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
-Cut, count and gather bounds of `spec/placement.md`, section 7. They hold for algorithms whose messages go between the
+Cut, count and gather bounds. They hold for algorithms whose messages go between the
 devices concerned. Where a level reduces in the network, reductions have no count bound; the others still hold.
 """
 
@@ -155,7 +155,7 @@ def all_reduce_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
     Returns:
         Seconds (bandwidth only).
 
-    Source: `spec/placement.md` section 7, Cut and Count.
+    Source: cut: every unit must be entered; count: n - 1 merges and n - 1 deliveries an element.
     """
     reduces = any(wires.level.reduces for wires in fabric.wires)
     return _bound(
@@ -174,7 +174,7 @@ def reduce_scatter_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float
     Returns:
         Seconds (bandwidth only).
 
-    Source: `spec/placement.md` section 7; the gather bound reversed.
+    Source: the gather bound reversed.
     """
     reduces = any(wires.level.reduces for wires in fabric.wires)
     return _bound(members, nbytes, fabric, lambda c, k: c / k, lambda c, k: (k - c) / k, 0 if reduces else 1)
@@ -191,7 +191,7 @@ def all_gather_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
     Returns:
         Seconds (bandwidth only).
 
-    Source: ForestColl, arXiv 2402.06787; `spec/placement.md` section 7, Gather and Count.
+    Source: ForestColl, arXiv 2402.06787.
     """
     k = np.asarray(members).shape[1]
     return _bound(members, nbytes, fabric, lambda c, k: (k - c) * 1.0, lambda c, _: c * 1.0, k)

@@ -1,8 +1,8 @@
 """`Certificate`: what is proved of a plan, and re-checked without the planner that made it.
 
 Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by the rest of
-this room. `status` is `floor` (bytes at the worst device equal the lower bound), `exact` (the planner searched all its
-families to the end: the one statement a check cannot prove) or `heuristic`.
+this room. `status` is `floor` (bytes at the worst device equal the lower bound), `exact` (nothing cheaper in
+the planner's graph of types: the one statement a check cannot prove) or `heuristic`.
 """
 
 from __future__ import annotations

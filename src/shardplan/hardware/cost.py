@@ -1,8 +1,8 @@
 """The price of a communication pattern on a fabric: seconds, bytes for each level, and the algorithm chosen.
 
 `seconds = chunks * alpha + largest load / bandwidth`, all groups of the pattern on the resources at once. Alpha is the
-launch plus the latencies of the algorithm's rounds (`spec/placement.md`, section 5); `auto` takes the cheapest
-algorithm for the pattern's sizes.
+launch plus the latencies of the algorithm's rounds (arXiv 2110.10548; NCCL tuning.cc for latencies); `auto`
+takes the cheapest algorithm for the pattern's sizes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     Raises:
         TopologyError: Unknown algorithm or collective, or a device without a place.
 
-    Source: `spec/placement.md` section 5.
+    Source: arXiv 2110.10548; NCCL tuning.cc for latencies.
 
     Example:
         >>> from shardplan.hardware.topology import Topology

@@ -1,10 +1,10 @@
 """The resources of a topology, and the load that point-to-point flows put on them.
 
-Resources are directed and full duplex (`spec/placement.md`, section 5). A flow whose outermost differing level is j
-uses the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of the receiver's. Where level j itself
-is a ring, torus or mesh, the flow goes hop by hop over the links between the two children instead, along the shortest
-arc of each dim in turn, ties clockwise; links of such a level further in are not used, every device having its own way
-out.
+Resources are directed and full duplex (the cost model of 2110.10548, with routes). A flow whose outermost differing
+level is j uses the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of the receiver's. Where
+level j itself is a ring, torus or mesh, the flow goes hop by hop over the links between the two children instead, along
+the shortest arc of each dim in turn, ties clockwise; links of such a level further in are not used, every device having
+its own way out.
 
 A unit with several uplinks: a flow of a group uses port number (place of the group among those that cross this unit)
 mod uplinks, which is the group's number mod uplinks where groups lie regularly; a single message uses the rail of the
@@ -69,7 +69,7 @@ class Fabric:
     Raises:
         TopologyError: A position is not a device of the topology.
 
-    Source: `spec/placement.md` section 5.
+    Source: arXiv 2110.10548, simulator; NCCL's ring order.
     """
 
     __slots__ = ("channels", "launch", "position", "topology", "wires")

@@ -1,7 +1,7 @@
 """Placements: how the axes of a mesh lie on the levels of a topology, as the matrix of arXiv 2110.10548.
 
 `matrix[i][j]` is the number of units of level j over which axis i is split. Row products are axis sizes and column
-products level sizes (`spec/placement.md`, section 2). Enumeration rests on the constraints being independent for each
+products level sizes (arXiv 2110.10548). Enumeration rests on the constraints being independent for each
 prime: the remaining columns can take what a row still needs exactly when its remainder divides their product.
 """
 
@@ -197,7 +197,7 @@ def placements(
     Raises:
         TopologyError: Sizes differ, or an option names an unknown axis or level.
 
-    Source: arXiv 2110.10548, as `spec/placement.md` section 2 has it.
+    Source: arXiv 2110.10548.
     """
     _check_sizes(mesh, topology)
     depth = len(topology.levels)
@@ -317,7 +317,7 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
     Raises:
         TopologyError: The ids are not a permutation of the topology's devices.
 
-    Source: `spec/placement.md` section 3, items 1 and 2.
+    Source: arXiv 2110.10548, read backwards: rows are ratios of the units a group spans.
 
     Example:
         >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))

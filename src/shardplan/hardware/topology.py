@@ -2,7 +2,7 @@
 
 A level describes how the `size` children of one parent are linked, so the sizes multiply to the number of devices. A
 *unit* of level j is one child there; units are numbered over the whole level, and a device id is the mixed-radix number
-of its level digits, outermost most significant (`spec/placement.md`, section 2). `str` prints the file format and
+of its level digits, outermost most significant. `str` prints the file format and
 `parse(str(t)) == t`; the format itself is in `topology_file.py`, presets are TOML files beside this module.
 """
 

@@ -8,7 +8,7 @@ graph (uneven dims, topologies), the direct exchange itself, and reduce-then-exc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from shardplan.movement.emit import direct, ops_of_path
 from shardplan.movement.search import STEP, Objective, shortest, tightest
 from shardplan.movement.units import Problem, problem
 
-ROUND_CHARGE = 0.002  # of bound_bytes, per round: section 4 of the redistribution spec
+ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,3 @@ def make_problem(s: TensorType, t: TensorType) -> Problem | None:
     """Return the problem over units for two types on one mesh that carry at most one reduction."""
     kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
     return problem(s, t) if len(kinds) <= 1 else None
-
-
-__all__: Sequence[str] = ("Candidate", "Request", "candidates", "is_portable", "make_problem", "plain")

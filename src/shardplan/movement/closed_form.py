@@ -131,6 +131,3 @@ def one_axis_steps(ops: list[Op], s: TensorType) -> dict[str, Counter[int]]:
         if op.name in found:
             found[op.name].update(s.mesh.atoms[a].size for a in s.mesh.expand(getattr(op, "axes", ())))
     return found
-
-
-__all__ = ["Counts", "closed_form", "counts", "one_axis_steps"]

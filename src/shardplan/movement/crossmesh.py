@@ -17,9 +17,9 @@ import numpy as np
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter, Send, Slice, ToPartial
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
-from shardplan.errors import LayoutError, TypingError
+from shardplan.errors import LayoutError
 from shardplan.movement.candidates import Candidate
 
 MOST_TILES = 24  # smaller tiles to try on the destination mesh
@@ -125,6 +125,3 @@ def crossings(s: TensorType, t: TensorType, plan: Planner) -> Iterator[Candidate
         yield Candidate((*head, Send(plain.layout, t.mesh), *tail))
         for tile, gather in _tiles(plain):
             yield Candidate((*head, Send(tile.layout, t.mesh), *gather, *tail))
-
-
-__all__ = ["Slice", "TypingError", "crossings", "relabel"]

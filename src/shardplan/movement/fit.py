@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.core.accounting import Account, account
-from shardplan.core.ops import Exchange, Op
+from shardplan.core.ops import Exchange, Op, Permute
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
@@ -137,7 +137,8 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     if best is not None and cost > best.price * (1 + TIE):
         return
     moving = sum(r > 0 for r in books.rounds)
-    many = sum(isinstance(s.op, Exchange) for s in program.steps)  # a permute has one peer on both sides
+    # a permute has one peer on both sides, and a slice none
+    many = sum(2 * isinstance(s.op, Exchange) + isinstance(s.op, Permute) for s in program.steps)
     text = tuple(op_text(s.op, s.operands) for s in program.steps)
     rank = (moving, len(program.steps), sum(books.rounds), many, text)
     if best is None or cost < best.price * (1 - TIE) or rank < best.rank:

@@ -43,7 +43,7 @@ def redistribute(
     the larger of source and destination. `portable` admits no exchange over more than half of the devices. With a
     `Topology` the best placement of a default mesh is taken, with a `Placement` that one. Raises `LayoutError` for
     types that do not describe one array, `Infeasible` (with `least_bytes`) for a limit that cannot be met.
-    Source: arXiv 2112.01075; section 4 of the specification.
+    Source: arXiv 2112.01075; `docs/paper-2112.01075.md` says how the search differs.
 
     >>> from shardplan.core.mesh import Mesh
     >>> mesh = Mesh(x=2, y=2)

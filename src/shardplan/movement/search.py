@@ -146,7 +146,6 @@ def _least_rate(objective: Objective) -> float:
 
 def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) -> Path | None:
     """Return the path whose largest (operand + result) is least: what a memory limit asks for at the very least."""
-    everyone = np.arange(len(graph.types))
     reach = np.full(len(graph.types), np.inf)
     parent = np.full(len(graph.types), -1, dtype=np.int64)
     closed = ~allowed
@@ -169,5 +168,4 @@ def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) 
     nodes = [t]
     while nodes[-1] != s:
         nodes.append(int(parent[nodes[-1]]))
-    del everyone
     return Path(tuple(reversed(nodes)), float(reach[t]), True)

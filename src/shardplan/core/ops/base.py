@@ -44,7 +44,7 @@ class Op(abc.ABC):
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
     def rounds(self, *operands: TensorType) -> int:
-        """Return the latency rounds of the step (section 4 of the redistribution spec); 0 for a local op."""
+        """Return the latency rounds of the step; 0 for a local op."""
         return 0
 
     def staging(self, *operands: TensorType) -> int:

@@ -1,4 +1,4 @@
-"""The ops that compute: Einsum, Elementwise, ReduceDims, typed by factor rules (section 1 of the simulation spec).
+"""The ops that compute: Einsum, Elementwise, ReduceDims, typed by factor rules.
 
 Each says its rule, which operands may be partial, and what it does to the shards of one device; the rest follows.
 Numbers narrower than 32 bits are computed in f32 and rounded once at the end; integers wrap as their dtype does.

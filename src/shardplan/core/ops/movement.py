@@ -1,13 +1,12 @@
 """The ops that move data and add nothing: Slice, AllGather, AllToAll, Permute, Exchange, Send.
 
-Typing rules and bytes: section 2 of the redistribution spec. Partial and root axes pass through unchanged; only
+Typing rules and bytes: the table of `docs/concepts.md`. Partial and root axes pass through unchanged; only
 `Permute` may rename them. A suffix is a contiguous minor run of the axes of a dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, lacking, messages, own_places, peers, permutation, stays, traffic
+from shardplan.core.messages import at_root, messages, own_places, peers, permutation, stays, traffic
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
@@ -294,39 +293,52 @@ class Permute(Collective):
         return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks)
 
 
-def _message_pattern(op: Exchange | Send, operands: Sequence[TensorType]) -> Pattern:
-    parts = [(t, typed(op, t), *messages(t, typed(op, t))) for t in operands]
-    width = max(u.mesh.size for _, u, *_ in parts)
-    keys = np.concatenate([s * width + r for _, _, s, r, _ in parts])
-    if not len(keys):
-        return Local(0.0)
-    weights = np.concatenate([n * t.itemsize for t, _, _, _, n in parts]).astype(np.float64)
-    unique, index = np.unique(keys, return_inverse=True)
-    t, u = parts[0][:2]
-    return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), op.chunks)
+@dataclass(frozen=True, slots=True)
+class General(Collective):
+    """A move on box intersections: every receiver hears from the holders of what it lacks (`core.messages`)."""
 
+    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
+        """Deliver the messages; what a device holds already it keeps."""
+        senders, receivers, _ = messages(t, u)
+        before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
+        own, held, needed = own_places(t, u), at_root(t), at_root(u)
+        pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
+        for r, place in enumerate(own):
+            if place >= 0 and held[place]:
+                pieces[r].append((before[place], shards[place]))
+        for s, r in zip(senders, receivers, strict=True):
+            part = meet(before[s], after[r])
+            if part is not None:
+                pieces[r].append((part, cut(shards[s], before[s], part)))
+        return [
+            assemble(after[r], pieces[r], dtype, self.name) if needed[r] else poison(u.local_shape(r), dtype)
+            for r in range(u.mesh.size)
+        ]
 
-def _message_move(shards: Shards, t: TensorType, u: TensorType, what: str) -> list[Array]:
-    senders, receivers, _ = messages(t, u)
-    before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
-    own, held, needed = own_places(t, u), at_root(t), at_root(u)
-    pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
-    for r, place in enumerate(own):
-        if place >= 0 and held[place]:
-            pieces[r].append((before[place], shards[place]))
-    for s, r in zip(senders, receivers, strict=True):
-        part = meet(before[s], after[r])
-        if part is None:
-            continue
-        pieces[r].append((part, cut(shards[s], before[s], part)))
-    return [
-        assemble(after[r], pieces[r], dtype, what) if needed[r] else poison(u.local_shape(r), dtype)
-        for r in range(u.mesh.size)
-    ]
+    def rounds(self, *operands: TensorType) -> int:
+        """The largest number of non-empty peers a device hears from."""
+        return max(peers(t, typed(self, t)) for t in operands)
+
+    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+        """All that is sent, and all that is received."""
+        return traffic(t, u)
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Explicit messages, those of all operands between two devices together."""
+        parts = [(t, typed(self, t), *messages(t, typed(self, t))) for t in operands]
+        width = max(u.mesh.size for _, u, *_ in parts)
+        keys = np.concatenate([s * width + r for _, _, s, r, _ in parts])
+        if not len(keys):
+            return Local(0.0)
+        weights = np.concatenate([n * t.itemsize for t, _, _, _, n in parts]).astype(np.float64)
+        unique, index = np.unique(keys, return_inverse=True)
+        t, u = parts[0][:2]
+        chunks: int = getattr(self, "chunks", 1)
+        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Collective):
+class Exchange(General):
     """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
 
     name: ClassVar[str] = "exchange"
@@ -349,25 +361,9 @@ class Exchange(Collective):
             raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")
         return u
 
-    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-        """Deliver the messages."""
-        return _message_move(shards, t, u, self.name)
-
-    def rounds(self, *operands: TensorType) -> int:
-        """The largest number of non-empty peers a device hears from."""
-        return max(peers(t, typed(self, t)) for t in operands)
-
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
-        """All that is sent, and all that is received."""
-        return traffic(t, u)
-
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """Explicit messages."""
-        return _message_pattern(self, operands)
-
 
 @dataclass(frozen=True, slots=True)
-class Send(Collective):
+class Send(General):
     """Move to another mesh: every device of `mesh` fetches what it lacks of its box under `layout`."""
 
     name: ClassVar[str] = "send"
@@ -384,23 +380,3 @@ class Send(Collective):
         if u.layout.partial or u.layout.root:
             raise TypingError(f"send: the result {u} may be neither partial nor rooted")
         return u
-
-    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """The new box minus what the device holds on the source mesh."""
-        return lacking(t, u)
-
-    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-        """Deliver the messages."""
-        return _message_move(shards, t, u, self.name)
-
-    def rounds(self, *operands: TensorType) -> int:
-        """The largest number of non-empty peers a device hears from."""
-        return max(peers(t, typed(self, t)) for t in operands)
-
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
-        """All that is sent, and all that is received."""
-        return traffic(t, u)
-
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """Explicit messages."""
-        return _message_pattern(self, operands)

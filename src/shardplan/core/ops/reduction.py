@@ -1,6 +1,6 @@
 """The ops that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, Broadcast, ToPartial.
 
-Typing rules and bytes: section 2 of the redistribution spec; the five collectives of 2110.10548 are among them.
+Typing rules and bytes: the table of `docs/concepts.md`; the five collectives of 2110.10548 are among them.
 """
 
 from __future__ import annotations
