@@ -177,6 +177,9 @@ def one(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], runs: bool, ta
         if "memory_limit" not in keywords:
             tally.not_portable += 1
             return
+        if refusal.least_bytes is None and never_portable(s, t, keywords):
+            tally.not_portable += 1
+            return
         plan = least_plan(s, t, keywords, refusal)
         tally.over_limit += 1
     tally.plans += 1
@@ -188,6 +191,17 @@ def one(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], runs: bool, ta
         tally.run += 1
         if reason is not None:
             raise Fault("wrong", reason)
+
+
+def never_portable(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any]) -> bool:
+    """Say whether a portable request is refused without a memory limit too."""
+    if not keywords.get("portable"):
+        return False
+    try:
+        sp.redistribute(s, t, **{k: v for k, v in keywords.items() if k != "memory_limit"})
+    except sp.Infeasible:
+        return True
+    return False
 
 
 def least_plan(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], refusal: sp.Infeasible) -> sp.Plan:
