@@ -19,7 +19,7 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.movement.closed_form import closed_form
 from shardplan.movement.emit import direct, ops_of_path
 from shardplan.movement.search import STEP, Objective, shortest, tightest
-from shardplan.movement.units import Problem, problem
+from shardplan.movement.units import Problem, common, problem
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 
@@ -140,10 +140,8 @@ def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
     axes: list[str] = []
     grown: list[Op] = []
     for d, (a, b) in enumerate(zip(s.layout.dims, t.layout.dims, strict=True)):
-        common = 0
-        while common < min(len(a), len(b)) and a[common] == b[common]:
-            common += 1
-        gone, new = (tuple(x for x in names[common:] if mesh.span(x).size > 1) for names in (a, b))
+        stay = len(common(a, b))
+        gone, new = (tuple(x for x in names[stay:] if mesh.span(x).size > 1) for names in (a, b))
         dims += [d] * len(gone)
         axes += gone
         if new:

@@ -21,7 +21,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.tensor import TensorType, same
 from shardplan.movement.space import ALL_TO_ALL, GATHER, LOCAL, REDUCE_ALL, RENAME, ROOT, SCATTER, SPREAD
-from shardplan.movement.units import Problem
+from shardplan.movement.units import Problem, common
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -96,5 +96,13 @@ def direct(source: TensorType, target: TensorType) -> list[Op]:
     if same(source, target):
         return []
     if source.all_even and target.all_even:
-        return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(moved_atoms(source, target)))))]
-    return [Exchange(target.layout)]
+        moved = moved_atoms(source, target)
+    else:  # nested tiles agree as far as the names do
+        moved = {
+            atom
+            for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
+            for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
+        }
+    return (
+        [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(moved))))] if moved else [Exchange(target.layout)]
+    )

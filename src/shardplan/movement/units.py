@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from shardplan.core.mesh import Mesh, primes
 from shardplan.core.tensor import TensorType
 from shardplan.movement.space import Space, space
 
+T = TypeVar("T")
 Run = tuple[int, ...]  # consecutive atoms of one axis
 MOST_UNITS = {0: 8, 1: 6, 2: 6, 3: 5, 4: 5}
 
@@ -156,7 +158,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
     busy = [r for r in natural if set(r) & used]
     fixed: tuple[Run, ...] = ()
     if len(busy) > most:
-        fixed = tuple(_common(a, b) if e and f else () for a, b, e, f in _pairs(source, target))
+        fixed = tuple(common(a, b) if e and f else () for a, b, e, f in _pairs(source, target))
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:
@@ -185,8 +187,8 @@ def _pairs(s: TensorType, t: TensorType) -> Iterator[tuple[Run, Run, bool, bool]
     return zip(s.atoms, t.atoms, s.even, t.even, strict=True)
 
 
-def _common(a: Run, b: Run) -> Run:
-    """The common prefix of two lists."""
+def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the common prefix of two lists."""
     n = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]
 
