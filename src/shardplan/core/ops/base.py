@@ -101,8 +101,8 @@ class Collective(Op):
         return lacking(t, u)
 
     def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return the axes of the groups, major to minor."""
-        return ()
+        """Return the axes of the groups, major to minor: the op's own `axes`, if it has any."""
+        return getattr(self, "axes", ())
 
     def rounds(self, *operands: TensorType) -> int:
         """ceil(log2 q) for gathers and reductions over q devices."""

@@ -160,10 +160,6 @@ class AllGather(Collective):
     axes: tuple[str, ...]
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The gathered axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffixes."""
         check_chunks(self.name, self.chunks)
@@ -192,10 +188,6 @@ class AllToAll(Collective):
     axes: tuple[str, ...]
     order: tuple[str, ...] = ()
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The moved axes."""
-        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffix here, append it there."""

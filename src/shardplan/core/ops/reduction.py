@@ -66,10 +66,6 @@ class ReduceScatter(Collective):
     reduction: str = "sum"
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The reduced axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Leave partial, append to the dims."""
         check_chunks(self.name, self.chunks)
@@ -113,10 +109,6 @@ class AllReduce(Collective):
     reduction: str = "sum"
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The reduced axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Leave partial."""
         check_chunks(self.name, self.chunks)
@@ -154,10 +146,6 @@ class Reduce(Collective):
     reduction: str = "sum"
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The reduced axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Move the axes from partial to root."""
         check_chunks(self.name, self.chunks)
@@ -192,10 +180,6 @@ class Broadcast(Collective):
     kind: ClassVar[str] = "broadcast"
     axes: tuple[str, ...]
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The axes spread over."""
-        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave root."""
