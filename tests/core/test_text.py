@@ -73,3 +73,9 @@ def test_what_the_parser_refuses(old: str, new: str, message: str, at: str | Non
 def test_what_does_not_type_is_refused(old: str, new: str) -> None:
     with pytest.raises(ShardplanError):
         sp.Program.parse(GOOD.replace(old, new, 1))
+
+
+def test_a_program_of_nothing_goes_round() -> None:
+    program = sp.redistribute([], []).program
+    assert str(program) == "program"
+    assert sp.Program.parse(str(program)) == program

@@ -76,7 +76,8 @@ def program_text(program: Program, note: Callable[[int, Step], str] | None = Non
         body.append((text, note(number, step) if note else ""))
     width = max((len(t) for t, _ in body if len(t) <= 110), default=0)
     lines += [f"{t:<{width}}  # {n}" if n else t for t, n in body]
-    lines.append(f"  output {', '.join('%' + o for o in program.outputs)}")
+    if program.outputs:
+        lines.append(f"  output {', '.join('%' + o for o in program.outputs)}")
     return "\n".join(lines)
 
 
