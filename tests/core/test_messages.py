@@ -11,7 +11,6 @@ import oracle
 import strategies as some
 from shardplan.core.messages import (
     at_root,
-    grid,
     kept,
     lacking,
     messages,
@@ -70,8 +69,8 @@ def test_own_places_go_by_device_id(pair: Pair) -> None:
 
 
 @given(some.types())
-def test_tiles_and_the_grid_name_every_box(t: TensorType) -> None:
-    index = grid(t)
+def test_tiles_and_the_index_name_every_box(t: TensorType) -> None:
+    index = [t.mesh.index(names) for names in t.layout.dims]
     for d in range(t.ndim):
         cuts = tiles(t, d)
         for k in range(t.mesh.size):

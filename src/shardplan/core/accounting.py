@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.messages import kept
+from shardplan.core.messages import at_root, kept
 from shardplan.core.ops import Send
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, live_reduction, same
@@ -126,9 +126,7 @@ def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.nd
     A partial source and a destination that is not: the whole destination box. A destination partial otherwise: 0.
     """
     ledger = _Ledger(devices)
-    needs = np.asarray(t.elements())
-    for name in t.layout.root:
-        needs = np.where(t.mesh.coordinate(name) == 0, needs, 0)
+    needs = np.where(at_root(t), t.elements(), 0)
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     if t.mesh == s.mesh and source == target and live_reduction(s) == live_reduction(t):
         needs = np.where(needs > 0, needs - kept(s, t), 0)

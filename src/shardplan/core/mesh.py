@@ -199,6 +199,13 @@ class Mesh:
         span = self.span(name)
         return np.arange(self.size) // span.stride % span.size
 
+    def index(self, names: Iterable[str]) -> np.ndarray:
+        """Return the mixed-radix index of every device over `names`, major first: int64 [size] in mesh order."""
+        out = np.zeros(self.size, dtype=np.int64)
+        for name in names:
+            out = out * self.span(name).size + self.coordinate(name)
+        return out
+
     def group_places(self, names: Iterable[str]) -> np.ndarray:
         """Return the groups of a collective over `names`: int64 [groups, members] of places, members major to minor."""
         return _groups(self.size, tuple((self.atoms[a].size, self.atoms[a].stride) for a in self.expand(names)))

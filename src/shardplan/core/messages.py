@@ -271,17 +271,6 @@ def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
     return moved
 
 
-def grid(t: TensorType) -> tuple[np.ndarray, ...]:
-    """Return the tile index of every device in every dim, each int64 [devices]."""
-    out: list[np.ndarray] = []
-    for names in t.layout.dims:
-        index = np.zeros(t.mesh.size, dtype=np.int64)
-        for name in names:
-            index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
-        out.append(index)
-    return tuple(out)
-
-
 @lru_cache(maxsize=RECENT)
 def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the one-to-one pairs (sender place, receiver place) of a permute from `s` to `t`, or None.
@@ -294,16 +283,16 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
     n = s.mesh.size
     have, want = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     boxes = t.boxes()
-    for d, index in enumerate(grid(s)):
+    for d, names in enumerate(s.layout.dims):
         cuts = tiles(s, d)
         first = np.minimum(np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"), len(cuts) - 1)
         if np.any((cuts[first, 1] < boxes[:, d, 1]) & (boxes[:, d, 0] < boxes[:, d, 1])):
             return None
-        have, want = have * len(cuts) + index, want * len(cuts) + first
+        have, want = have * len(cuts) + s.mesh.index(names), want * len(cuts) + first
     addends, renamed = (math.prod(s.mesh.span(x).size for x in u.layout.partial) for u in (s, t))
     if addends != renamed or live_reduction(s) != live_reduction(t):
         return None
-    have, want = have * addends + _addend(s), want * addends + _addend(t)
+    have, want = have * addends + s.mesh.index(s.layout.partial), want * addends + t.mesh.index(t.layout.partial)
     holds, wants = at_root(s) & (s.elements() > 0), at_root(t) & (t.elements() > 0)
     home = holds & wants & (have == want)
     senders, receivers = np.flatnonzero(holds & ~home), np.flatnonzero(wants & ~home)
@@ -323,10 +312,3 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
     if np.any(position >= ends[slot]):
         return None
     return senders[position], receivers
-
-
-def _addend(t: TensorType) -> np.ndarray:
-    index = np.zeros(t.mesh.size, dtype=np.int64)
-    for name in t.layout.partial:
-        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
-    return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,12 +36,8 @@ def distribute(array: Array, t: TensorType) -> list[Array]:
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
     boxes, held = t.boxes(), at_root(t)
-    addends = 1
-    index = np.zeros(t.mesh.size, dtype=np.int64)
-    for name in t.layout.partial:
-        size = t.mesh.span(name).size
-        index = index * size + t.mesh.coordinate(name)
-        addends *= size
+    addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
+    index = t.mesh.index(t.layout.partial)
     owner = np.arange(array.size).reshape(array.shape) % addends
     shards: list[Array] = []
     for k in range(t.mesh.size):

@@ -275,7 +275,7 @@ def same(t: TensorType, u: TensorType) -> bool:
     if not np.array_equal(t.boxes()[order_t], u.boxes()[order_u]):
         return False
     return all(
-        np.array_equal(_digit(t, a)[order_t], _digit(u, b)[order_u])
+        np.array_equal(t.mesh.index(a)[order_t], u.mesh.index(b)[order_u])
         for a, b in ((t.layout.partial, u.layout.partial), (t.layout.root, u.layout.root))
     )
 
@@ -287,10 +287,3 @@ def live_reduction(t: TensorType) -> str | None:
 
 def _same_reduction(t: TensorType, u: TensorType) -> bool:
     return live_reduction(t) == live_reduction(u)
-
-
-def _digit(t: TensorType, names: tuple[str, ...]) -> np.ndarray:
-    index = np.zeros(t.mesh.size, dtype=np.int64)
-    for name in names:
-        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
-    return index

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
-from shardplan.core.tensor import TensorType, same
+from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.closed_form import closed_form
 from shardplan.movement.emit import direct, ops_of_path
 from shardplan.movement.search import STEP, Objective, shortest, tightest
@@ -74,9 +74,9 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         for limit in _limits(p, a, b, allowed, request.limit):
             path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
             if path is not None:
-                exact = path.exact and p.fine and p.countable and priced and whole and not timed
-                yield Candidate(tuple(ops_of_path(p, path.nodes)), exact)
-                if not timed and priced and whole and path.exact and p.countable:
+                settled = path.exact and p.countable and priced and whole and not timed
+                yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
+                if settled:
                     if limit is None:
                         return
                     continue
@@ -109,7 +109,7 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     """Yield the sequences that need no search: direct exchange, permute, gather then slice, reduce then exchange."""
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
-    if source == target and roots[0] == roots[1] and s.layout.reduction == t.layout.reduction:
+    if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
         yield Candidate(tuple(direct(s, t)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))

@@ -48,13 +48,6 @@ def _chunk_bytes(t: TensorType, q: int, index: np.ndarray) -> np.ndarray:
     return np.clip(elements - index * chunk, 0, chunk) * t.itemsize
 
 
-def _member_index(t: TensorType, axes: tuple[str, ...]) -> np.ndarray:
-    index = np.zeros(t.mesh.size, dtype=np.int64)
-    for name in axes:
-        index = index * t.mesh.span(name).size + t.mesh.coordinate(name)
-    return index
-
-
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Collective):
     """Reduce over `axes` and keep a part: they leave partial and are appended minor to `dim` (or one dim per axis)."""
@@ -118,7 +111,7 @@ class AllReduce(Collective):
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """2 L (1 - 1/q): q - 1 addends of a device's part, then everyone else's part."""
         q = math.prod(t.mesh.span(a).size for a in self.axes)
-        part = _chunk_bytes(t, q, _member_index(t, self.axes))
+        part = _chunk_bytes(t, q, t.mesh.index(self.axes))
         return np.where(at_root(t), (q - 1) * part + t.elements() * t.itemsize - part, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
@@ -156,7 +149,7 @@ class Reduce(Collective):
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """A chain towards coordinate 0: every member but the last receives a shard."""
         q = math.prod(t.mesh.span(a).size for a in self.axes)
-        last = _member_index(t, self.axes) == q - 1
+        last = t.mesh.index(self.axes) == q - 1
         return np.where(at_root(t) & ~last, t.elements() * t.itemsize, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
@@ -193,7 +186,7 @@ class Broadcast(Collective):
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """A shard on every member but the first."""
-        first = _member_index(t, self.axes) == 0
+        first = t.mesh.index(self.axes) == 0
         return np.where(at_root(u) & ~first, t.elements() * t.itemsize, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
@@ -264,7 +257,7 @@ class ToPartial(Collective):
                 full[inside] = x
                 out.append(full)
             return out
-        first = _member_index(t, self.axes) == 0
+        first = t.mesh.index(self.axes) == 0
         if self.reduction == "root":
             return [x if first[k] else poison(x.shape, x.dtype) for k, x in enumerate(shards)]
         keep_all = self.reduction in ("max", "min")
