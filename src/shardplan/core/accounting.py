@@ -59,7 +59,7 @@ def _worst(value: Bytes) -> int:
     return int(np.max(value))
 
 
-def _relabels(step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]) -> bool:
+def relabels(step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]) -> bool:
     """Say whether a step gives values another type and leaves every byte where it is, its operands not used again."""
     return (
         isinstance(step.op, Send)
@@ -87,7 +87,7 @@ def account(program: Program) -> Account:
     rounds: list[int] = []
     for step, freed in zip(program.steps, program.last_uses(), strict=True):
         operands, results = program.step_types(step)
-        if _relabels(step, operands, results, freed):  # the result is the operand's storage
+        if relabels(step, operands, results, freed):  # the result is the operand's storage
             freed = freed - set(step.operands)
         else:
             for name in step.results:

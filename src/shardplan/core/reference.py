@@ -60,7 +60,8 @@ def _addend(part: Array, owner: Array, index: int, addends: int, reduction: str)
     flat = np.arange(part.size, dtype=np.int64).reshape(part.shape)
     noise = [((flat * 7 + k * 13) % 11).astype(dtype) for k in range(addends)]
     rest = sum((np.where(owner == k, dtype.type(0), noise[k]) for k in range(addends)), np.zeros_like(part))
-    return np.where(owner == index, part - rest, noise[index]).astype(dtype)
+    with np.errstate(over="ignore"):  # integers wrap
+        return np.where(owner == index, part - rest, noise[index]).astype(dtype)
 
 
 def collect(shards: Shards, t: TensorType) -> Array:

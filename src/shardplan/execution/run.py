@@ -1,25 +1,59 @@
-"""`run`: a program on shards, by a backend named in one explicit table."""
+"""`run`: a program on shards, by a backend named in one explicit table.
+
+A backend is one file of this room with a function `run_program`, and one line here. Under a launcher (torchrun,
+mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol, cast
 
-from shardplan.core.ops.base import Array, Shards
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_program as reference
 from shardplan.errors import BackendError
+from shardplan.execution.record import Record
 
-Backend = Callable[[Program, Sequence[Shards]], list[list[Array]]]
-
-BACKENDS: dict[str, Backend] = {"reference": run_program}
+TIMEOUT = 300.0  # seconds that any wait may take
 
 
-def run(program: Program, shards: Any, backend: str = "reference") -> Any:
+class Backend(Protocol):
+    """What a backend's `run_program` is: inputs and results are a list, each with the shards of this process."""
+
+    def __call__(
+        self, program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None
+    ) -> list[list[Any]]:
+        """Run the program; `record`, where given, takes the start and end of every step."""
+        ...
+
+
+BACKENDS = {
+    "reference": "every device in this process, in numpy: the meaning of a program",
+    "torch": "torch.distributed, one process a device; device ids are global ranks",
+    "jax": "shard_map over jax.devices(); device ids are theirs",
+    "mpi": "mpi4py, one process a device; device ids are ranks of the world",
+}
+
+
+def run(program: Program, shards: Any, backend: str = "reference", timeout: float = TIMEOUT) -> Any:
     """Run a program and return the shards of its results.
 
-    `shards`: for one input a list with one array a device in mesh order, for several inputs a list of such lists; the
-    results have the same form. Raises `BackendError` for an unknown backend, `LayoutError` for wrong shards.
+    Args:
+        program: The program.
+        shards: For one input a list with one array for every device of this process, in mesh order (the reference has
+            all devices in this process); for several inputs a list of such lists. Torch takes tensors or arrays.
+        backend: `reference`, `torch`, `jax` or `mpi`, each but the first under its own launcher.
+        timeout: Seconds that any wait for other processes may take.
+
+    Returns:
+        The shards of the results, in the form of the inputs.
+
+    Raises:
+        BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
+        LayoutError: Wrong shards.
+        TimedOut: A peer did not arrive in time.
 
     >>> import numpy as np
     >>> import shardplan as sp
@@ -28,10 +62,20 @@ def run(program: Program, shards: Any, backend: str = "reference") -> Any:
     >>> run(plan.program, sp.distribute(np.arange(4), t))
     [array([0, 1, 2, 3]), array([0, 1, 2, 3])]
     """
-    found = BACKENDS.get(backend)
-    if found is None:
+    return _run(program, shards, backend, timeout, None)
+
+
+def _run(program: Program, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+    if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise BackendError(f"timeout={timeout!r}; legal is a positive number of seconds")
+    # one input: a list of arrays. A process without a device of its mesh passes an empty list.
     single = len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None)
     inputs = [shards] if single else shards
-    outputs = found(program, cast("Sequence[Shards]", inputs))
+    if backend == "reference":
+        outputs: list[list[Any]] = reference(program, inputs)
+    else:
+        found = cast("Backend", import_module(f"shardplan.execution.{backend}").run_program)
+        outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs

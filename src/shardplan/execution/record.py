@@ -1,0 +1,23 @@
+"""`Record`: what a process saw of a run, step by step, on its own monotonic clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One step on one device: seconds of the clock at its start and end, bytes that the device received in it."""
+
+    device: int
+    step: int
+    start: float
+    end: float
+    received: int
+
+
+@dataclass(slots=True)
+class Record:
+    """The spans of the devices of this process, appended by a backend while it runs."""
+
+    spans: list[Span] = field(default_factory=list)

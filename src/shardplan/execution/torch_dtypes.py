@@ -1,0 +1,100 @@
+"""Element types between numpy and torch, and the reductions that torch itself lacks on some of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.errors import BackendError
+
+_TORCH = {
+    "bool": torch.bool,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
+    "u16": torch.uint16,
+    "u32": torch.uint32,
+    "u64": torch.uint64,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "f8e4m3": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+_COMBINE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_ON_HOST: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# torch adds and orders these not at all, so numpy does it, on the host
+_FOREIGN = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a short name.
+
+    >>> torch_dtype("bf16")
+    torch.bfloat16
+    """
+    return _TORCH[name]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the short name of a torch dtype; raises `BackendError` for one that shardplan does not know."""
+    found = _NAMES.get(dtype)
+    if found is None:
+        raise BackendError(f"dtype {dtype} has no name here; legal are {', '.join(map(str, _NAMES))}")
+    return found
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array of any of our dtypes (a copy if it is read-only)."""
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if not array.flags.writeable:
+        array = array.copy()
+    name = _short(array.dtype)
+    size = array.dtype.itemsize
+    bits = array.view(np.dtype(f"i{size}")) if array.dtype.kind not in "c" else array
+    return torch.from_numpy(bits).view(_TORCH[name])
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """Return the values of a tensor as an array of our dtype; it shares the memory of a tensor on the host."""
+    x = x.detach().cpu()
+    dtype = numpy_dtype(name_of(x.dtype))
+    if x.dtype.is_complex:
+        return x.numpy()
+    return x.view(_BITS[x.itemsize]).numpy().view(dtype)
+
+
+@functools.cache
+def _short(dtype: np.dtype[Any]) -> str:
+    from shardplan.core.dtypes import short_name
+
+    return short_name(dtype)
+
+
+def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
+    """Reduce `addend` into `total`, in the dtype of both, as the reference does."""
+    if total.dtype not in _FOREIGN:
+        _COMBINE[reduction](total, addend, out=total)
+        return
+    a, b = to_numpy(total), to_numpy(addend)
+    result = _ON_HOST[reduction](a, b).astype(a.dtype)
+    if total.device.type == "cpu":
+        a[...] = result
+    else:
+        total.copy_(to_torch(result).to(total.device))
+
+
+def identity_of(reduction: str, name: str) -> torch.Tensor:
+    """Return the identity of a reduction as a tensor without dims."""
+    return to_torch(np.array(identity(reduction, numpy_dtype(name))))

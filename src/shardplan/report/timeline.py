@@ -1,0 +1,168 @@
+"""Timelines as tables for the terminal: one timeline step by step, and a predicted beside a measured one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.timeline import Interval, Timeline, TimelineError
+
+WIDEST = 60  # characters of an op's text
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One step: its seconds on every device that took part (all its intervals there), and the most bytes received."""
+
+    step: int | None
+    name: str
+    kind: str
+    seconds: tuple[float, ...]
+    received: int
+
+    @property
+    def middle(self) -> float:
+        return median(self.seconds)
+
+
+def timeline_text(timeline: Timeline) -> str:
+    """Return a table of a timeline: per step its seconds over the devices, and the bytes at the worst device.
+
+    Args:
+        timeline: Predicted or measured. Intervals without a step are gathered by kind.
+
+    Returns:
+        Lines of text: the steps, then the makespan, what the critical path consists of, idle time and memory.
+
+    Example:
+        >>> from shardplan.simulation.timeline import Interval
+        >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
+        predicted
+        step  op              devices   min  median   max  received
+           0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
+        makespan       2 us
+        critical path  all_gather 100 %
+        idle           0 s at the worst device, 0 s of it bubbles
+    """
+    rows = [["step", "op", "devices", "min", "median", "max", "received"]]
+    for row in _rows(timeline):
+        times = (min(row.seconds), row.middle, max(row.seconds))
+        rows.append(
+            [
+                _number(row),
+                _clipped(row.name),
+                str(len(row.seconds)),
+                *map(format_seconds, times),
+                format_bytes(row.received),
+            ]
+        )
+    total = timeline.seconds
+    shares = [f"{kind} {100 * s / total:.3g} %" for kind, s in timeline.breakdown.items() if total]
+    lines = [
+        f"{timeline.source}{': ' if timeline.title else ''}{timeline.title}",
+        *_table(rows),
+        f"makespan       {format_seconds(total)}",
+        f"critical path  {', '.join(shares) or 'nothing takes time'}",
+        f"idle           {format_seconds(timeline.idle_seconds)} at the worst device, "
+        f"{format_seconds(timeline.bubble_seconds)} of it bubbles",
+    ]
+    if timeline.memory:
+        lines.append(f"memory         {format_bytes(timeline.peak_bytes)} at the worst device")
+    return "\n".join(lines)
+
+
+def comparison_text(predicted: Timeline, measured: Timeline) -> str:
+    """Return a table of two timelines of one program: per step the seconds of both, and their ratio.
+
+    Args:
+        predicted: Its seconds are the medians over devices.
+        measured: Its seconds are smallest, median and largest over devices; waiting for peers inside an op is in them.
+
+    Returns:
+        Lines of text; the ratio is measured over predicted, of medians and, on the last line, of makespans. A step that
+        only one side has, and a ratio to a prediction of 0, is a dash.
+
+    Raises:
+        TimelineError: A step is another op in one than in the other.
+
+    Example:
+        >>> from shardplan.simulation.timeline import Interval
+        >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
+        >>> print(comparison_text(*both))
+        step      op           predicted  measured min  median   max  ratio
+           0      permute(%0)       2 us          3 us    3 us  3 us   1.50
+        makespan                    2 us                  3 us         1.50
+    """
+    sides = [{row.step if row.step is not None else row.kind: row for row in _rows(t)} for t in (predicted, measured)]
+    order = {row: None for side in sides for row in side}
+    numbered = sorted(k for k in order if isinstance(k, int))
+    rows = [["step", "op", "predicted", "measured min", "median", "max", "ratio"]]
+    for key in [*numbered, *(k for k in order if isinstance(k, str))]:
+        p, m = (side.get(key) for side in sides)
+        if p and m and p.kind != m.kind:
+            raise TimelineError(
+                f"step {key} is {p.name} in the predicted timeline and {m.name} in the measured one; "
+                "compare timelines of one program"
+            )
+        known = p or m
+        assert known is not None
+        times = (min(m.seconds), m.middle, max(m.seconds)) if m else ()
+        rows.append(
+            [
+                _number(known),
+                _clipped(known.name),
+                format_seconds(p.middle) if p else "-",
+                *(map(format_seconds, times) if times else ("-", "-", "-")),
+                _ratio(p.middle, m.middle) if p and m else "-",
+            ]
+        )
+    ends = (predicted.seconds, measured.seconds)
+    rows.append(["makespan", "", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
+    return "\n".join(_table(rows))
+
+
+def _rows(timeline: Timeline) -> list[_Row]:
+    """The steps in order, then what has no step, by kind."""
+    found: dict[int | str, list[Interval]] = {}
+    for interval in timeline.intervals:
+        found.setdefault(interval.kind if interval.step is None else interval.step, []).append(interval)
+    numbered = sorted(k for k in found if isinstance(k, int))
+    return [_row(found[k]) for k in [*numbered, *(k for k in found if isinstance(k, str))]]
+
+
+def _row(intervals: Sequence[Interval]) -> _Row:
+    seconds: dict[int, float] = {}
+    received: dict[int, int] = {}
+    for interval in intervals:
+        seconds[interval.device] = seconds.get(interval.device, 0.0) + interval.seconds
+        received[interval.device] = received.get(interval.device, 0) + interval.received_bytes
+    first = intervals[0]
+    name = first.kind if first.step is None else first.name
+    return _Row(first.step, name, first.kind, tuple(seconds.values()), max(received.values()))
+
+
+def _number(row: _Row) -> str:
+    return "-" if row.step is None else str(row.step)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+
+
+def _ratio(predicted: float, measured: float) -> str:
+    return f"{measured / predicted:.2f}" if predicted > 0 else "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two blanks apart, numbers to the right; the op and whatever stands in the heading's place to the left."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if k == 1 or not cell[:1].isdigit() and k == 0 else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,10 @@
+"""Simulation: when every device does what, how long it takes, and how much memory it holds meanwhile.
+
+Reading order:
+
+- `timeline`  `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
+- `trace`     timelines as a Perfetto / Chrome trace file, one or several over each other, and back
+- `predict`   the closed form of a program: its steps one after another, each as `hardware` prices it
+
+This room imports `core`, `hardware`, `movement`, `strategy` and the errors, and numpy and msgspec.
+"""

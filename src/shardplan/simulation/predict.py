@@ -1,0 +1,197 @@
+"""The closed form of a program: its steps one after another, with a barrier between them, as `hardware` prices them.
+
+A step takes its priced seconds on every device that takes part in it: a member of one of its groups, a sender or
+receiver of one of its messages, or any device of its mesh where nothing is communicated. Memory is the liveness of
+`core.accounting`, device by device: the values live during a step, operands and results among them, plus the staging of
+the worst device on those that take part; after it, what is still live.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import Send
+from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType, same
+from shardplan.core.text import op_text
+from shardplan.hardware.cost import seconds
+from shardplan.hardware.nominal import DESCRIPTION, nominal_seconds
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.where import Where, fabric_of
+from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline, TimelineError
+
+Sample = tuple[float, np.ndarray]  # seconds, and bytes on every device of a program
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    """When a step runs, on which stream of which devices (ascending ids), and what each of its mesh receives."""
+
+    start: float
+    end: float
+    stream: str
+    devices: np.ndarray
+    received: np.ndarray
+
+
+def predict(program: Program, where: Where | None = None, most_devices: int = 64) -> Timeline:
+    """Predict a program by its closed form: step after step, all devices waiting for the slowest.
+
+    Args:
+        program: Any program.
+        where: A topology whose positions are the device ids, a placement that places them, or None for the nominal
+            switch of plans without a topology.
+        most_devices: The devices drawn: so many of the smallest ids, and, where it is not among them, one that takes
+            part in each step and the one that holds most. Makespan, breakdown and peak do not depend on it.
+
+    Returns:
+        One interval a step and device, caused by the step before; its makespan is `hardware.where.priced`'s seconds.
+
+    Raises:
+        TopologyError: A device has no place in `where`.
+        TimelineError: `most_devices` is less than 1.
+
+    Source: arXiv 2112.01075 and 2110.10548 price programs so; see `hardware.cost`.
+
+    Example:
+        >>> from shardplan.core.ops import AllGather
+        >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
+        >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
+        >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]
+        [(0, 'all_gather(%0; dim=0, axes=(x))', 2000), (1, 'all_gather(%0; dim=0, axes=(x))', 2000)]
+        >>> line.peak_bytes
+        6000
+    """
+    if most_devices < 1:
+        raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
+    fabric = None if where is None else fabric_of(where, program.meshes)
+    clock = 0.0
+    slots: list[_Slot] = []
+    for step in program.steps:
+        operands, results = program.step_types(step)
+        pattern = step.op.pattern(*operands)
+        start, received = clock, step.op.received(*operands)
+        if fabric is None:
+            clock += nominal_seconds([step.op.rounds(*operands)], [int(received.max(initial=0))])
+        else:
+            clock += seconds(pattern, fabric)
+        stream = "compute" if isinstance(pattern, Local) else "comm"
+        slots.append(_Slot(start, clock, stream, taking_part(pattern, results[0].mesh), received))
+    samples = _live(program, slots)
+    drawn = set(program.devices[:most_devices])
+    drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
+    if program.devices:
+        drawn.add(program.devices[int(np.argmax(np.max([row for _, row in samples], axis=0)))])
+    topology = where.topology if isinstance(where, Placement) else where
+    return Timeline(
+        tuple(_intervals(program, slots, drawn)),
+        _curves(program, samples, drawn),
+        title=f"closed form, {(topology.name or 'topology') if topology else DESCRIPTION}",
+    )
+
+
+def step_names(program: Program) -> tuple[str, ...]:
+    """Return the name that the intervals of each step bear: its op with operands and attributes."""
+    meshes = {m: f"m{k}" for k, m in enumerate(program.meshes)}
+    return tuple(op_text(step.op, step.operands, meshes) for step in program.steps)
+
+
+def taking_part(pattern: Pattern, mesh: Mesh) -> np.ndarray:
+    """Return the ids of the devices that take part in a step with this pattern and results on `mesh`, ascending."""
+    match pattern:
+        case Groups():
+            ids = pattern.members.reshape(-1)
+        case Messages():
+            ids = np.concatenate([pattern.sender, pattern.receiver])
+        case Local():
+            ids = mesh.ids
+        case _:
+            assert_never(pattern)
+    return np.unique(ids if ids.size else mesh.ids)
+
+
+def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[Interval]:
+    made: list[Interval] = []
+    before: dict[int, int] = {}
+    for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
+        mesh = program.types[step.results[0]].mesh
+        received = dict(zip(mesh.devices, slot.received.tolist(), strict=True))
+        now: dict[int, int] = {}
+        for device in (d for d in slot.devices.tolist() if d in drawn):
+            # All intervals of a step end together: a device's own is as critical as any, else the first.
+            causes = (before.get(device, min(before.values())),) if before else ()
+            now[device] = len(made)
+            made.append(
+                Interval(
+                    device=device,
+                    stream=slot.stream,
+                    start=slot.start,
+                    end=slot.end,
+                    name=name,
+                    kind=step.op.name,
+                    step=number,
+                    received_bytes=received.get(device, 0),
+                    causes=causes,
+                )
+            )
+        before = now
+    return made
+
+
+def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
+    """Bytes on every device before the first step, and during and after each."""
+    ids = np.asarray(program.devices, dtype=np.int64)
+
+    def size(t: TensorType) -> np.ndarray:
+        out = np.zeros(len(ids), dtype=np.int64)
+        out[np.searchsorted(ids, t.mesh.ids)] = t.elements() * t.itemsize
+        return out
+
+    sizes = {name: size(t) for name, t in program.types.items()}
+    live = np.zeros(len(ids), dtype=np.int64)
+    for name, _ in program.inputs:
+        live = live + sizes[name]
+    samples: list[Sample] = [(0.0, live)]
+    used = {o for step in program.steps for o in step.operands} | set(program.outputs)
+    for name, _ in program.inputs:
+        if name not in used:
+            live = live - sizes[name]
+    for step, freed, slot in zip(program.steps, program.last_uses(), slots, strict=True):
+        if _relabels(program, step, freed):
+            freed = freed - set(step.operands)
+        else:
+            for name in step.results:
+                live = live + sizes[name]
+        during = live.copy()
+        during[np.searchsorted(ids, slot.devices)] += step.op.staging(*program.step_types(step)[0])
+        for name in freed:
+            live = live - sizes[name]
+        samples += [(slot.start, during), (slot.end, live)]
+    return samples
+
+
+def _relabels(program: Program, step: Step, freed: set[str]) -> bool:
+    """Say whether the results are the operands' own storage, as `core.accounting` has it."""
+    return (
+        isinstance(step.op, Send)
+        and set(step.operands) <= freed
+        and not set(step.results) & freed
+        and all(same(t, u) for t, u in zip(*program.step_types(step), strict=True))
+    )
+
+
+def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[MemoryCurve, ...]:
+    found: list[MemoryCurve] = []
+    for device in sorted(drawn):
+        row = program.devices.index(device)
+        curve: list[tuple[float, int]] = []
+        for at, live in samples:
+            if not curve or curve[-1][1] != live[row]:
+                curve.append((at, int(live[row])))
+        found.append(MemoryCurve(device, tuple(curve)))
+    return tuple(found)

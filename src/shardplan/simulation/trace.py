@@ -1,0 +1,181 @@
+"""Timelines as a trace file that Perfetto and chrome://tracing open, and back.
+
+The file is JSON in the Trace Event Format: a process is a device, a thread one of its streams. An interval is a
+complete event ("X"), the memory curve a counter ("C"), a cause on another device a flow arrow ("s" in the cause, "f" in
+what it let start); metadata events ("M") name and order the rows. Several timelines in one file share the origin of
+time, and the rows of a device are neighbours: timeline k of n has the process ids `device * n + k`.
+
+Times are microseconds, rounded to whole nanoseconds, which is what Perfetto keeps: as both ends of an interval are
+rounded, and not its duration, intervals that touch still touch. All else is read back exactly, from "args" and "otherData".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardplan.errors import ParseError, ShardplanError
+from shardplan.hardware.planfile import write_atomic
+from shardplan.simulation.timeline import TOLERANCE, Interval, MemoryCurve, Timeline
+
+FORMAT = "shardplan timelines 1"
+Event = dict[str, Any]
+
+
+def save_traces(path: str | Path, timelines: Iterable[Timeline]) -> None:
+    """Write timelines into one trace file, atomically, so that they lie over each other when it is opened.
+
+    Args:
+        path: The file, usually `*.json`.
+        timelines: Such as a predicted and a measured one of the same program.
+
+    Source: Trace Event Format (Google), read by Perfetto's JSON importer.
+    """
+    given = tuple(timelines)
+    about = {"format": FORMAT, "timelines": [{"source": t.source, "title": t.title} for t in given]}
+    lines = b",\n".join(msgspec.json.encode(event) for event in events(given))
+    head = b'{"displayTimeUnit":"ns","otherData":' + msgspec.json.encode(about)
+    write_atomic(Path(path), head + b',"traceEvents":[\n' + lines + b"\n]}\n")
+
+
+def load(path: str | Path) -> tuple[Timeline, ...]:
+    """Read the timelines of a trace file that `save_traces` or `Timeline.save` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The timelines, in the order in which they were written; times exact to a nanosecond.
+
+    Raises:
+        ParseError: The file cannot be read, or is no trace of timelines; it names the file and what is wrong.
+
+    Example:
+        >>> import tempfile
+        >>> line = Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather"),), source="measured")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     line.save(f"{folder}/trace.json")
+        ...     load(f"{folder}/trace.json") == (line,)
+        True
+    """
+    try:
+        raw: Any = msgspec.json.decode(Path(path).read_bytes())
+        found = raw.get("otherData", {}).get("format") if isinstance(raw, dict) else None
+        if found != FORMAT:
+            raise ParseError(f"its format is {found!r}, and this version reads {FORMAT!r}")
+        return _timelines(raw["otherData"]["timelines"], raw["traceEvents"])
+    except OSError as error:
+        raise ParseError(f"cannot read the trace file {path}: {error.strerror}") from None
+    except (ShardplanError, msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+        raise ParseError(f"{path} is not a trace file of timelines: {reason}") from None
+
+
+def events(timelines: Sequence[Timeline]) -> Iterator[Event]:
+    """Yield the trace events of timelines: the names of all rows, then each timeline's intervals and memory."""
+    streams = {name: k for k, name in enumerate(sorted({i.stream for t in timelines for i in t.intervals}), start=1)}
+    yield from _rows(timelines, streams)
+    arrow = 0
+    for k, timeline in enumerate(timelines):
+        leaving: dict[int, list[int]] = {}
+        arriving: dict[int, list[int]] = {}
+        for number, interval in enumerate(timeline.intervals):
+            for cause in interval.causes:
+                if timeline.intervals[cause].device != interval.device:
+                    arrow += 1
+                    leaving.setdefault(cause, []).append(arrow)
+                    arriving.setdefault(number, []).append(arrow)
+        ticks = _ticks(timeline)
+        for number, interval in enumerate(timeline.intervals):
+            row = {"pid": interval.device * len(timelines) + k, "tid": streams[interval.stream]}
+            start, end = ticks[number]
+            yield {
+                "ph": "X",
+                **row,
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "name": interval.name,
+                "cat": interval.kind,
+                "args": {
+                    "step": interval.step,
+                    "received_bytes": interval.received_bytes,
+                    "causes": interval.causes,
+                },
+            }
+            # An arrow belongs to the interval that is open at its time, and at its end an interval is closed.
+            arrowed = {"name": "cause", "cat": "cause", **row}
+            for tail in leaving.get(number, ()):
+                yield {"ph": "s", "id": tail, "ts": max(start, end - 1) / 1000, **arrowed}
+            for head in arriving.get(number, ()):
+                yield {"ph": "f", "bp": "e", "id": head, "ts": start / 1000, **arrowed}
+        for curve in timeline.memory:
+            row = {"pid": curve.device * len(timelines) + k, "tid": 0, "name": "memory"}
+            for at, nbytes in curve.samples:
+                yield {"ph": "C", **row, "ts": round(at * 1e9) / 1000, "args": {"bytes": nbytes}}
+
+
+def _rows(timelines: Sequence[Timeline], streams: dict[str, int]) -> Iterator[Event]:
+    sources = [t.source for t in timelines]
+    for k, timeline in enumerate(timelines):
+        used = {(i.device, i.stream) for i in timeline.intervals}
+        which = timeline.source if sources.count(timeline.source) == 1 else f"{timeline.source}, {timeline.title or k}"
+        for device in timeline.devices:
+            row = {"ph": "M", "pid": device * len(timelines) + k}
+            yield {**row, "tid": 0, "name": "process_name", "args": {"name": f"device {device} ({which})"}}
+            yield {**row, "tid": 0, "name": "process_sort_index", "args": {"sort_index": row["pid"]}}
+            for stream, tid in streams.items():
+                if (device, stream) in used:
+                    yield {**row, "tid": tid, "name": "thread_name", "args": {"name": stream}}
+                    yield {**row, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _ticks(timeline: Timeline) -> list[tuple[int, int]]:
+    """Start and end of every interval in whole nanoseconds; times that a timeline takes for equal stay equal."""
+    times = np.array([(i.start, i.end) for i in timeline.intervals], dtype=np.float64).reshape(-1, 2)
+    distinct = np.unique(times)
+    fresh = np.diff(distinct, prepend=-np.inf) > TOLERANCE * timeline.seconds
+    first = distinct[fresh][np.cumsum(fresh) - 1]
+    ticks = np.rint(first * 1e9).astype(np.int64)[np.searchsorted(distinct, times)]
+    return [(start, end) for start, end in ticks.tolist()]
+
+
+def _seconds(microseconds: float) -> float:
+    return round(microseconds * 1000) / 1e9
+
+
+def _timelines(about: list[dict[str, str]], found: list[Event]) -> tuple[Timeline, ...]:
+    count = len(about)
+    streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name" and e["ph"] == "M"}
+    intervals: list[list[Interval]] = [[] for _ in about]
+    samples: list[dict[int, list[tuple[float, int]]]] = [{} for _ in about]
+    for event in found:
+        device, k = divmod(event["pid"], count)
+        if event["ph"] == "X":
+            intervals[k].append(
+                Interval(
+                    device=device,
+                    stream=streams[event["pid"], event["tid"]],
+                    start=_seconds(event["ts"]),
+                    end=round(event["ts"] * 1000 + event["dur"] * 1000) / 1e9,
+                    name=event["name"],
+                    kind=event["cat"],
+                    step=event["args"]["step"],
+                    received_bytes=event["args"]["received_bytes"],
+                    causes=tuple(event["args"]["causes"]),
+                )
+            )
+        elif event["ph"] == "C":
+            samples[k].setdefault(device, []).append((_seconds(event["ts"]), event["args"]["bytes"]))
+    return tuple(
+        Timeline(
+            tuple(intervals[k]),
+            tuple(MemoryCurve(device, tuple(curve)) for device, curve in samples[k].items()),
+            about[k]["source"],
+            about[k]["title"],
+        )
+        for k in range(count)
+    )

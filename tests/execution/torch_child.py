@@ -1,0 +1,55 @@
+"""Run under torchrun: conformance cases on this rank against the reference; rank 0 prints one JSON object."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch.distributed as dist  # noqa: E402
+from conformance import cases, differences  # noqa: E402
+
+from shardplan.execution.record import Record  # noqa: E402
+from shardplan.execution.run import _run  # noqa: E402
+from shardplan.execution.torch_dtypes import to_numpy  # noqa: E402
+
+
+def places(mesh, rank):
+    return [k for k, d in enumerate(mesh.devices) if d == rank]
+
+
+def listed(got, program):
+    return [got] if len(program.inputs) == len(program.outputs) == 1 and not (got and isinstance(got[0], list)) else got
+
+
+def main() -> None:
+    seed, count = map(int, sys.argv[1:3])
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for case in cases(seed, count, world):
+        inputs, expected = case.inputs(), case.expected()
+        mine = [[x[k] for k in places(t.mesh, rank)] for x, t in zip(inputs, case.program.input_types, strict=True)]
+        record = Record()
+        got = _run(case.program, mine, "torch", 60.0, record)
+        got = [[to_numpy(x) for x in shards] for shards in listed(got, case.program)]
+        wrong += differences(case, lambda mesh: places(mesh, rank), got, expected)
+        for span in record.spans:
+            step = case.program.steps[span.step]
+            types = case.program.step_types(step)
+            here = places(types[1][0].mesh, rank)
+            want = int(step.op.received(*types[0])[here[0]]) if here else 0
+            if span.received != want:
+                wrong.append(f"{case.name}: {step.op}: received {span.received}, the op says {want}")
+    gathered = [None] * world
+    dist.all_gather_object(gathered, wrong)
+    if rank == 0:
+        print(json.dumps({"cases": count, "wrong": [x for part in gathered for x in part][:20]}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
