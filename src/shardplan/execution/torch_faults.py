@@ -6,6 +6,7 @@ went wrong. A rank whose wait fails reads these posts, follows them to the first
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -160,7 +161,8 @@ class Watch:
         return out
 
 
-def ranks_key(ranks: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=1024)
+def ranks_key(ranks: tuple[int, ...]) -> str:
     """Return a short name of a set of ranks, in hexadecimal."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:7]
 

@@ -34,7 +34,7 @@ def timeline_text(timeline: Timeline) -> str:
         timeline: Predicted or measured. Intervals without a step are gathered by kind.
 
     Returns:
-        Lines of text: the steps, then the makespan, what the critical path consists of, idle time and memory.
+        Lines of text: the steps, then the makespan, what the critical path consists of, idle time, memory.
 
     Example:
         >>> from shardplan.simulation.timeline import Interval
@@ -44,7 +44,7 @@ def timeline_text(timeline: Timeline) -> str:
            0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
         makespan       2 us
         critical path  all_gather 100 %
-        idle           0 s at the worst device, 0 s of it bubbles
+        idle           0 s, bubbles 0 s, each at its worst device
     """
     rows = [["step", "op", "devices", "min", "median", "max", "received"]]
     for row in _rows(timeline):
@@ -65,8 +65,8 @@ def timeline_text(timeline: Timeline) -> str:
         *_table(rows),
         f"makespan       {format_seconds(total)}",
         f"critical path  {', '.join(shares) or 'nothing takes time'}",
-        f"idle           {format_seconds(timeline.idle_seconds)} at the worst device, "
-        f"{format_seconds(timeline.bubble_seconds)} of it bubbles",
+        f"idle           {format_seconds(timeline.idle_seconds)}, bubbles {format_seconds(timeline.bubble_seconds)}, "
+        "each at its worst device",
     ]
     if timeline.memory:
         lines.append(f"memory         {format_bytes(timeline.peak_bytes)} at the worst device")
@@ -91,9 +91,9 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
         >>> from shardplan.simulation.timeline import Interval
         >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
         >>> print(comparison_text(*both))
-        step      op           predicted  measured min  median   max  ratio
-           0      permute(%0)       2 us          3 us    3 us  3 us   1.50
-        makespan                    2 us                  3 us         1.50
+        step  op           predicted  measured min  median   max  ratio
+           0  permute(%0)       2 us          3 us    3 us  3 us   1.50
+              makespan          2 us                  3 us         1.50
     """
     sides = [{row.step if row.step is not None else row.kind: row for row in _rows(t)} for t in (predicted, measured)]
     order = {row: None for side in sides for row in side}
@@ -106,8 +106,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
                 f"step {key} is {p.name} in the predicted timeline and {m.name} in the measured one; "
                 "compare timelines of one program"
             )
-        known = p or m
-        assert known is not None
+        known = p or sides[1][key]
         times = (min(m.seconds), m.middle, max(m.seconds)) if m else ()
         rows.append(
             [
@@ -119,7 +118,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
             ]
         )
     ends = (predicted.seconds, measured.seconds)
-    rows.append(["makespan", "", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
+    rows.append(["", "makespan", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
     return "\n".join(_table(rows))
 
 
@@ -156,12 +155,12 @@ def _ratio(predicted: float, measured: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two blanks apart, numbers to the right; the op and whatever stands in the heading's place to the left."""
+    """Columns two blanks apart: the second, the op, to the left, numbers to the right."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines: list[str] = []
     for row in rows:
         cells = [
-            cell.ljust(width) if k == 1 or not cell[:1].isdigit() and k == 0 else cell.rjust(width)
+            cell.ljust(width) if k == 1 else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

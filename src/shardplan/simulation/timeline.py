@@ -234,7 +234,8 @@ def _checked(intervals: tuple[Interval, ...], predicted: bool) -> float:
     slack = TOLERANCE * makespan
     codes: dict[tuple[int, str], int] = {}
     row = np.array([codes.setdefault((i.device, i.stream), len(codes)) for i in intervals], dtype=np.int64)
-    order = np.lexsort((end, start, row))
+    # By their middles: of two that touch up to a rounding error, the one without duration may start later.
+    order = np.lexsort((start + end, row))
     one, next_one = order[:-1], order[1:]
     for k in _first((row[one] == row[next_one]) & (start[next_one] < end[one] - slack)):
         a, b = int(one[k]), int(next_one[k])
@@ -253,8 +254,8 @@ def _check_causes(
     cause = np.fromiter(chain.from_iterable(i.causes for i in intervals), np.int64, len(owner))
     for k in _first((cause < 0) | (cause >= owner)):
         a = int(owner[k])
-        legal = f"0 to {a - 1}" if a else "of which the first has none"
-        raise TimelineError(f"{_named(intervals, a)} has the cause {cause[k]}; causes are intervals before it, {legal}")
+        legal = f"causes are intervals before it, 0 to {a - 1}" if a else "the first interval has no causes"
+        raise TimelineError(f"{_named(intervals, a)} has the cause {cause[k]}; {legal}")
     for k in _first(end[cause] > start[owner] + slack):
         a, c = int(owner[k]), int(cause[k])
         raise TimelineError(

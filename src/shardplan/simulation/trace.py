@@ -6,7 +6,8 @@ what it let start); metadata events ("M") name and order the rows. Several timel
 time, and the rows of a device are neighbours: timeline k of n has the process ids `device * n + k`.
 
 Times are microseconds, rounded to whole nanoseconds, which is what Perfetto keeps: as both ends of an interval are
-rounded, and not its duration, intervals that touch still touch. All else is read back exactly, from "args" and "otherData".
+rounded, and not its duration, intervals that touch still touch. All else is read back exactly, from "args" and
+"otherData".
 """
 
 from __future__ import annotations

@@ -120,12 +120,18 @@ class Collective(Op):
         for t in operands:
             u = typed(self, t)
             send, receive, send_ok, receive_ok = self.packed(t, u)
+            to, frm = self.pieces(t, u) if chunks > 1 else (1, 1)
             free = chunks == 1 and len(operands) == 1
             if not (free and send_ok):
-                total += chunk_elements(send, t.local_shape(), chunks) * t.itemsize
+                total += chunk_elements(send, chunks, to) * t.itemsize
             if not (free and receive_ok):
-                total += chunk_elements(receive, u.local_shape(), chunks) * t.itemsize
+                total += chunk_elements(receive, chunks, frm) * t.itemsize
         return total
+
+    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
+        """Return the largest number of parts that a device sends, and that it receives: here one a member."""
+        q = math.prod(t.mesh.span(a).size for a in self.members(t))
+        return q, q
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """All groups at once, the bytes of all operands together."""
@@ -156,12 +162,12 @@ def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def chunk_elements(elements: int, shape: tuple[int, ...], chunks: int) -> int:
-    """Return the elements of the largest of `chunks` parts of a buffer that packs a local array of `shape`."""
-    if chunks == 1 or not shape:
-        return elements
-    share = math.prod(-(-n // c) for n, c in zip(shape, chunk_counts(shape, chunks), strict=True))
-    return min(elements, -(-elements * share // max(1, math.prod(shape))))
+def chunk_elements(elements: int, chunks: int, pieces: int) -> int:
+    """Return a bound on the elements of one round when each of `pieces` parts, `elements` in all, is cut in `chunks`.
+
+    Every part of n elements gives ceil(n / chunks) of them at most.
+    """
+    return min(elements, (elements + pieces * (chunks - 1)) // chunks)
 
 
 def major(shape: tuple[int, ...], dim: int) -> bool:

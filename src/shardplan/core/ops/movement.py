@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, messages, own_places, peers, permutation, stays, traffic
+from shardplan.core.messages import at_root, messages, own_places, peers, permutation, receivers, stays, traffic
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
@@ -275,6 +275,10 @@ class Permute(Collective):
         cuts = [d for d in range(t.ndim) if before[d] != after[d]]
         return math.prod(after), math.prod(after), not cuts or (len(cuts) == 1 and major(before, cuts[0])), True
 
+    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
+        """One tile each way."""
+        return 1, 1
+
     def pattern(self, *operands: TensorType) -> Pattern:
         """One message a pair."""
         t = operands[0]
@@ -291,14 +295,14 @@ class General(Collective):
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
-        senders, receivers, _ = messages(t, u)
+        senders, places, _ = messages(t, u)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
         for r, place in enumerate(own):
             if place >= 0 and held[place]:
                 pieces[r].append((before[place], shards[place]))
-        for s, r in zip(senders, receivers, strict=True):
+        for s, r in zip(senders, places, strict=True):
             part = meet(before[s], after[r])
             if part is not None:
                 pieces[r].append((part, cut(shards[s], before[s], part)))
@@ -314,6 +318,10 @@ class General(Collective):
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """All that is sent, and all that is received."""
         return traffic(t, u)
+
+    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
+        """One part a peer."""
+        return receivers(t, u), max(1, peers(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages, those of all operands between two devices together."""

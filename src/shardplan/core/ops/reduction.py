@@ -88,8 +88,8 @@ class ReduceScatter(Collective):
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
         """Parts are sent from the shard when they are contiguous in it, and received into a buffer to be added."""
         dims = list(by_dim(self.name, self.dim, self.axes))
-        shape = t.local_shape()
-        return math.prod(shape), math.prod(shape), len(dims) == 1 and major(shape, dims[0]), False
+        shape, q = t.local_shape(), math.prod(t.mesh.span(a).size for a in self.axes)
+        return math.prod(shape), (q - 1) * math.prod(u.local_shape()), len(dims) == 1 and major(shape, dims[0]), False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class AllReduce(Collective):
         return out
 
     def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
-        """Addends arrive in a buffer of one shard; what is sent is contiguous."""
-        size = math.prod(t.local_shape())
-        return size, size, True, False
+        """q - 1 addends of the own part arrive in a buffer; what is sent is contiguous."""
+        size, q = math.prod(t.local_shape()), math.prod(t.mesh.span(a).size for a in self.axes)
+        return size, (q - 1) * -(-size // q), True, False
 
 
 @dataclass(frozen=True, slots=True)

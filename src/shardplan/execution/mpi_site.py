@@ -1,0 +1,74 @@
+"""What the steps of a program bound to one device of MPI share: datatypes, groups, and how messages are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.messages import at_root
+from shardplan.core.ops.base import Collective
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, group_of, place_of
+from shardplan.execution.mpi_wire import Messages, Types, Wire
+
+Arrays = list[np.ndarray]
+Bound = Callable[[Arrays, Wire], Arrays]
+One = Callable[[np.ndarray, Wire], np.ndarray]  # the step of one operand
+Entry = tuple[int, int, Box]  # peer, operand, part
+
+
+@dataclass(slots=True)
+class Site:
+    """What the steps of a program share on one device: their datatypes, and the groups that need a communicator."""
+
+    device: int
+    types: Types = field(default_factory=Types)
+    groups: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+
+
+def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
+    """Return the shape of the shard of a device; empty arrays stand for values on meshes without it."""
+    place = place_of(t, device)
+    return (0,) if place is None else t.local_shape(place)
+
+
+def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
+    shape, dtype = shape_of(t, device), numpy_dtype(t.dtype)
+    return lambda: np.empty(shape, dtype=dtype)
+
+
+def at(x: np.ndarray, box: Box) -> np.ndarray:
+    return x[(*(slice(lo, hi) for lo, hi in box), ...)]  # with the ellipsis a view, also of an array without dims
+
+
+def members_of(op: Collective, t: TensorType, device: int) -> tuple[int, ...]:
+    """Return the device ids of the group in member order; nothing where the device does not hold the value."""
+    place = place_of(t, device)
+    if place is None or not at_root(t)[place]:
+        return ()
+    return tuple(t.mesh.devices[m] for m in group_of(op, t, place))
+
+
+def idle(u: TensorType, device: int) -> One:
+    """Return the step of a device that holds nothing of the value: its result must not be read."""
+    make = maker(u, device)
+    return lambda x, wire: make()
+
+
+def messages_of(
+    entries: Sequence[Entry],
+    shapes: Sequence[tuple[int, ...]],
+    widths: Sequence[int],
+    part: tuple[int, int],
+    types: Types,
+) -> Messages:
+    """Return what each peer gets, or gives, in round `part[0]` of `part[1]`: parts of arrays of these shapes and widths."""
+    out: Messages = {}
+    for peer, k, box in entries:
+        boxes = flat_boxes(box, *chunk_of(box_elements(box), *part))
+        if boxes:
+            out[peer] = (*out.get(peer, ()), types.piece(k, shapes[k], widths[k], boxes))
+    return out

@@ -1,0 +1,201 @@
+"""The ops that reduce, and the broadcast, bound to one rank of MPI, one operand after the other.
+
+Everything is composed of all-to-alls and messages. MPI's own reductions know neither bf16 nor parts of a dim that is not
+major, do not fix the order of addends, and hide what they move; here every rank receives what the op says, and sums
+come out in the reference's order: member by member. Only `Reduce` adds from the last member on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, parts, ranges
+from shardplan.execution.mpi_site import One, Site, at, idle, maker, members_of, messages_of, shape_of
+from shardplan.execution.mpi_wire import Messages, Pending, Piece, Types, Wire
+
+SEGMENT = 2**18  # bytes of a segment that a chain passes on
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def _fold(total: np.ndarray, addend: np.ndarray, reduction: str, first: bool) -> None:
+    """Reduce `addend` into `total`, in the dtype of both."""
+    if first:
+        total[...] = addend
+    else:
+        with np.errstate(all="ignore"):
+            _COMBINE[reduction](total, addend, out=total)
+
+
+def _run_of(start: int, stop: int, total: int, itemsize: int, types: Types) -> tuple[Piece, ...]:
+    """Return the message of the elements `start` to `stop` of a flat array of `total`."""
+    return (types.piece(0, (total,), itemsize, [((start, stop),)]),)
+
+
+def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) -> One:
+    """Every member sends each other its addend of that one's part, and adds up what it gets, in member order."""
+    device = site.device
+    members = members_of(op, t, device)
+    if not members:
+        return idle(u, device)
+    p = parts(op, t, u, device)
+    before, after, make, reduction = shape_of(t, device), shape_of(u, device), maker(u, device), op.reduction
+    whole = tuple((0, k) for k in after)
+    n = box_elements(whole)
+    senders = [peer for peer, _ in p.receives]
+    order = [-1 if d == device else senders.index(d) for d in members] if n else []
+    spans = [chunk_of(n, c, op.chunks) for c in range(op.chunks)]
+    most = max(stop - start for start, stop in spans)
+    rounds: list[tuple[int, int, Messages, Messages, list[tuple[Box, Box]]]] = []
+    for c, (start, stop) in enumerate(spans):
+        size = stop - start
+        sends = messages_of(
+            [(peer, 0, box) for peer, box in p.sends], [before], [t.itemsize], (c, op.chunks), site.types
+        )
+        receives: Messages = {}
+        for k, peer in enumerate(senders if size else []):
+            receives[peer] = _run_of(k * size, k * size + size, most * len(senders), t.itemsize, site.types)
+        mine = flat_boxes(p.keeps[0][0], start, stop) if n else []
+        rounds.append((start, stop, sends, receives, list(zip(mine, flat_boxes(whole, start, stop), strict=True))))
+    alone = len(members) == 1
+    if not alone:
+        site.groups.append(members)
+
+    def run(x: np.ndarray, wire: Wire) -> np.ndarray:
+        out = make()
+        flat = out.reshape(-1)
+        stage = np.empty(most * len(senders), dtype=out.dtype)
+        for start, stop, sends, receives, own in rounds:
+            if not alone:
+                wire.wait(wire.all_to_all(members, [x], sends, [stage], receives), members)
+            for number, which in enumerate(order):
+                if which >= 0:
+                    addend = stage[which * (stop - start) : (which + 1) * (stop - start)]
+                    _fold(flat[start:stop], addend, reduction, number == 0)
+                    continue
+                for old, new in own:
+                    _fold(at(out, new), at(x, old), reduction, number == 0)
+        return out
+
+    return run
+
+
+def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
+    """A reduce-scatter of the flat shard, cut by the tiling rule, and an all-gather of its parts."""
+    device = site.device
+    members = members_of(op, t, device)
+    if not members:
+        return idle(t, device)
+    make, reduction, types, width = maker(t, device), op.reduction, site.types, t.itemsize
+    me = members.index(device)
+    n = box_elements(tuple((0, k) for k in shape_of(t, device)))
+    owned = ranges(n, len(members))
+    others = [(k, d) for k, d in enumerate(members) if k != me]
+    cuts = [[_shift(owned[k], c, op.chunks) for k in range(len(members))] for c in range(op.chunks)]
+    most = max(spans[me][1] - spans[me][0] for spans in cuts)
+    total = most * len(others)
+    rounds: list[tuple[int, int, Messages, Messages, Messages, Messages]] = []
+    for spans in cuts:
+        start, stop = spans[me]
+        size = stop - start
+        live = [(k, d) for k, d in others if spans[k][1] > spans[k][0]]
+        mine = enumerate(others if size else [])
+        addends = {d: _run_of(j * size, j * size + size, total, width, types) for j, (_, d) in mine}
+        theirs = {d: _run_of(*spans[k], n, width, types) for k, d in live}
+        # the second all-to-all sends the array `here` and receives into others' parts of the whole result
+        gives = {d: _run_of(0, size, size, width, types) for _, d in (others if size else [])}
+        rounds.append((start, stop, theirs, addends, gives, theirs))
+    if others:
+        site.groups.append(members)
+
+    def run(x: np.ndarray, wire: Wire) -> np.ndarray:
+        out = make()
+        source, flat = x.reshape(-1), out.reshape(-1)
+        stage = np.empty(total, dtype=out.dtype)
+        for start, stop, theirs, addends, gives, gets in rounds:
+            here, size = flat[start:stop], stop - start
+            if others:
+                wire.wait(wire.all_to_all(members, [source], theirs, [stage], addends), members)
+            for k in range(len(members)):
+                j = k - (k > me)
+                addend = source[start:stop] if k == me else stage[j * size : (j + 1) * size]
+                _fold(here, addend, reduction, k == 0)
+            if others:
+                wire.wait(wire.all_to_all(members, [here], gives, [flat], gets), members)
+        return out
+
+    return run
+
+
+def _shift(span: tuple[int, int], chunk: int, chunks: int) -> tuple[int, int]:
+    start, stop = chunk_of(span[1] - span[0], chunk, chunks)
+    return span[0] + start, span[0] + stop
+
+
+def _segments(n: int, itemsize: int, chunks: int) -> list[tuple[int, int]]:
+    count = max(chunks, -(-n * itemsize // SEGMENT))
+    return [s for s in (chunk_of(n, c, count) for c in range(count)) if s[1] > s[0]]
+
+
+def reduce(op: Reduce, t: TensorType, site: Site) -> One:
+    """A pipelined chain towards the first member; what the others have no use for takes the partial sums."""
+    members = members_of(op, t, site.device)
+    if not members:
+        return idle(t, site.device)
+    me = members.index(site.device)
+    make, reduction = maker(t, site.device), op.reduction
+    n = box_elements(tuple((0, k) for k in shape_of(t, site.device)))
+    segments = _segments(n, t.itemsize, op.chunks)
+    before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
+    after = members[me - 1] if me else None
+
+    def run(x: np.ndarray, wire: Wire) -> np.ndarray:
+        out = make()
+        source, flat = x.reshape(-1), out.reshape(-1)
+        sums = source if before is None else flat
+        coming = [] if before is None else [wire.receive(before, flat[a:b]) for a, b in segments]
+        sent: list[Pending] = []
+        for k, (a, b) in enumerate(segments):
+            if before is not None:
+                wire.wait([coming[k]], members)
+                _fold(flat[a:b], source[a:b], reduction, False)
+            if after is not None:
+                sent.append(wire.send(after, sums[a:b]))
+        wire.wait(sent, members)
+        if before is None and after is None:
+            flat[...] = source
+        return out
+
+    return run
+
+
+def broadcast(op: Broadcast, t: TensorType, u: TensorType, site: Site) -> One:
+    """A pipelined chain from the first member on."""
+    members = members_of(op, u, site.device)
+    if not members:
+        return idle(u, site.device)
+    me = members.index(site.device)
+    make = maker(u, site.device)
+    n = box_elements(tuple((0, k) for k in shape_of(u, site.device)))
+    segments = _segments(n, t.itemsize, op.chunks)
+    before = members[me - 1] if me else None
+    after = members[me + 1] if me + 1 < len(members) else None
+
+    def run(x: np.ndarray, wire: Wire) -> np.ndarray:
+        out = make()
+        flat = out.reshape(-1)
+        whole = x.reshape(-1) if before is None else flat
+        coming = [] if before is None else [wire.receive(before, flat[a:b]) for a, b in segments]
+        sent: list[Pending] = []
+        for k, (a, b) in enumerate(segments):
+            if before is not None:
+                wire.wait([coming[k]], members)
+            if after is not None:
+                sent.append(wire.send(after, whole[a:b]))
+        if before is None:
+            flat[...] = whole
+        wire.wait(sent, members)
+        return out
+
+    return run

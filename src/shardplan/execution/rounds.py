@@ -1,0 +1,207 @@
+"""The general move as rounds of padded permutes: what a backend without an all-to-all-v runs for Exchange and Send.
+
+In a round every device sends at most one piece and receives at most one, so a round is one partial permutation. The
+messages are edges between senders and receivers; König's theorem colours them with as many colours as the busiest
+device has messages to send or to receive. All pieces of a round are sent in the shape of the largest, per dim: what a
+device receives beyond its piece is padding, and counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from shardplan.core.messages import at_root, messages, own_places
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, Reduce, ReduceScatter, Send
+from shardplan.core.ops.base import Collective, chunk_counts, typed
+from shardplan.core.tensor import TensorType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One partial permutation of pieces; places count over `Rounds.devices`, extents and starts are per dim."""
+
+    pairs: tuple[tuple[int, int], ...]  # (sender, receiver); equal in the round that keeps what a device holds
+    shape: tuple[int, ...]  # of what travels: the largest piece of the round, per dim
+    start: np.ndarray  # int32 [devices, ndim]: where the piece begins in the sender's shard
+    at: np.ndarray  # int32 [devices, ndim]: where it goes in the receiver's shard
+    extent: np.ndarray  # int32 [devices, ndim]: of the piece that a receiver gets, 0 where it gets none
+
+    @property
+    def whole(self) -> bool:
+        """Whether no piece is padded."""
+        return bool(np.all((self.extent == self.shape).all(axis=1) | (self.extent == 0).all(axis=1)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounds:
+    """A general move from one even type to another: what is kept, then the rounds, over the union of the devices."""
+
+    devices: tuple[int, ...]  # ids; of one mesh in mesh order, of two ascending
+    kept: Round | None
+    rounds: tuple[Round, ...]
+    itemsize: int
+
+    def received(self) -> dict[int, int]:
+        """Return the bytes that each device receives, padding included, by id."""
+        out = dict.fromkeys(self.devices, 0)
+        for one in self.rounds:
+            for _, receiver in one.pairs:
+                out[self.devices[receiver]] += math.prod(one.shape) * self.itemsize
+        return out
+
+
+def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return a colour for each (sender, receiver), different at each end, as few as the largest degree.
+
+    Source: the constructive proof of König's line colouring theorem (alternating paths).
+
+    >>> colour([(0, 1), (0, 2), (1, 2), (1, 0)])
+    [0, 1, 0, 1]
+    """
+    if not edges:
+        return []
+    places = max(max(e) for e in edges) + 1
+    most = max(np.bincount([e[k] for e in edges], minlength=places).max() for k in (0, 1))
+    at = [[[-1] * int(most) for _ in range(places)] for _ in range(2)]  # side, place, colour -> edge
+    colours = [-1] * len(edges)
+    for k, (sender, receiver) in enumerate(edges):
+        a, b = at[0][sender].index(-1), at[1][receiver].index(-1)
+        if at[1][receiver][a] >= 0:  # a is free at the sender only: swap a and b along the path from the receiver
+            path: list[int] = []
+            side, place, wanted = 1, receiver, a
+            while (edge := at[side][place][wanted]) >= 0:
+                path.append(edge)
+                side = 1 - side
+                place = edges[edge][side]
+                wanted = a + b - wanted
+            for edge in path:
+                for end in (0, 1):
+                    at[end][edges[edge][end]][colours[edge]] = -1
+            for edge in path:
+                colours[edge] = a + b - colours[edge]
+                for end in (0, 1):
+                    at[end][edges[edge][end]][colours[edge]] = edge
+        colours[k] = a
+        at[0][sender][a] = at[1][receiver][a] = k
+    return colours
+
+
+@lru_cache(maxsize=256)
+def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> Rounds:
+    """Return the rounds that move an even type to another, on one mesh or between two, each in `chunks` parts.
+
+    Messages of one shape go in rounds of their own where that costs no round more, so that nothing is padded.
+    """
+    devices = t.mesh.devices if t.mesh == u.mesh else tuple(sorted({*t.mesh.devices, *u.mesh.devices}))
+    place = {d: k for k, d in enumerate(devices)}
+    of_t, of_u = ([place[d] for d in m.devices] for m in (t.mesh, u.mesh))
+    senders, receivers, _ = messages(t, u)
+    own, held, needed = own_places(t, u), at_root(t), at_root(u)
+    homes = [(int(s), r) for r, s in enumerate(own) if s >= 0 and held[s] and needed[r]]
+    before, after = t.boxes(), u.boxes()
+
+    def piece(s: int, r: int) -> np.ndarray:
+        lo = np.maximum(before[s, :, 0], after[r, :, 0])
+        hi = np.minimum(before[s, :, 1], after[r, :, 1])
+        return np.stack([lo - before[s, :, 0], lo - after[r, :, 0], np.maximum(hi - lo, 0)])
+
+    def make(group: Sequence[tuple[int, int]]) -> Round:
+        tables = np.zeros((3, len(devices), t.ndim), dtype=np.int32)
+        for s, r in group:
+            found = piece(s, r)
+            tables[0, of_t[s]] = found[0]
+            tables[1:, of_u[r]] = found[1:]
+        shape = tuple(int(n) for n in tables[2].max(axis=0))
+        return Round(tuple((of_t[s], of_u[r]) for s, r in group), shape, tables[0], tables[1], tables[2])
+
+    edges = [(int(s), int(r)) for s, r in zip(senders, receivers, strict=True)]
+    kept = [(s, r) for s, r in homes if piece(s, r)[2].all()]
+    rounds = [part for group in _grouped(edges, piece) for part in _parts(make(group), chunks)]
+    return Rounds(devices, make(kept) if kept else None, tuple(rounds), t.itemsize)
+
+
+def _grouped(edges: list[tuple[int, int]], piece: Callable[[int, int], np.ndarray]) -> list[list[tuple[int, int]]]:
+    """Messages by round."""
+    shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for e in edges:
+        shapes.setdefault(tuple(int(n) for n in piece(*e)[2]), []).append(e)
+    together = _by_colour(edges)
+    apart = [group for same in shapes.values() for group in _by_colour(same)]
+    return apart if len(apart) <= len(together) else together
+
+
+def _by_colour(edges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for e, c in zip(edges, colour(edges), strict=True):
+        groups.setdefault(c, []).append(e)
+    return [groups[c] for c in sorted(groups)]
+
+
+def _parts(whole: Round, chunks: int) -> list[Round]:
+    """A round in at least `chunks` parts, cut along the dims of its pieces; a pair with nothing left is dropped."""
+    if chunks == 1:
+        return [whole]
+    out: list[Round] = []
+    for box in grid(whole.shape, chunks):
+        low = np.array([a for a, _ in box], dtype=np.int32)
+        shape = tuple(b - a for a, b in box)
+        extent = np.clip(whole.extent - low, 0, shape).astype(np.int32)
+        extent[~extent.all(axis=1)] = 0
+        pairs = tuple((s, r) for s, r in whole.pairs if extent[r].all())
+        out.append(Round(pairs, shape, whole.start + low, whole.at + low, extent))
+    return out
+
+
+def grid(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements).
+
+    >>> grid((2, 5), 3)
+    [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]
+    """
+    cuts: list[list[tuple[int, int]]] = []
+    for n, count in zip(shape, chunk_counts(shape, chunks), strict=True):
+        step = -(-n // count)
+        cuts.append([(a, min(a + step, n)) for a in range(0, n, step)])
+    return list(itertools.product(*cuts))
+
+
+def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
+    """Return the bytes that each device receives when JAX runs an op on even types, by id.
+
+    It differs from `op.received` where XLA has no such collective: Reduce and Broadcast are all-reduces, Exchange and
+    Send are padded permutes; and groups away from the root move their bytes as all others do.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> moved_bytes(Broadcast(("x",)), TensorType("f32", (6,), (None,), Mesh(x=3), root=("x",)))
+    {0: 32, 1: 32, 2: 32}
+    """
+    results = op.infer(*operands)
+    out = {d: 0 for t in (*operands, *results) for d in t.mesh.devices}
+    if not isinstance(op, Collective):
+        return out
+    for t in operands:
+        u = typed(op, t)
+        q = math.prod(t.mesh.span(a).size for a in op.members(t))
+        here, there = t.local_bytes(), u.local_bytes()
+        match op:
+            case AllGather():
+                found = dict.fromkeys(u.mesh.devices, there - here)
+            case AllToAll():
+                found = dict.fromkeys(u.mesh.devices, here - here // q)
+            case ReduceScatter():
+                found = dict.fromkeys(u.mesh.devices, here - there)
+            case AllReduce() | Reduce() | Broadcast():
+                found = dict.fromkeys(u.mesh.devices, 2 * here * (q - 1) // q)
+            case Exchange() | Send():
+                found = rounds_of(t, u, op.chunks).received()
+            case _:
+                found = dict(zip(u.mesh.devices, (int(n) for n in op.received(t)), strict=True))
+        for d, n in found.items():
+            out[d] += n
+    return out

@@ -1,0 +1,151 @@
+"""Moves between placements that no layout describes: an all-to-all-v on boxes, of which DTensor itself says the indices.
+
+An uneven `_StridedShard` leaves on some devices other elements than nested ceilings would, and at times several runs
+of them. There is no type, hence no program and no certificate; the bytes are those of the direct exchange.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from shardplan.core.tensor import Box
+from shardplan.execution.lower import View, view_of
+from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch_wire import Wire
+from shardplan.interop.torch_layout import Holding, holdings
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """The parts of one array that one peer gets or gives, packed one after another."""
+
+    peer: int
+    views: tuple[View, ...]
+    elements: int
+
+
+class BoxMove:
+    """A move between two specs of one tensor, bound to a rank; it has the interface of an `Executable`."""
+
+    input_name = "0"
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: DTensorSpec, target: DTensorSpec, rank: int
+    ) -> None:
+        """Work out who sends what to whom; raises `LayoutError` for partial placements."""
+        before, after = holdings(shape, source.placements, source.mesh), holdings(shape, target.placements, target.mesh)
+        self.ranks = tuple(sorted({*before, *after}))
+        self.device = rank
+        text = f"{shape} {dtype} {source.placements} {target.placements} {self.ranks}"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.name = f"move of boxes {self.digest[:8]}"
+        self.texts = ["exchange of boxes"]
+        mine, ours = before.get(rank), after.get(rank)
+        self.result_shape: tuple[int, ...] = (0,) if ours is None else ours.shape
+        self.copies: list[tuple[View, View]] = []
+        sends: dict[int, list[View]] = {}
+        receives: dict[int, list[View]] = {}
+        for r, wanted in after.items():
+            for s, a, b in _sources(before, wanted, r):
+                if s == r == rank:
+                    assert mine is not None and ours is not None
+                    self.copies.append((view_of(mine.shape, a), view_of(ours.shape, b)))
+                elif s == rank and mine is not None:
+                    sends.setdefault(r, []).append(view_of(mine.shape, a))
+                elif r == rank and ours is not None:
+                    receives.setdefault(s, []).append(view_of(ours.shape, b))
+        self.sends, self.receives = (
+            [_Traffic(p, tuple(v), sum(x.elements for x in v)) for p, v in sorted(side.items())]
+            for side in (sends, receives)
+        )
+
+    def drive(
+        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Move; see `Executable.drive`."""
+        watch.at(0)
+        x = values.pop(self.input_name)
+        out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
+        stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
+        packed = [torch.cat([_at(x, v).reshape(-1) for v in t.views]) for t in self.sends]
+        ins, outs = wire.post(
+            [(t.peer, y) for t, y in zip(self.receives, stages, strict=True)],
+            [(t.peer, y) for t, y in zip(self.sends, packed, strict=True)],
+        )
+        for a, b in self.copies:
+            _at(out, b).copy_(_at(x, a))
+        yield
+        wire.wait(ins)
+        for t, y in zip(self.receives, stages, strict=True):
+            start = 0
+            for v in t.views:
+                _at(out, v).copy_(y[start : start + v.elements].view(v.size))
+                start += v.elements
+        wire.wait(outs)
+        return [out]
+
+
+def _at(x: torch.Tensor, view: View) -> torch.Tensor:
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list[tuple[int, Box, Box]]:
+    """Who gives `receiver` which part: sender, box in its array, box in the receiver's; what it has it keeps.
+
+    Of several holders of a run of indices the receiver itself comes first, then the next in the order of ranks.
+    """
+    ranks = sorted(before, key=lambda s: ((s - receiver) % (max(before) + 1), s))
+    out: list[tuple[int, Box, Box]] = []
+    missing: list[tuple[tuple[int, int, int], ...]] = list(itertools.product(*wanted.runs))
+    for s in ranks:
+        left: list[tuple[tuple[int, int, int], ...]] = []
+        for piece in missing:
+            left += _take(before[s], s, piece, out)
+        missing = left
+        if not missing:
+            break
+    return out
+
+
+def _take(
+    held: Holding, sender: int, piece: tuple[tuple[int, int, int], ...], out: list[tuple[int, Box, Box]]
+) -> list[tuple[tuple[int, int, int], ...]]:
+    """Cut from a wanted piece (per dim a run) what `sender` holds of it; returns what is still missing."""
+    missing = [piece]
+    for runs in itertools.product(*held.runs):
+        rest: list[tuple[tuple[int, int, int], ...]] = []
+        for want in missing:
+            low = [max(w[0], h[0]) for w, h in zip(want, runs, strict=True)]
+            high = [min(w[0] + w[2], h[0] + h[2]) for w, h in zip(want, runs, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                rest.append(want)
+                continue
+            spans = list(zip(low, high, strict=True))
+            theirs = tuple((a - h[0] + h[1], b - h[0] + h[1]) for (a, b), h in zip(spans, runs, strict=True))
+            own = tuple((a - w[0] + w[1], b - w[0] + w[1]) for (a, b), w in zip(spans, want, strict=True))
+            out.append((sender, theirs, own))
+            rest += _around(want, spans)
+        missing = rest
+    return missing
+
+
+def _around(
+    want: tuple[tuple[int, int, int], ...], taken: list[tuple[int, int]]
+) -> list[tuple[tuple[int, int, int], ...]]:
+    """What is left of a piece around the part that was taken, as disjoint pieces."""
+    out: list[tuple[tuple[int, int, int], ...]] = []
+    here = list(want)
+    for d, (a, b) in enumerate(taken):
+        start, local, length = here[d]
+        for lo, hi in ((start, a), (b, start + length)):
+            if lo < hi:
+                out.append((*here[:d], (lo, local + lo - start, hi - lo), *here[d + 1 :]))
+        here[d] = (a, local + a - start, b - a)
+    return out

@@ -1,0 +1,401 @@
+"""The checks of `test_jax.py` that need eight devices: run as a child process, `python jax_checks.py`, JSON out.
+
+Every check is a function that returns what the test compares; one that raises is reported by its text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import conformance
+import numpy as np
+from benchmarks.peers.hlo import largest_bytes, parse_hlo
+
+import shardplan as sp
+from benchmarks import suites
+from shardplan.core.accounting import account
+from shardplan.core.dtypes import NAMES, numpy_dtype
+from shardplan.core.messages import at_root
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Einsum,
+    Elementwise,
+    Exchange,
+    Permute,
+    Reduce,
+    ReduceDims,
+    ReduceScatter,
+    Send,
+    Slice,
+    ToPartial,
+)
+from shardplan.core.program import Program, Step
+from shardplan.core.reference import distribute, run_program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError
+from shardplan.execution.record import Record
+
+SAMPLE = 60
+HLO_SAMPLE = {"U": 16, "s8": 12}
+MESH = sp.Mesh(a=2, b=2, c=2)
+OTHER_ORDER = sp.Mesh({"p": 4, "q": 2}, devices=[3, 1, 0, 2, 7, 6, 5, 4])
+OVERLAP = sp.Mesh({"p": 4}, devices=[6, 7, 0, 1])
+HALF = sp.Mesh({"p": 4}, devices=[4, 5, 6, 7])
+THREE = sp.Mesh({"p": 3}, devices=[2, 0, 7])
+
+
+def typed(text: str, mesh: sp.Mesh = MESH) -> TensorType:
+    return TensorType.parse(text, mesh)
+
+
+def alone() -> list[tuple[Any, list[TensorType]]]:
+    """Every op, in every form that is lowered by other code."""
+    layout = lambda text, mesh=MESH: typed(text, mesh).layout  # noqa: E731
+    partial, two = typed("i32[8, 4@b]{+a,+c}"), typed("f32[8@(a,b), 4@c]")
+    six = sp.Mesh(a=2, b=3)
+    out: list[tuple[Any, list[TensorType]]] = [
+        (Slice(0, ("c", "a")), [typed("i32[8@b, 3]")]),
+        (AllGather(1, ("c",)), [two]),
+        (AllGather(0, ("a", "b"), chunks=3), [two]),
+        (AllGather((1, 0, 0), ("c", "a", "b")), [two]),
+        (AllGather((1, 0), ("c", "b"), chunks=4), [two]),
+        (AllGather(0, ("b",)), [two, typed("i8[6@b]"), typed("f32[4@(c,b), 3]")]),
+        (AllGather(0, ("b",), chunks=2), [two, typed("i8[6@b]"), typed("f32[4@(c,b), 3]")]),
+        (AllToAll(0, 1, ("b",)), [two]),
+        (AllToAll(0, 1, ("a", "b"), ("b", "a")), [typed("i32[8@(c,a,b), 8, 3]")]),
+        (AllToAll(2, 0, ("a", "b"), ("b", "a"), chunks=3), [typed("i32[8, 3, 8@(a,b)]")]),
+        (AllToAll(0, 1, ("b",)), [two, typed("i16[4@b, 6]")]),
+        (Permute(layout("f32[8@c, 4@(b,a)]")), [typed("f32[8@(a,b), 4@c]")]),
+        (Permute(layout("f32[8@(b,a), 4@c]"), chunks=3), [two]),
+        (Permute(layout("f32[8@c, 4]{+b}")), [typed("f32[8@c, 4]{+a}")]),
+        (Permute(layout("f32[4@b, 4]{root:c}")), [typed("f32[4@a, 4]{root:c}")]),
+        (Exchange(layout("f32[8@c, 4@(b,a)]")), [two]),
+        (Exchange(layout("f32[8@(a,c), 4@b]"), ("b", "c")), [two]),
+        (Exchange(typed("i32[6@b, 6@a]", six).layout), [typed("i32[6@a, 6@b]", six)]),
+        (Exchange(typed("i32[12@(b,a)]", six).layout, chunks=3), [typed("i32[12@(a,b)]", six)]),
+        (Exchange(typed("i32[12@b, 5]", six).layout), [typed("i32[12@a, 5]", six)]),
+        (Exchange(layout("f32[]")), [typed("f32[]")]),
+        (Exchange(layout("f32[8@c, 4]{root:b}")), [typed("f32[8@a, 4]{root:b}")]),
+        (Send(layout("f32[8@q, 4@p]", OTHER_ORDER), OTHER_ORDER), [two]),
+        (Send(layout("f32[8, 4@p]", OVERLAP), OVERLAP, chunks=2), [two]),
+        (Send(layout("f32[8@p, 4]", HALF), HALF), [typed("f32[8@p, 4]", sp.Mesh(p=4))]),
+        (Send(layout("f32[24@p]", THREE), THREE), [typed("f32[24@(a,b,c)]")]),
+        (Send(layout("i32[24]", THREE), THREE), [typed("i32[24@(c,b)]{root:a}")]),
+        (Send(typed("f32[]", THREE).layout, THREE), [typed("f32[]"), typed("f32[]{root:c}")]),
+        (ReduceScatter(0, ("a",)), [partial]),
+        (ReduceScatter((1, 0), ("a", "c")), [typed("i32[8, 4@b]{+a,+c}")]),
+        (ReduceScatter(0, ("c", "a"), chunks=3), [partial]),
+        (ReduceScatter(0, ("c", "a"), "max"), [typed("i8[8, 2]{max:a,c}")]),
+        (ReduceScatter(0, ("c",), "min", chunks=2), [typed("f32[8, 2]{min:a,c}")]),
+        (ReduceScatter(0, ("a",)), [partial, typed("i64[4]{+a}")]),
+        (AllReduce(("c", "a")), [partial]),
+        (AllReduce(("c",), chunks=3), [partial, typed("f64[3]{+c}")]),
+        (AllReduce(("a",), "max"), [typed("u16[3@b]{max:a}")]),
+        (AllReduce(("a",), "min"), [typed("bool[3]{min:a}")]),
+        (Reduce(("a",)), [partial]),
+        (Reduce(("a", "c"), chunks=2), [partial]),
+        (Reduce(("a",), "max"), [typed("bf16[4@b, 5]{max:a}")]),
+        (Broadcast(("a",)), [typed("f32[4@c]{root:a}")]),
+        (Broadcast(("a", "b"), chunks=2), [typed("c64[4@c]{root:a}")]),
+        (ToPartial(("a",)), [two.with_layout(layout("f32[8@b, 4@c]"))]),
+        (ToPartial(("b",)), [two]),
+        (ToPartial(("b", "a"), "max"), [typed("i32[8, 4@c]")]),
+        (ToPartial(("c",), "min"), [typed("f8e4m3[8, 4@c]")]),
+        (ToPartial(("b",), "root"), [typed("bool[4@c]")]),
+        (Einsum("ik,kj->ij"), [typed("bf16[8@a, 8@b]"), typed("bf16[8@b, 4@c]")]),
+        (Einsum("ij->ji"), [typed("i8[8@a, 4]")]),
+        (Elementwise("where(a > b, a*b + 1, relu(-a))"), [typed("i32[8@a, 4]"), typed("i32[4]")]),
+        (Elementwise("where(a, b**2, abs(b))"), [typed("bool[8@a]"), typed("f32[8@a]")]),
+        (ReduceDims((0,), "max"), [typed("f8e5m2[8@a, 4@b]")]),
+        (ReduceDims((1,), "mean", keep=True), [typed("f32[8@a, 4@b]")]),
+        (ReduceDims((0, 1)), [typed("u8[8@(a,c), 4@b]")]),
+    ]
+    return out
+
+
+def single(op: Any, types: list[TensorType]) -> Program:
+    names = [f"x{k}" for k in range(len(types))]
+    count = len(op.infer(*types))
+    results = tuple(f"y{k}" for k in range(count))
+    return Program(dict(zip(names, types, strict=True)), [Step(op, tuple(names), results)], results)
+
+
+def jax_run(program: Program, inputs: Any, record: Record | None = None) -> Any:
+    from shardplan.execution.jax import run_program
+
+    return run_program(program, inputs, timeout=10, record=record)
+
+
+def arrays(program: Program) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(
+        rng.integers(0, 2 if t.dtype in ("bool", "f8e4m3", "f8e5m2") else 7, t.shape).astype(numpy_dtype(t.dtype))
+        for t in program.input_types
+    )
+
+
+def compare(name: str, program: Program) -> list[str]:
+    """Differences to the reference, on the values that are held."""
+    case = conformance.Case(name, program, arrays(program))
+    return conformance.differences(case, lambda m: range(m.size), jax_run(program, case.inputs()), case.expected())
+
+
+def every_op() -> Any:
+    out: dict[str, list[str]] = {}
+    seen = set()
+    for k, (op, types) in enumerate(alone()):
+        seen.add(op.name)
+        try:
+            found = compare(f"{op}", single(op, types))
+        except Exception:
+            found = [traceback.format_exc()[-600:]]
+        if found:
+            out[f"{k} {op}"] = found[:2]
+    return {"differences": out, "names": sorted(seen)}
+
+
+def sample() -> Any:
+    """Random programs of the conformance suite, by chance of every kind."""
+    out: list[str] = []
+    for case in conformance.cases(7, SAMPLE, 8, even=True):
+        try:
+            got = jax_run(case.program, case.inputs())
+            out += conformance.differences(case, lambda m: range(m.size), got, case.expected())
+        except Exception:
+            out.append(f"{case.name}: {traceback.format_exc()[-600:]}")
+    return out[:5]
+
+
+def every_dtype() -> Any:
+    out: dict[str, list[str]] = {}
+    for dtype in NAMES:
+        t = TensorType(dtype, (4, 8), (("a", "b"), "c"), MESH)
+        steps = [AllToAll(0, 1, ("a", "b")), ToPartial(("c", "a", "b")), AllReduce(("a", "b", "c"))]
+        program = Program({"0": t}, [Step(o, (str(k),), (str(k + 1),)) for k, o in enumerate(steps)], (f"{len(steps)}",))
+        found = compare(dtype, program)
+        if found:
+            out[dtype] = found
+    return out
+
+
+def exact_bits() -> Any:
+    """What a sum would not bring through: -0.0 and NaNs with a payload, by a broadcast and by moves."""
+    out: list[str] = []
+    for dtype in ("f32", "bf16", "f64", "f8e5m2", "c64"):
+        d = numpy_dtype(dtype)
+        raw = np.arange(8 * d.itemsize, dtype=np.uint8).reshape(8, -1)
+        raw[:, -1] = [0x80, 0x7F, 0xFF, 0, 1, 0x80, 0x7F, 0xFF]
+        raw[0, :-1] = 0
+        values = raw.reshape(-1).view(d)
+        for op, text in (
+            (Broadcast(("a", "b")), "[8@c]{root:a,b}"),
+            (AllToAll(0, 1, ("c",)), "[8@c, 2]"),
+            (Permute(typed("f32[8@a]").layout), "[8@c]"),
+            (Exchange(typed("f32[8@(c,a)]").layout), "[8@(a,c)]"),
+        ):
+            t = typed(dtype + text)
+            program = single(op, [t])
+            array = np.broadcast_to(values[:, None], t.shape).copy() if t.ndim == 2 else values
+            expected = run_program(program, [distribute(array, t)])[0]
+            got = jax_run(program, [distribute(array, t)])[0]
+            for x, y, here in zip(got, expected, at_root(program.output_types[0]), strict=True):
+                if here and np.asarray(x).tobytes() != y.tobytes():
+                    out.append(f"{dtype} {op.name}: {np.asarray(x)!r}, not {y!r}")
+    return out[:5]
+
+
+def moved(program: Program) -> tuple[list[tuple[str, int, int]], dict[int, int], int]:
+    """The collectives of the compiled program (kind, bytes in, bytes out), bytes received by id, largest array."""
+    from shardplan.execution.jax import compiled, compiled_text
+
+    got: dict[int, int] = dict.fromkeys(program.devices, 0)
+    kinds: list[tuple[str, int, int]] = []
+    largest = 0
+    texts = compiled_text(program)
+    parts = [p for p in compiled(program) if p.executable is not None]
+    for text, part in zip(texts, parts, strict=True):
+        largest = max(largest, largest_bytes(text))
+        for c in parse_hlo(text, len(part.devices)):
+            kinds.append((c.kind, c.operand_bytes, c.output_bytes))
+            for place, n in enumerate(c.received(len(part.devices))):
+                got[part.devices[place]] += n
+    return kinds, got, largest
+
+
+KINDS = {
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "permute": "collective-permute",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "reduce": "all-reduce",
+    "broadcast": "all-reduce",
+}
+
+
+def hlo() -> Any:
+    """Plans of two suites, compiled: their collectives, bytes and largest arrays beside what the program says."""
+    from shardplan.execution.jax import compiled_memory
+    from shardplan.execution.rounds import moved_bytes, rounds_of
+    from shardplan.interop.jax import plan_of
+
+    wrong: list[str] = []
+    checked = padded = 0
+    memory: list[tuple[int, int]] = []
+    for suite, count in HLO_SAMPLE.items():
+        for s, t, _ in suites.problems(suite, 3, count, most_devices=8):
+            assert isinstance(s, TensorType) and isinstance(t, TensorType)
+            plan = plan_of(s, t)
+            program = plan.program
+            kinds, got, largest = moved(program)
+            wanted: list[str] = []
+            says = dict.fromkeys(program.devices, 0)
+            exact = True
+            for step in program.steps:
+                operands, results = program.step_types(step)
+                for d, n in moved_bytes(step.op, *operands).items():
+                    says[d] += n
+                if step.op.name == "exchange":
+                    exact = False
+                    for one in rounds_of(operands[0], results[0], step.op.chunks).rounds:
+                        wanted += ["collective-permute"] if one.pairs else []
+                elif step.op.name in KINDS and step.op.rounds(*operands):
+                    wanted.append(KINDS[step.op.name])
+            name = f"{suite}: {s} -> {t} on {s.mesh}"
+            if [k for k, _, _ in kinds] != wanted:
+                wrong.append(f"{name}: the collectives {kinds}, not {wanted}")
+            if got != says:
+                wrong.append(f"{name}: {got} bytes received, not {says}")
+            received = dict(zip(program.devices, (int(n) for n in account(program).received), strict=True))
+            if exact and got != received:
+                wrong.append(f"{name}: {got} bytes received, but the certificate has {received}")
+            padded += not exact and got != received
+            if largest > plan.certificate.bound_bytes:
+                wrong.append(f"{name}: an array of {largest} bytes, over the bound of {plan.certificate.bound_bytes}")
+            found = compiled_memory(program)
+            memory.append((found.temporary_bytes, plan.certificate.workspace_bytes))
+            if program.steps and (found.argument_bytes, found.output_bytes) != (s.local_bytes(), t.local_bytes()):
+                wrong.append(f"{name}: {found}")
+            checked += 1
+    return {"wrong": wrong[:6], "checked": checked, "padded": padded, "memory": memory}
+
+
+def chunks() -> Any:
+    """How many collectives of how many bytes an all-to-all in parts compiles to."""
+    out = {}
+    for count in (1, 3, 4):
+        program = single(AllToAll(0, 1, ("a", "b"), (), count), [typed("f32[48@(a,b), 8, 5]")])
+        kinds, got, largest = moved(program)
+        out[count] = [len(kinds), got[0], sorted({n for _, n, _ in kinds})]
+    program = single(AllReduce(("a",), "sum", 2), [typed("f32[4, 4]{+a}"), typed("f32[6]{+a}"), typed("i32[6]{+a}")])
+    out["packed"] = sorted(k[1] for k in moved(program)[0])
+    program = single(Permute(typed("f32[16@b]").layout, 4), [typed("f32[16@a]")])
+    out["permute"] = [k for k in moved(program)[0]]
+    return out
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ShardplanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def errors() -> Any:
+    from shardplan.core.ops.base import Op
+
+    class Unknown(Op):
+        name = "unknown"
+
+        def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+            return operands
+
+        def reference(self, operands: Any, types: Any) -> Any:
+            return [list(x) for x in operands]
+
+    t = typed("f32[8@a, 4]")
+    uneven = sp.redistribute(typed("i32[7@a]"), typed("i32[7]")).program
+    far = sp.Mesh({"z": 2}, devices=[7, 8])
+    good = single(AllGather(0, ("a",)), [t])
+    shards = distribute(np.zeros((8, 4), np.float32), t)
+    return {
+        "uneven": told(lambda: jax_run(uneven, [])),
+        "complex": told(lambda: jax_run(single(AllReduce(("a",), "max"), [typed("c64[2]{max:a}")]), [])),
+        "unknown": told(lambda: jax_run(single(Unknown(), [t]), [shards])),
+        "device": told(lambda: jax_run(single(AllGather(0, ("z",)), [typed("f32[4@z]", far)]), [])),
+        "inputs": told(lambda: jax_run(good, [])),
+        "count": told(lambda: jax_run(good, [shards[:3]])),
+        "shape": told(lambda: jax_run(good, [[*shards[:7], shards[7].T]])),
+        "dtype": told(lambda: jax_run(good, [[x.astype(np.int32) for x in shards]])),
+    }
+
+
+def records() -> Any:
+    """Spans of a program of three steps on two meshes."""
+    t = typed("f32[8@a, 4@b]")
+    to = typed("f32[8, 4@p]", HALF)
+    ops = [AllGather(0, ("a",)), Send(to.layout, HALF), AllGather(1, ("p",))]
+    program = Program({"0": t}, [Step(o, (str(k),), (str(k + 1),)) for k, o in enumerate(ops)], ("3",))
+    record = Record()
+    array = np.arange(32, dtype=np.float32).reshape(8, 4)
+    out = jax_run(program, [distribute(array, t)], record)
+    ordered = sorted(record.spans, key=lambda s: (s.step, s.device))
+    return {
+        "equal": bool(np.array_equal(sp.collect([np.asarray(x) for x in out[0]], program.output_types[0]), array)),
+        "spans": [(s.step, s.device, s.received) for s in ordered],
+        "times": all(0 <= s.start < s.end < 60 + s.start for s in ordered)
+        and max(s.end for s in ordered if s.step == 0) <= min(s.start for s in ordered if s.step == 1),
+        "on": sorted({next(iter(x.devices())).id for x in out[0]}),
+    }
+
+
+def kept() -> Any:
+    """Equal programs are compiled once; results of jax arrays go in again; a program of nothing runs."""
+    from shardplan.execution.jax import compiled
+
+    one, two = (single(AllGather(0, ("a",)), [typed("f32[8@a, 4]")]) for _ in range(2))
+    array = np.arange(32, dtype=np.float32).reshape(8, 4)
+    first = jax_run(one, [distribute(array, one.input_types[0])])
+    again = jax_run(single(Slice(0, ("a",)), [typed("f32[8, 4]")]), first)
+    back = sp.collect([np.asarray(x) for x in again[0]], typed("f32[8@a, 4]"))
+    nothing = Program({"0": one.input_types[0]}, (), ("0",))
+    same = jax_run(nothing, [distribute(array, one.input_types[0])])
+    by_run = sp.run(one, distribute(array, one.input_types[0]), backend="jax")
+    return [
+        compiled(one) is compiled(two),
+        bool(np.array_equal(back, array)),
+        bool(np.array_equal(np.asarray(same[0][7]), array[4:])),
+        bool(np.array_equal(np.asarray(by_run[3]), array)),
+    ]
+
+
+CHECKS: tuple[Callable[[], Any], ...] = (
+    every_op, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+)  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    out: dict[str, Any] = {}
+    for check in CHECKS:
+        if names and check.__name__ not in names:
+            continue
+        try:
+            out[check.__name__] = check()
+        except Exception:
+            out[check.__name__] = {"raised": traceback.format_exc()[-3000:]}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main(sys.argv[1:])
