@@ -39,24 +39,12 @@ from shardplan.core.tensor import TensorType
 from shardplan.execution.jax_compute import compute
 from shardplan.execution.jax_rounds import general_move
 from shardplan.execution.jax_wire import Atoms, Wire
-from shardplan.execution.rounds import grid
+from shardplan.execution.rounds import grid, loop_of
 
-Lowered = (
-    Slice
-    | AllGather
-    | AllToAll
-    | Permute
-    | Exchange
-    | Send
-    | ReduceScatter
-    | AllReduce
-    | Reduce
-    | Broadcast
-    | ToPartial
-    | Einsum
-    | Elementwise
-    | ReduceDims
-)
+Grouped = AllGather | AllToAll | ReduceScatter | AllReduce | Reduce | Broadcast
+Collectives = Grouped | Slice | Permute | Exchange | Send | ToPartial
+Lowered = Collectives | Einsum | Elementwise | ReduceDims
+_PLAIN = ("bool", "i8", "u8", "i16", "u16")  # narrow, and moved as they are
 
 
 def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
@@ -72,10 +60,17 @@ def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
 
 def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire: Wire) -> list[Any]:
     """Return this device's shards of the results of an op, given those of its operands; all types are even."""
-    mesh = wire.mesh
     if isinstance(op, Einsum | Elementwise | ReduceDims):
         return [compute(op, arrays, types)]
-    results = op.infer(*types)
+    if isinstance(op, Slice | AllGather | AllToAll | Permute | Exchange | Send):
+        bits = [_bits(x) if t.itemsize < 4 and t.dtype not in _PLAIN else x for x, t in zip(arrays, types, strict=True)]
+        moved = _lower(op, bits, types, wire)
+        return [y if y.dtype == x.dtype else _unbits(y, x.dtype) for x, y in zip(arrays, moved, strict=True)]
+    return _lower(op, list(arrays), types, wire)
+
+
+def _lower(op: Collectives, arrays: list[Any], types: Sequence[TensorType], wire: Wire) -> list[Any]:
+    mesh, results = wire.mesh, op.infer(*types)
     pairs = list(zip(arrays, types, results, strict=True))
     match op:
         case Slice():
@@ -89,7 +84,7 @@ def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire:
         case AllGather() | AllToAll() | ReduceScatter() | AllReduce() | Reduce() | Broadcast():
             atoms = mesh.expand(op.axes)
             if not atoms:
-                return list(arrays)
+                return arrays
             whole = _tiled(op, [wire.varying(x) for x in arrays], wire)
             found = _packed(op, [wire.varying(x) for x in arrays], types, results, wire) if whole is None else [whole]
             if isinstance(op, Reduce):
@@ -173,9 +168,6 @@ def _in_parts(
     return outs
 
 
-Grouped = AllGather | AllToAll | ReduceScatter | AllReduce | Reduce | Broadcast
-
-
 def _tiled(op: Grouped, arrays: list[Any], wire: Wire) -> Any:
     """One unchunked operand along one dim: the tiled form of jax.lax, which leaves the layout of buffers to XLA."""
     from jax import lax  # pyright: ignore[reportMissingImports]
@@ -255,6 +247,8 @@ def _packed(
         case _:
             pass
     q = math.prod(mesh.atoms[a].size for a in order)
+    if op.chunks > 1 and isinstance(op, AllReduce | Reduce | Broadcast):
+        return _looped(op, arrays, order, wire)
     bodies = [
         tuple(n // math.prod(mesh.atoms[a].size for a in split.get(d, ())) for d, n in enumerate(t.local_shape()))
         for t in types
@@ -272,7 +266,7 @@ def _packed(
                 part = tuple(slice(a, b) for a, b in boxes[k][step])
                 seen = _lead(arrays[k], split, order, mesh)[:, *part] if split else arrays[k][part]
                 flat.append(seen.reshape(*seen.shape[:1], -1) if split else seen.reshape(-1))
-            packed = _core(op, flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=-1), q, order, wire)
+            packed = _core(op, flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=-1), order, wire)
             start = 0
             for k in chosen:
                 box = boxes[k][step]
@@ -290,7 +284,32 @@ def _packed(
     return [x.reshape(u.local_shape()) for x, u in zip(outs, results, strict=True)]
 
 
-def _core(op: Grouped, x: Any, q: int, order: Atoms, wire: Wire) -> Any:
+def _looped(op: AllReduce | Reduce | Broadcast, arrays: list[Any], order: Atoms, wire: Wire) -> list[Any]:
+    """The operands of one dtype flat, side by side, and in parts of one size; the last part overlaps that before it."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    outs: dict[int, Any] = {}
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        chosen = [k for k, x in enumerate(arrays) if x.dtype == dtype]
+        flat = [arrays[k].reshape(-1) for k in chosen]
+        whole = flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+        count, step = loop_of(whole.size, op.chunks)
+
+        def part(k: Any, out: Any, whole: Any = whole, step: int = step) -> Any:
+            start = jnp.minimum(k * step, whole.size - step)
+            found = wire.varying(_core(op, lax.dynamic_slice_in_dim(whole, start, step), order, wire))
+            return lax.dynamic_update_slice_in_dim(out, found, start, 0)
+
+        packed = lax.fori_loop(0, count, part, wire.varying(jnp.zeros(whole.shape, dtype)))
+        start = 0
+        for k in chosen:
+            outs[k] = packed[start : start + arrays[k].size].reshape(arrays[k].shape)
+            start += arrays[k].size
+    return [outs[k] for k in range(len(arrays))]
+
+
+def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
     """The collective on flat tiles: [n] or [q, n] in, [n] or [q, n] out."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     from jax import lax  # pyright: ignore[reportMissingImports]

@@ -36,12 +36,14 @@ def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
 
 
 def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
+    """Return how the shard of a device is allocated."""
     shape, dtype = shape_of(t, device), numpy_dtype(t.dtype)
     return lambda: np.empty(shape, dtype=dtype)
 
 
 def at(x: np.ndarray, box: Box) -> np.ndarray:
-    return x[(*(slice(lo, hi) for lo, hi in box), ...)]  # with the ellipsis a view, also of an array without dims
+    """Return a view of a box of an array."""
+    return x[(*(slice(lo, hi) for lo, hi in box), ...)]  # without the ellipsis no view of an array without dims
 
 
 def members_of(op: Collective, t: TensorType, device: int) -> tuple[int, ...]:
@@ -65,7 +67,7 @@ def messages_of(
     part: tuple[int, int],
     types: Types,
 ) -> Messages:
-    """Return what each peer gets, or gives, in round `part[0]` of `part[1]`: parts of arrays of these shapes and widths."""
+    """Return what each peer gets, or gives, in round `part[0]` of `part[1]`, of arrays of these shapes and widths."""
     out: Messages = {}
     for peer, k, box in entries:
         boxes = flat_boxes(box, *chunk_of(box_elements(box), *part))

@@ -1,8 +1,8 @@
 """The ops that reduce, and the broadcast, bound to one rank of MPI, one operand after the other.
 
-Everything is composed of all-to-alls and messages. MPI's own reductions know neither bf16 nor parts of a dim that is not
-major, do not fix the order of addends, and hide what they move; here every rank receives what the op says, and sums
-come out in the reference's order: member by member. Only `Reduce` adds from the last member on.
+Everything is composed of all-to-alls and point-to-point messages. MPI's own reductions know neither bf16 nor parts of a
+dim that is not major, do not fix the order of addends, and hide what they move; here every rank receives what the op
+says, and sums come out in the reference's order, member by member. Only `Reduce` adds from the last member on.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardplan.core.dtypes import itemsize
 from shardplan.core.messages import at_root, messages, own_places
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, Reduce, ReduceScatter, Send
 from shardplan.core.ops.base import Collective, chunk_counts, typed
@@ -127,11 +128,12 @@ def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> Rounds:
 
 
 def _grouped(edges: list[tuple[int, int]], piece: Callable[[int, int], np.ndarray]) -> list[list[tuple[int, int]]]:
-    """Messages by round."""
+    """Messages by round; large ones are coloured first, so that they meet in the first rounds."""
     shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for e in edges:
         shapes.setdefault(tuple(int(n) for n in piece(*e)[2]), []).append(e)
-    together = _by_colour(edges)
+    large_first = sorted(shapes, key=lambda shape: (-math.prod(shape), shape))
+    together = _by_colour([e for shape in large_first for e in shapes[shape]])
     apart = [group for same in shapes.values() for group in _by_colour(same)]
     return apart if len(apart) <= len(together) else together
 
@@ -171,11 +173,22 @@ def grid(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...
     return list(itertools.product(*cuts))
 
 
+def loop_of(elements: int, chunks: int) -> tuple[int, int]:
+    """Return how many parts, of how many elements each, a chunked all-reduce has; the last may overlap the one before.
+
+    >>> loop_of(10, 4), loop_of(2, 5), loop_of(8, 1)
+    ((4, 3), (2, 1), (1, 8))
+    """
+    step = -(-elements // min(chunks, elements))
+    return -(-elements // step), step
+
+
 def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     """Return the bytes that each device receives when JAX runs an op on even types, by id.
 
     It differs from `op.received` where XLA has no such collective: Reduce and Broadcast are all-reduces, Exchange and
-    Send are padded permutes; and groups away from the root move their bytes as all others do.
+    Send are padded permutes; where the last part of a chunked all-reduce overlaps the one before; and away from the
+    root, where groups move their bytes as all others do.
 
     >>> from shardplan.core.mesh import Mesh
     >>> moved_bytes(Broadcast(("x",)), TensorType("f32", (6,), (None,), Mesh(x=3), root=("x",)))
@@ -184,6 +197,16 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     results = op.infer(*operands)
     out = {d: 0 for t in (*operands, *results) for d in t.mesh.devices}
     if not isinstance(op, Collective):
+        return out
+    if isinstance(op, AllReduce | Reduce | Broadcast):
+        sizes: dict[str, int] = {}
+        for t in operands:
+            sizes[t.dtype] = sizes.get(t.dtype, 0) + t.local_bytes()
+        q = math.prod(operands[0].mesh.span(a).size for a in op.axes)
+        for dtype, n in sizes.items():
+            count, step = loop_of(n // itemsize(dtype), op.chunks)
+            for d in out:
+                out[d] += 2 * count * step * itemsize(dtype) * (q - 1) // q
         return out
     for t in operands:
         u = typed(op, t)
@@ -196,8 +219,6 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
                 found = dict.fromkeys(u.mesh.devices, here - here // q)
             case ReduceScatter():
                 found = dict.fromkeys(u.mesh.devices, here - there)
-            case AllReduce() | Reduce() | Broadcast():
-                found = dict.fromkeys(u.mesh.devices, 2 * here * (q - 1) // q)
             case Exchange() | Send():
                 found = rounds_of(t, u, op.chunks).received()
             case _:

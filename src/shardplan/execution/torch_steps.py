@@ -10,7 +10,7 @@ of an all-reduce, and its `reduce` and `broadcast` that of a star.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -106,6 +106,7 @@ class _Message:
     runs: tuple[tuple[int, View, int], ...]  # array, part, offset in the staging buffer
     start: int
     stop: int  # of the staging buffer, in elements; equal where the message is one contiguous part
+    packs: bool = True  # False where an earlier message has packed the same parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
         chosen = [k for k, t in enumerate(operands) if t.itemsize == width]
         sends = [(peer, k, befores[k], box) for k in chosen for peer, box in found[k].sends]
         receives = [(peer, k, afters[k], box) for k in chosen for peer, box in found[k].receives]
-        lanes[width] = [_Lane(_pack(sends, c, chunks), _pack(receives, c, chunks)) for c in range(chunks)]
+        lanes[width] = [_Lane(_pack(sends, c, chunks, True), _pack(receives, c, chunks, False)) for c in range(chunks)]
         stages[width] = (
             max(_staged(lane.sends) for lane in lanes[width]),
             max(_staged(lane.receives) for lane in lanes[width]),
@@ -176,14 +177,22 @@ def _shape(t: TensorType, device: int) -> tuple[int, ...]:
     return () if place is None else t.local_shape(place)
 
 
-def _pack(entries: list[tuple[int, int, tuple[int, ...], Any]], chunk: int, chunks: int) -> tuple[_Message, ...]:
+def _pack(
+    entries: list[tuple[int, int, tuple[int, ...], Any]], chunk: int, chunks: int, shared: bool
+) -> tuple[_Message, ...]:
+    """Lay out the messages of one round; `shared`: equal messages (of a sender) lie in the buffer once."""
     by_peer: dict[int, list[tuple[int, View]]] = {}
     for peer, k, shape, box in entries:
         for piece in flat_boxes(box, *chunk_of(box_elements(box), chunk, chunks)):
             by_peer.setdefault(peer, []).append((k, view_of(shape, piece)))
     out: list[_Message] = []
+    packed: dict[tuple[tuple[int, View], ...], _Message] = {}
     offset = 0
     for peer, runs in by_peer.items():
+        twin = packed.get(tuple(runs)) if shared else None
+        if twin is not None:
+            out.append(replace(twin, peer=peer, packs=False))
+            continue
         start = offset
         placed: list[tuple[int, View, int]] = []
         for k, view in runs:
@@ -191,7 +200,8 @@ def _pack(entries: list[tuple[int, int, tuple[int, ...], Any]], chunk: int, chun
             offset += view.elements
         if len(runs) == 1 and runs[0][1].contiguous:
             offset = start
-        out.append(_Message(peer, tuple(placed), start, offset))
+        packed[tuple(runs)] = message = _Message(peer, tuple(placed), start, offset)
+        out.append(message)
     return tuple(out)
 
 
@@ -210,7 +220,7 @@ def _source(m: _Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Te
     if stage is None or m.stop == m.start:
         k, view, _ = m.runs[0]
         return _flat(arrays[k], view)
-    for k, view, offset in m.runs:
+    for k, view, offset in m.runs if m.packs else ():
         x = arrays[k]
         here = stage[offset : offset + view.elements]
         (here if here.dtype == x.dtype else here.view(x.dtype)).view(view.size).copy_(_at(x, view))
@@ -280,7 +290,7 @@ def _reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int
     rounds: list[Any] = []
     for c in range(chunks):
         start, stop = chunk_of(n, c, chunks)
-        sends = _pack([(peer, 0, shape, box) for peer, box in p.sends], c, chunks)
+        sends = _pack([(peer, 0, shape, box) for peer, box in p.sends], c, chunks, True)
         mine = flat_boxes(own, start, stop) if own else []
         result = flat_boxes(whole, start, stop)
         pairs = [(view_of(shape, a), view_of(after, b)) for a, b in zip(mine, result, strict=True)] if n else []

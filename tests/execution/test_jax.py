@@ -1,0 +1,217 @@
+"""Programs on JAX: every op, random programs, compiled collectives and bytes, errors, records; and rounds of permutes.
+
+What needs eight devices runs once, in a child process (`jax_checks.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan as sp
+from benchmarks import suites
+from shardplan.core.messages import at_root, messages
+from shardplan.core.ops import OPS, Exchange
+from shardplan.core.reference import distribute, run_program
+from shardplan.core.tensor import TensorType
+from shardplan.execution.rounds import colour, moved_bytes, rounds_of
+from strategies import cross_pairs, pairs
+
+pytest.importorskip("jax")
+ROOT = Path(__file__).parents[2]
+
+
+def child(script: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a script of the tests prints."""
+    paths = (ROOT / "src", ROOT, ROOT / "tests")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return child("execution/jax_checks.py")
+
+
+def test_every_op_alone(seen: dict[str, Any]) -> None:
+    assert seen["every_op"]["differences"] == {}
+    assert seen["every_op"]["names"] == sorted(OPS)
+
+
+def test_bytes_of_every_op(seen: dict[str, Any]) -> None:
+    """Compiled, an op moves what `moved_bytes` says; more than the op only where XLA has no such collective."""
+    assert seen["bytes_of_ops"]["wrong"] == []
+    assert set(seen["bytes_of_ops"]["more"]) <= {"exchange", "send", "all_reduce", "reduce", "broadcast"}
+
+
+def test_random_programs(seen: dict[str, Any]) -> None:
+    assert seen["sample"] == []
+
+
+def test_every_dtype(seen: dict[str, Any]) -> None:
+    assert seen["every_dtype"] == {}
+
+
+def test_every_bit(seen: dict[str, Any]) -> None:
+    assert seen["exact_bits"] == []
+
+
+def test_compiled_plans(seen: dict[str, Any]) -> None:
+    """The HLO has the collectives and the bytes of the program, and no array over the bound."""
+    found = seen["hlo"]
+    assert found.get("wrong") == [], found
+    assert found["checked"] == 28
+    assert all(temporary >= 0 and workspace > 0 for temporary, workspace in found["memory"])
+
+
+def test_chunks_stay_apart(seen: dict[str, Any]) -> None:
+    found = seen["chunks"]
+    assert found["1"] == [1, 1440, [1920]]
+    assert found["3"] == [3, 1440, [640]]
+    assert found["4"] == [4, 1440, [480]]
+    assert found["packed"] == [12, 12, 44, 44]  # two parts of six i32, two of 16 + 6 f32
+    assert found["permute"] == [["collective-permute", 8, 8]] * 4
+
+
+ERRORS = {
+    "uneven": "BackendError: jax: %0 has the type i32[7@a] on a=2, b=2, c=2, which is unevenly tiled; JAX gives every "
+    "device a shard of one size: legal are dims that the product of their axes divides",
+    "complex": "BackendError: jax: step 0 (all_reduce): max is not defined for c64; legal is a real dtype",
+    "unknown": "BackendError: jax: step 0 (unknown): it has no lowering to JAX",
+    "device": "BackendError: jax: the program is on device 8, but jax.devices() has the ids 0, 1, 2, 3, 4, 5, 6, 7",
+    "inputs": "LayoutError: 0 inputs given, but the program has 1",
+    "count": "LayoutError: input %x0: 3 shards for the 8 devices of f32[8@a, 4] in this process",
+    "shape": "LayoutError: input %x0, device 7: a shard of dtype float32 and shape (2, 4), but f32[8@a, 4] needs f32 "
+    "and (4, 4)",
+    "dtype": "LayoutError: input %x0, device 0: a shard of dtype int32 and shape (4, 4), but f32[8@a, 4] needs f32 and "
+    "(4, 4)",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(seen: dict[str, Any], name: str) -> None:
+    assert seen["errors"][name] == ERRORS[name]
+
+
+def test_records(seen: dict[str, Any]) -> None:
+    found = seen["records"]
+    assert found["equal"] and found["times"]
+    gathered, sent, last = ([[0, d, 32] for d in range(8)], [[1, d, 0] for d in range(8)],
+                            [[2, d, 96] for d in range(4, 8)])  # fmt: skip
+    assert found["spans"] == gathered + sent + last
+    assert found["on"] == [4, 5, 6, 7]
+
+
+def test_programs_are_kept_and_results_go_in_again(seen: dict[str, Any]) -> None:
+    assert seen["kept"] == [True] * 4
+
+
+def test_two_processes() -> None:
+    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told."""
+    found = child("execution/jax_launch.py")
+    assert found["equal"] == [True, True]
+    for me, text in enumerate(found["other"]):
+        assert text.startswith(f"BackendError: jax: process {me} runs a program of 1 steps (hash "), text
+        assert text.endswith("); nothing was sent") and f"but another is run by process {1 - me} (" in text
+    late = "TimedOut: jax: process 0 came to run 2, a program of 1 steps, but after 0.5 s these had not: 1"
+    assert found["late"] == late
+
+
+# Rounds, without JAX.
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=60, unique=True))
+def test_colours_are_apart_and_few(edges: list[tuple[int, int]]) -> None:
+    colours = colour(edges)
+    for end in (0, 1):
+        assert len({(e[end], c) for e, c in zip(edges, colours, strict=True)}) == len(edges)
+    most = max((sum(e[k] == v for e in edges) for k in (0, 1) for v in range(10)), default=0)
+    assert len(set(colours)) == most
+
+
+def played(s: TensorType, t: TensorType, shards: list[np.ndarray], chunks: int) -> list[np.ndarray]:
+    """The rounds run in numpy, piece by piece."""
+    plan = rounds_of(s, t, chunks)
+    here = {d: k for k, d in enumerate(plan.devices)}
+    held = {here[d]: x for d, x in zip(s.mesh.devices, shards, strict=True)}
+    out = {here[d]: np.full(t.local_shape(), -1, x.dtype) for d in t.mesh.devices for x in shards[:1]}
+    for one in (plan.kept, *plan.rounds):
+        if one is None:
+            continue
+        for k in (0, 1):
+            ends = [pair[k] for pair in one.pairs]
+            assert len(set(ends)) == len(ends)
+        for a, b in one.pairs:
+            size = one.extent[b]
+            assert np.all(size <= one.shape)
+            window = tuple(slice(i, i + n) for i, n in zip(one.start[a], size, strict=True))
+            target = tuple(slice(i, i + n) for i, n in zip(one.at[b], size, strict=True))
+            assert np.all(out[b][target] == -1)
+            out[b][target] = held[a][window]
+    return [out[here[d]] for d in t.mesh.devices]
+
+
+@settings(max_examples=150)
+@given(st.one_of(pairs(("even", "rooted"), 16), cross_pairs(12, marked=False)), st.integers(1, 4))
+def test_rounds_deliver_every_box_once(both: tuple[TensorType, TensorType], chunks: int) -> None:
+    s, t = both
+    if s.layout.partial or t.layout.partial or t.layout.root or not (s.all_even and t.all_even):
+        return
+    array = np.arange(np.prod(s.shape), dtype=np.int32).reshape(s.shape)
+    got = played(s, t, distribute(array, s), chunks)
+    assert np.array_equal(sp.collect(got, t), array)
+    senders, receivers, _ = messages(s, t)
+    degree = max((int(np.bincount(x).max()) for x in (senders, receivers) if len(x)), default=0)
+    if chunks == 1:
+        assert len(rounds_of(s, t).rounds) == degree
+
+
+def test_padding_is_counted() -> None:
+    """Over 2 x 3 devices two receive a tile of 4 rows and two lack half of theirs: all are sent 4 rows in one round."""
+    mesh = sp.Mesh(a=2, b=3)
+    s, t = (TensorType.parse(x, mesh) for x in ("i32[12@a, 5]", "i32[12@b, 5]"))
+    plan = rounds_of(s, t)
+    assert [(one.shape, len(one.pairs), one.whole) for one in plan.rounds] == [((4, 5), 4, False)]
+    assert plan.received() == {0: 0, 1: 80, 2: 80, 3: 80, 4: 80, 5: 0} == moved_bytes(Exchange(t.layout), s)
+    assert Exchange(t.layout).received(s).tolist() == [0, 40, 80, 80, 40, 0]
+    four, three = sp.Mesh({"p": 4}, devices=[0, 1, 2, 3]), sp.Mesh({"q": 3}, devices=[4, 5, 6])
+    plan = rounds_of(TensorType("i32", (12,), ("p",), four), TensorType("i32", (12,), ("q",), three))
+    assert sorted(one.shape for one in plan.rounds) == [(2,), (3,)]  # 3, 2, 3 rows, then 1, 2, 1
+
+
+def test_moved_bytes_are_those_of_the_program_without_an_exchange() -> None:
+    for s, t, _ in suites.problems("U", 11, 40, most_devices=16):
+        assert isinstance(s, TensorType) and isinstance(t, TensorType)
+        program = sp.redistribute(s, t).program
+        for step in program.steps:
+            operands, _ = program.step_types(step)
+            got = np.array([moved_bytes(step.op, *operands)[d] for d in s.mesh.devices])
+            assert np.all(got >= step.op.received(*operands))
+            if not isinstance(step.op, Exchange):
+                assert np.array_equal(got, step.op.received(*operands))
+
+
+def test_reference_agrees_on_roots() -> None:
+    """`played` above is itself compared with the reference on one exchange."""
+    mesh = sp.Mesh(a=2, b=2)
+    s, t = TensorType.parse("i32[8@a]", mesh), TensorType.parse("i32[8@b]", mesh)
+    shards = distribute(np.arange(8, dtype=np.int32), s)
+    (expected,) = run_program(sp.Program({"0": s}, [_step(Exchange(t.layout))], ("1",)), [shards])
+    assert all(at_root(t))
+    assert all(np.array_equal(x, y) for x, y in zip(played(s, t, shards, 1), expected, strict=True))
+
+
+def _step(op: Any) -> Any:
+    from shardplan.core.program import Step
+
+    return Step(op, ("0",), ("1",))
