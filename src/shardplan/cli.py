@@ -200,10 +200,21 @@ def show(
 @app.command()
 def run(
     what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM", help="A plan file or a program file.")],
-    backend: Annotated[str, typer.Option("--backend", help="What runs it.")] = "reference",
+    backend: Annotated[
+        str, typer.Option("--backend", help="reference, or torch, jax, mpi, the last three under their launcher.")
+    ] = "reference",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that any wait may take.")] = 300.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write the predicted and the measured timeline, for Perfetto."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a plan or a program on index data, and print the checksum of every output."""
+    """Run a plan or a program on index data, and print the checksum of every output.
+
+    Under a launcher every process compares its shards with the reference's, and the one with the first device prints
+    what was predicted beside what was measured.
+    """
     from shardplan.execution.run import BACKENDS
     from shardplan.hardware.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
@@ -211,13 +222,47 @@ def run(
 
     if backend not in BACKENDS:
         raise LayoutError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
+    if trace is not None and backend == "reference":
+        raise LayoutError("--trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi")
+    _writable(trace)
     subject = _load(what)
     program = subject.program if isinstance(subject, Plan) else subject
+    if backend != "reference":
+        _run_launched(subject, backend, timeout, trace, as_json)
+        return
     sums, ok = trial(program, backend)
     found = run_object(program, backend, sums, ok)
     print(json_text(found) if as_json else run_text(found))
     if ok is False:
         raise BackendError(f"{what}: an output that was only moved differs from its input")
+
+
+def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: Path | None, as_json: bool) -> None:
+    from shardplan.hardware.plan import Plan
+    from shardplan.report.launched import launched, trial
+    from shardplan.report.text import json_text, run_object, run_text
+    from shardplan.report.timeline import comparison_text
+    from shardplan.simulation.predict import predict
+    from shardplan.simulation.trace import save_traces
+
+    program = subject.program if isinstance(subject, Plan) else subject
+    with launched(backend):
+        found = trial(program, backend, timeout)
+    if not found.first:
+        return
+    predicted = predict(program, subject.certificate.where if isinstance(subject, Plan) else None)
+    if trace is not None:
+        save_traces(trace, [predicted, found.timeline])
+    told = run_object(program, backend, found.sums, True) | {
+        "seconds": found.timeline.seconds,
+        "predicted_seconds": predicted.seconds,
+    }
+    if as_json:
+        print(json_text(told))
+        return
+    print(run_text(told).rpartition("\n")[0])
+    print(f"ok: every shard of this process ({found.shards}) equals the reference's\n")
+    print(comparison_text(predicted, found.timeline))
 
 
 def _mesh(option: str, text: str) -> Mesh:

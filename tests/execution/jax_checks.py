@@ -67,6 +67,7 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (AllGather(0, ("a", "b"), chunks=3), [two]),
         (AllGather((1, 0, 0), ("c", "a", "b")), [two]),
         (AllGather((1, 0), ("c", "b"), chunks=4), [two]),
+        (AllGather((0, 1, 0), ("b", "c", "a"), chunks=2), [typed("i32[8@(b,a), 4@c]")]),
         (AllGather(0, ("b",)), [two, typed("i8[6@b]"), typed("f32[4@(c,b), 3]")]),
         (AllGather(0, ("b",), chunks=2), [two, typed("i8[6@b]"), typed("f32[4@(c,b), 3]")]),
         (AllToAll(0, 1, ("b",)), [two]),
@@ -75,6 +76,8 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (AllToAll(0, 1, ("b",)), [two, typed("i16[4@b, 6]")]),
         (Permute(layout("f32[8@c, 4@b]")), [typed("f32[8@b, 4@a]")]),
         (Permute(layout("f32[8@(b,a), 4@c]"), chunks=3), [two]),
+        (Permute(layout("i32[8@(b,a)]")), [typed("i32[8@a]")]),
+        (Permute(layout("i32[8@(b,a), 4]"), chunks=2), [typed("i32[8@a, 4]")]),
         (Permute(layout("f32[8@c, 4]{+b}")), [typed("f32[8@c, 4]{+a}")]),
         (Permute(layout("f32[4@b, 4]{root:c}")), [typed("f32[4@a, 4]{root:c}")]),
         (Exchange(layout("f32[8@c, 4@(b,a)]")), [two]),
@@ -99,7 +102,8 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (AllReduce(("c", "a")), [partial]),
         (AllReduce(("c",), chunks=3), [partial, typed("f64[3]{+c}")]),
         (AllReduce(("a",), "max"), [typed("u16[4@b]{max:a}")]),
-        (AllReduce(("a",), "min"), [typed("bool[3]{min:a}")]),
+        (AllReduce(("a",), "min"), [typed("bool[16]{min:a}")]),
+        (AllReduce(("a",), "min"), [typed("f32[16]{min:a}")]),
         (Reduce(("a",)), [partial]),
         (Reduce(("a", "c"), chunks=2), [partial]),
         (Reduce(("a",), "max"), [typed("bf16[4@b, 5]{max:a}")]),
@@ -323,7 +327,23 @@ def chunks() -> Any:
     out["packed"] = sorted(k[1] for k in moved(program)[0])
     program = single(Permute(typed("f32[16@b]").layout, 4), [typed("f32[16@a]")])
     out["permute"] = moved(program)[0]
+    out["barriers"] = barriers(single(AllToAll(0, 1, ("a", "b"), (), 4), [typed("f32[48@(a,b), 8, 5]")]))
     return out
+
+
+def barriers(program: Program) -> int:
+    """How often a program of one step makes a part wait for the one before; else some XLAs merge them."""
+    import jax
+
+    from shardplan.execution.jax import jax_mesh, lower_steps
+
+    (name, t), mesh = program.inputs[0], jax_mesh(program.meshes[0])
+    axes = tuple(mesh.axis_names)
+    body = lower_steps(program, program.steps, [name], program.outputs, t.mesh, axes, True)
+    spec = jax.sharding.PartitionSpec(axes)
+    shape = jax.ShapeDtypeStruct((t.local_shape()[0] * t.mesh.size, *t.local_shape()[1:]), np.float32)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=(spec,))
+    return str(jax.make_jaxpr(mapped)(shape)).count("optimization_barrier")
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -420,6 +440,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     main(sys.argv[1:])

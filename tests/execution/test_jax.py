@@ -80,6 +80,7 @@ def test_chunks_stay_apart(seen: dict[str, Any]) -> None:
     assert found["3"] == [3, 1440, [640]]
     assert found["4"] == [4, 1440, [480]]
     assert found["packed"] == [12, 12, 44, 44]  # two parts of six i32, two of 16 + 6 f32
+    assert found["barriers"] == 3
     assert found["permute"] == [["collective-permute", 8, 8]] * 4
 
 
@@ -186,7 +187,14 @@ def test_padding_is_counted() -> None:
     assert Exchange(t.layout).received(s).tolist() == [0, 40, 80, 80, 40, 0]
     four, three = sp.Mesh({"p": 4}, devices=[0, 1, 2, 3]), sp.Mesh({"q": 3}, devices=[4, 5, 6])
     plan = rounds_of(TensorType("i32", (12,), ("p",), four), TensorType("i32", (12,), ("q",), three))
-    assert sorted(one.shape for one in plan.rounds) == [(2,), (3,)]  # 3, 2, 3 rows, then 1, 2, 1
+    assert [one.shape for one in plan.rounds] == [(3,), (3,)]  # 3, 2 and 1 rows each: no two rounds have less padding
+
+
+def test_shapes_go_apart_where_that_costs_no_round() -> None:
+    """Pieces of 2 and of 1 in two rounds either way: in rounds of their own nothing is padded."""
+    other = sp.Mesh({"p": 2, "q": 3}, devices=range(1, 7))
+    plan = rounds_of(TensorType("i32", (6,), ("a",), sp.Mesh(a=2, b=3)), TensorType("i32", (6,), ("q",), other))
+    assert [(one.shape, one.whole) for one in plan.rounds] == [((2,), True), ((1,), True)]
 
 
 def test_moved_bytes_are_those_of_the_program_without_an_exchange() -> None:

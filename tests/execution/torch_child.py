@@ -12,7 +12,7 @@ import torch.distributed as dist  # noqa: E402
 from conformance import cases, differences  # noqa: E402
 
 from shardplan.execution.record import Record  # noqa: E402
-from shardplan.execution.run import _run  # noqa: E402
+from shardplan.execution.run import run_recorded  # noqa: E402
 from shardplan.execution.torch_dtypes import to_numpy  # noqa: E402
 
 
@@ -33,13 +33,13 @@ def main() -> None:
         inputs, expected = case.inputs(), case.expected()
         mine = [[x[k] for k in places(t.mesh, rank)] for x, t in zip(inputs, case.program.input_types, strict=True)]
         record = Record()
-        got = _run(case.program, mine, "torch", 60.0, record)
+        got = run_recorded(case.program, mine, "torch", 60.0, record)
         got = [[to_numpy(x) for x in shards] for shards in listed(got, case.program)]
         wrong += differences(case, lambda mesh: places(mesh, rank), got, expected)
         for span in record.spans:
             step = case.program.steps[span.step]
             types = case.program.step_types(step)
-            here = places(types[1][0].mesh, rank)
+            here = places(types[1][0].mesh, span.device)
             want = int(step.op.received(*types[0])[here[0]]) if here else 0
             if span.received != want:
                 wrong.append(f"{case.name}: {step.op}: received {span.received}, the op says {want}")

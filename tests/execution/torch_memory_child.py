@@ -24,8 +24,7 @@ def measured(program, values):
     bound = executable(program, dist.get_rank())
     watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, 60.0)
     with Storages(*values.values()) as tally:
-        out = finish(bound.drive(values, wire_for(watch, torch.device("cpu"), 60.0), watch))
-    assert tally.live >= sum(x.nbytes for x in out) * 0
+        finish(bound.drive(values, wire_for(watch, torch.device("cpu"), 60.0), watch))
     return tally.peak
 
 
@@ -49,12 +48,12 @@ def main():
         if peak > limit:
             wrong.append(f"{case.name}: {peak} bytes, the certificate has {limit}\n{case.program}")
     mesh = sp.Mesh(a=world)
-    for text in ("f32[64@a, 96]", "f32[64, 96@a]", "f32[63@a, 95]", "f32[64, 96]{+a}"):
-        for other in ("f32[64, 96@a]", "f32[64@a, 96]", "f32[63, 95@a]", "f32[64, 96]"):
+    for text in ("f32[24@a, 48]", "f32[24, 48@a]", "f32[23@a, 47]", "f32[24, 48]{+a}"):
+        for other in ("f32[24, 48@a]", "f32[24@a, 48]", "f32[23, 47@a]", "f32[24, 48]"):
             if text == other or text[4:6] != other[4:6]:
                 continue
             s, t = (sp.TensorType.parse(x, mesh) for x in (text, other))
-            for share in (None, 0.0, 0.3):
+            for share in (None, 0.05, 0.3):
                 limit = None
                 if share is not None:
                     try:

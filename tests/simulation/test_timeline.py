@@ -120,6 +120,12 @@ def test_waiting_counts_for_what_was_waited_for() -> None:
     assert Timeline((slow, fast, caused), source="measured").critical_path == (fast, caused)
 
 
+def test_steps_that_finish_out_of_order_are_on_the_path_as_they_finish() -> None:
+    long, short = I(0, 0, 9, step=0), I(1, 0, 4, step=1)
+    line = Timeline((long, short), source="measured")
+    assert line.critical_path == (short, replace(long, start=4 * US))
+
+
 def test_a_cause_that_ended_last_is_on_the_critical_path() -> None:
     short, long = I(0, 0, 1), I(1, 0, 3)
     after = I(0, 3, 4, (0, 1))
@@ -142,6 +148,12 @@ def test_a_rounding_error_is_no_overlap() -> None:
     Timeline((I(0, 0, 3), I(0, 3 * (1 - 1e-15), 4, (0,))))
     with pytest.raises(TimelineError):
         Timeline((I(0, 0, 3), I(0, 3 * (1 - 1e-9), 4)), source="measured")
+
+
+def test_an_instant_may_touch_what_starts_a_rounding_error_before_it() -> None:
+    instant, later = I(0, 3, 3), I(0, 3 * (1 - 1e-15), 4)
+    assert later.start < instant.start
+    Timeline((instant, later), source="measured")
 
 
 def test_other_streams_and_devices_may_overlap() -> None:

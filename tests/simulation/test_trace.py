@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -175,12 +176,16 @@ def test_timelines_of_one_source_are_told_apart_by_title() -> None:
     assert names == ["device 0 (predicted, closed form)", "device 0 (predicted, 1)"]
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     Timeline((), title="old").save(path)
-    broken = Timeline((Interval(0, "comm", 0.0, 1e-6, "op()", object()),))  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        broken.save(path)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        Timeline((), title="new").save(path)
     assert [t.title for t in load(path)] == ["old"] and list(tmp_path.iterdir()) == [path]
 
 

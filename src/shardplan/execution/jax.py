@@ -234,9 +234,13 @@ def _renamed(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
     return [held[d.id] for d in _local(u.mesh.devices)]
 
 
-@lru_cache(maxsize=MOST_PROGRAMS)
 def compiled(program: Program, stepwise: bool = False) -> tuple[Part, ...]:
-    """Return the executables of a checked program, one for each run of steps on a mesh, or for each step."""
+    """Return the executables of a checked program, one for each run of steps on a mesh, or for each step; kept."""
+    return _compiled(program, stepwise)
+
+
+@lru_cache(maxsize=MOST_PROGRAMS)
+def _compiled(program: Program, stepwise: bool) -> tuple[Part, ...]:
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
         t = program.types[step.operands[0]]
@@ -254,7 +258,8 @@ def compiled(program: Program, stepwise: bool = False) -> tuple[Part, ...]:
             runs.append([number])
     last: dict[str, int] = {o: number for number, step in enumerate(program.steps) for o in step.operands}
     last |= dict.fromkeys(program.outputs, len(program.steps))
-    return tuple(_part(program, tuple(run), last) for run in runs)
+    with alone(program):
+        return tuple(_part(program, tuple(run), last) for run in runs)
 
 
 def _part(program: Program, numbers: tuple[int, ...], last: dict[str, int]) -> Part:
@@ -286,8 +291,11 @@ def _part(program: Program, numbers: tuple[int, ...], last: dict[str, int]) -> P
     shapes = [
         jax.ShapeDtypeStruct(_stacked_shape(t, len(devices)), numpy_dtype(t.dtype), sharding=sharding) for t in sources
     ]
-    with jax.sharding.use_abstract_mesh(target.abstract_mesh):
-        executable = jax.jit(mapped).lower(*shapes).compile()
+    try:
+        with jax.sharding.use_abstract_mesh(target.abstract_mesh):
+            executable = jax.jit(mapped).lower(*shapes).compile()
+    except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
+        raise BackendError(f"jax: {where} cannot be compiled on {jax.default_backend()}: {error}") from error
     return Part(numbers, where, inputs, outputs, freed, devices, sources, targets, sharding, executable)
 
 
@@ -340,8 +348,7 @@ class CompiledMemory:
 def compiled_memory(program: Program) -> CompiledMemory:
     """Return the bytes that XLA's executables of a program take on a device, to be shown beside its certificate."""
     check(program)
-    with alone(program):
-        found = [p.executable.memory_analysis() for p in compiled(program) if p.executable is not None]
+    found = [p.executable.memory_analysis() for p in compiled(program) if p.executable is not None]
     names = ("argument", "output", "temp")
     return CompiledMemory(*(max((getattr(m, f"{n}_size_in_bytes") for m in found), default=0) for n in names))
 
@@ -349,5 +356,4 @@ def compiled_memory(program: Program) -> CompiledMemory:
 def compiled_text(program: Program) -> list[str]:
     """Return the optimised HLO of every executable of a program, in the order in which they run."""
     check(program)
-    with alone(program):
-        return [p.executable.as_text() for p in compiled(program) if p.executable is not None]
+    return [p.executable.as_text() for p in compiled(program) if p.executable is not None]

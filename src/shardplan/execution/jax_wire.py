@@ -1,8 +1,8 @@
 """`Wire`: how the collectives of a lowered program address the devices of a mesh.
 
 On a jax mesh with one named axis per prime sub-axis they take tuples of axis names; on a mesh of the caller's own axes,
-a group that is no run of whole axes is given by `axis_index_groups`, which needs `check_vma=False`. Groups are ordered
-major to minor either way.
+a group that is no run of whole axes is given by `axis_index_groups`, with which `psum` needs `check_vma=False`. Groups
+are ordered major to minor either way.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STATUS = 4  # of a process that fails while running
 AGREE, CALL, ANSWER = 2**14 + 11, 2**14 + 12, 2**14 + 13  # tags on the world
+LAST_WORDS = 0.25  # seconds for a launcher to pass the message on: it drops what it has not read when a job aborts
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
 
 
@@ -43,6 +44,7 @@ def abort(error: BaseException) -> NoReturn:
         text = "".join(traceback.format_exception(error))
     print(f"shardplan: rank {rank} ends all ranks: {text}", end="", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    time.sleep(LAST_WORDS)
     MPI.COMM_WORLD.Abort(STATUS)
     os._exit(STATUS)
 
@@ -180,7 +182,7 @@ class Watch:
                 self._answers[status.Get_source()] = waits.tolist()
             return len(self._answers) == len(others)
 
-        self._poll(done, min(1.0, self.timeout / 4))
+        self._poll(done, min(2.0, self.timeout / 2))
         return silent(self.rank, self._waits_for, self._answers)
 
 

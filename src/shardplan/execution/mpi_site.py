@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ Arrays = list[np.ndarray]
 Bound = Callable[[Arrays, Wire], Arrays]
 One = Callable[[np.ndarray, Wire], np.ndarray]  # the step of one operand
 Entry = tuple[int, int, Box]  # peer, operand, part
+R = TypeVar("R")
+KEPT = 256  # an op in more rounds than these makes each round, and its datatypes, when its turn comes
 
 
 @dataclass(slots=True)
@@ -74,3 +77,20 @@ def messages_of(
         if boxes:
             out[peer] = (*out.get(peer, ()), types.piece(k, shapes[k], widths[k], boxes))
     return out
+
+
+def rounds_of(count: int, make: Callable[[int, Types], R], types: Types) -> Callable[[], Iterator[R]]:
+    """Return how a run goes through the rounds of an op; `make` works one out, with datatypes of the `Types` given."""
+    if count <= KEPT:
+        made = [make(c, types) for c in range(count)]
+        return lambda: iter(made)
+
+    def one_by_one() -> Iterator[R]:
+        for c in range(count):
+            own = Types()
+            try:
+                yield make(c, own)
+            finally:
+                own.free()
+
+    return one_by_one

@@ -32,12 +32,24 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.base import Op
 from shardplan.core.ops.compute import Compute
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import Moving, group_of, parts, place_of
-from shardplan.execution.mpi_site import Arrays, Bound, One, Site, at, idle, maker, members_of, messages_of, shape_of
+from shardplan.execution.mpi_site import (
+    Arrays,
+    Bound,
+    One,
+    Site,
+    at,
+    idle,
+    maker,
+    members_of,
+    messages_of,
+    rounds_of,
+    shape_of,
+)
 from shardplan.execution.mpi_sums import all_reduce, broadcast, reduce, reduce_scatter
-from shardplan.execution.mpi_wire import Messages, Wire
+from shardplan.execution.mpi_wire import Messages, Types, Wire
 
 
 def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
@@ -113,34 +125,35 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
     members = _members(op, operands, results, device)
     if members:
         site.groups.append(members)
-    rounds: list[tuple[Messages, Messages]] = []
-    for c in range(chunks):
-        outs = messages_of(sends, befores, widths, (c, chunks), site.types)
-        rounds.append((outs, messages_of(receives, afters, widths, (c, chunks), site.types)))
-    if not members:  # the members of an all-to-all run all rounds, empty ones too
-        rounds = [r for r in rounds if r[0] or r[1]]
+
+    def make(c: int, types: Types) -> tuple[Messages, Messages]:
+        outs = messages_of(sends, befores, widths, (c, chunks), types)
+        return outs, messages_of(receives, afters, widths, (c, chunks), types)
+
+    rounds = rounds_of(chunks if members or sends or receives else 0, make, site.types)
     group = members or tuple(sorted({device, *(peer for peer, *_ in (*sends, *receives))}))
     makers = [maker(u, device) for u in results]
 
     def run(arrays: Arrays, wire: Wire) -> Arrays:
         out = [make() for make in makers]
-        for number, (outs, ins) in enumerate(rounds):
-            if members:
+        left = list(copies)
+        for outs, ins in rounds():
+            if members:  # they run all rounds, empty ones too
                 pending = wire.all_to_all(members, arrays, outs, out, ins)
             else:
                 pending = wire.messages(arrays, outs, out, ins)
-            if number == 0:
-                keep(arrays, out)
+            _keep(left, arrays, out)
+            left.clear()
             wire.wait(pending, group)
-        if not rounds:
-            keep(arrays, out)
+        _keep(left, arrays, out)
         return out
 
-    def keep(arrays: Arrays, out: Arrays) -> None:
-        for k, old, new in copies:
-            at(out[k], new)[...] = at(arrays[k], old)
-
     return run
+
+
+def _keep(copies: Sequence[tuple[int, Box, Box]], arrays: Arrays, out: Arrays) -> None:
+    for k, old, new in copies:
+        at(out[k], new)[...] = at(arrays[k], old)
 
 
 # Local ops. Computing is the reference's own arithmetic, on this device only.

@@ -12,7 +12,7 @@ import numpy as np
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, parts, ranges
-from shardplan.execution.mpi_site import One, Site, at, idle, maker, members_of, messages_of, shape_of
+from shardplan.execution.mpi_site import One, Site, at, idle, maker, members_of, messages_of, rounds_of, shape_of
 from shardplan.execution.mpi_wire import Messages, Pending, Piece, Types, Wire
 
 SEGMENT = 2**18  # bytes of a segment that a chain passes on
@@ -45,19 +45,20 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) 
     n = box_elements(whole)
     senders = [peer for peer, _ in p.receives]
     order = [-1 if d == device else senders.index(d) for d in members] if n else []
-    spans = [chunk_of(n, c, op.chunks) for c in range(op.chunks)]
-    most = max(stop - start for start, stop in spans)
-    rounds: list[tuple[int, int, Messages, Messages, list[tuple[Box, Box]]]] = []
-    for c, (start, stop) in enumerate(spans):
+    sizes = [b - a for a, b in (chunk_of(n, c, op.chunks) for c in range(op.chunks))]
+    most = max(sizes)
+    cuts = [(peer, 0, box) for peer, box in p.sends]
+
+    def work_out(c: int, types: Types) -> tuple[int, int, Messages, Messages, list[tuple[Box, Box]]]:
+        start, stop = chunk_of(n, c, op.chunks)
         size = stop - start
-        sends = messages_of(
-            [(peer, 0, box) for peer, box in p.sends], [before], [t.itemsize], (c, op.chunks), site.types
-        )
-        receives: Messages = {}
-        for k, peer in enumerate(senders if size else []):
-            receives[peer] = _run_of(k * size, k * size + size, most * len(senders), t.itemsize, site.types)
+        sends = messages_of(cuts, [before], [t.itemsize], (c, op.chunks), types)
+        slots = enumerate(senders if size else [])
+        receives = {d: _run_of(k * size, k * size + size, most * len(senders), t.itemsize, types) for k, d in slots}
         mine = flat_boxes(p.keeps[0][0], start, stop) if n else []
-        rounds.append((start, stop, sends, receives, list(zip(mine, flat_boxes(whole, start, stop), strict=True))))
+        return start, stop, sends, receives, list(zip(mine, flat_boxes(whole, start, stop), strict=True))
+
+    rounds = rounds_of(op.chunks, work_out, site.types)
     alone = len(members) == 1
     if not alone:
         site.groups.append(members)
@@ -66,7 +67,7 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) 
         out = make()
         flat = out.reshape(-1)
         stage = np.empty(most * len(senders), dtype=out.dtype)
-        for start, stop, sends, receives, own in rounds:
+        for start, stop, sends, receives, own in rounds():
             if not alone:
                 wire.wait(wire.all_to_all(members, [x], sends, [stage], receives), members)
             for number, which in enumerate(order):
@@ -87,25 +88,25 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
     members = members_of(op, t, device)
     if not members:
         return idle(t, device)
-    make, reduction, types, width = maker(t, device), op.reduction, site.types, t.itemsize
+    make, reduction, width = maker(t, device), op.reduction, t.itemsize
     me = members.index(device)
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     owned = ranges(n, len(members))
     others = [(k, d) for k, d in enumerate(members) if k != me]
-    cuts = [[_shift(owned[k], c, op.chunks) for k in range(len(members))] for c in range(op.chunks)]
-    most = max(spans[me][1] - spans[me][0] for spans in cuts)
+    most = max(b - a for a, b in (chunk_of(owned[me][1] - owned[me][0], c, op.chunks) for c in range(op.chunks)))
     total = most * len(others)
-    rounds: list[tuple[int, int, Messages, Messages, Messages, Messages]] = []
-    for spans in cuts:
+
+    def work_out(c: int, types: Types) -> tuple[int, int, Messages, Messages, Messages]:
+        spans = [_shift(span, c, op.chunks) for span in owned]
         start, stop = spans[me]
         size = stop - start
-        live = [(k, d) for k, d in others if spans[k][1] > spans[k][0]]
-        mine = enumerate(others if size else [])
-        addends = {d: _run_of(j * size, j * size + size, total, width, types) for j, (_, d) in mine}
-        theirs = {d: _run_of(*spans[k], n, width, types) for k, d in live}
-        # the second all-to-all sends the array `here` and receives into others' parts of the whole result
+        theirs = {d: _run_of(*spans[k], n, width, types) for k, d in others if spans[k][1] > spans[k][0]}
+        slots = enumerate(others if size else [])
+        addends = {d: _run_of(j * size, j * size + size, total, width, types) for j, (_, d) in slots}
         gives = {d: _run_of(0, size, size, width, types) for _, d in (others if size else [])}
-        rounds.append((start, stop, theirs, addends, gives, theirs))
+        return start, stop, theirs, addends, gives
+
+    rounds = rounds_of(op.chunks, work_out, site.types)
     if others:
         site.groups.append(members)
 
@@ -113,7 +114,7 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
         out = make()
         source, flat = x.reshape(-1), out.reshape(-1)
         stage = np.empty(total, dtype=out.dtype)
-        for start, stop, theirs, addends, gives, gets in rounds:
+        for start, stop, theirs, addends, gives in rounds():
             here, size = flat[start:stop], stop - start
             if others:
                 wire.wait(wire.all_to_all(members, [source], theirs, [stage], addends), members)
@@ -121,8 +122,8 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
                 j = k - (k > me)
                 addend = source[start:stop] if k == me else stage[j * size : (j + 1) * size]
                 _fold(here, addend, reduction, k == 0)
-            if others:
-                wire.wait(wire.all_to_all(members, [here], gives, [flat], gets), members)
+            if others:  # the own part to all, and the parts of the others into theirs
+                wire.wait(wire.all_to_all(members, [here], gives, [flat], theirs), members)
         return out
 
     return run

@@ -73,6 +73,8 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
     colours = [-1] * len(edges)
     for k, (sender, receiver) in enumerate(edges):
         a, b = at[0][sender].index(-1), at[1][receiver].index(-1)
+        both = (c for c in range(int(most)) if at[0][sender][c] < 0 and at[1][receiver][c] < 0)
+        a = next(both, a)
         if at[1][receiver][a] >= 0:  # a is free at the sender only: swap a and b along the path from the receiver
             path: list[int] = []
             side, place, wanted = 1, receiver, a

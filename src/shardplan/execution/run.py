@@ -62,10 +62,10 @@ def run(program: Program, shards: Any, backend: str = "reference", timeout: floa
     >>> run(plan.program, sp.distribute(np.arange(4), t))
     [array([0, 1, 2, 3]), array([0, 1, 2, 3])]
     """
-    return _run(program, shards, backend, timeout, None)
+    return run_recorded(program, shards, backend, timeout, None)
 
 
-def _run(program: Program, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+def run_recorded(program: Program, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
     if not (timeout > 0 and math.isfinite(timeout)):

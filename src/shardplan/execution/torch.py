@@ -24,6 +24,7 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import place_of
 from shardplan.execution.record import Record, Span
+from shardplan.execution.torch_clock import gathered, offset
 from shardplan.execution.torch_dtypes import to_torch, torch_dtype
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_steps import Bound, bind
@@ -131,8 +132,12 @@ def run_program(
     device = next((x.device for x in values.values()), torch.device("cpu"))
     watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
     watch.agree(bound.digest)
+    wire = wire_for(watch, device, timeout)
     try:
-        results = finish(bound.drive(values, wire_for(watch, device, timeout), watch, record))
+        shift = 0.0 if record is None else offset(wire, bound.ranks, rank)
+        results = finish(bound.drive(values, wire, watch, record))
+        if record is not None:
+            record.spans[:] = gathered(wire, bound.ranks, rank, record.spans, shift)
     except BaseException as error:
         watch.broke(error)
         raise

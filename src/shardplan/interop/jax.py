@@ -57,7 +57,7 @@ def reshard(array: Any, sharding: Any, source: Any = None, memory_limit: int | N
     from jax.core import Tracer  # pyright: ignore[reportMissingImports]
 
     if isinstance(array, Tracer):
-        return _differentiable(sharding, source, memory_limit)(array)
+        return _differentiable(sharding, _source_of(array, source), memory_limit)(array)
     if not isinstance(array, jax.Array):
         return jax.device_put(array, sharding)
     return _outside(array, sharding, memory_limit)
@@ -80,12 +80,11 @@ def _differentiable(sharding: Any, source: Any, memory_limit: int | None) -> Any
 
     def move(x: Any) -> Any:
         if isinstance(x, Tracer):
-            return _inside(x, sharding, _source_inside(x, source), memory_limit)
+            return _inside(x, sharding, source, memory_limit)
         return _outside(x, sharding, memory_limit)  # under grad, outside jit
 
     def forward(x: Any) -> tuple[Any, Any]:
-        before = _source_inside(x, source) if isinstance(x, Tracer) else x.sharding
-        return move(x), jax.tree_util.Partial(_backward(before, sharding, memory_limit))
+        return moved(x), jax.tree_util.Partial(_backward(source, sharding, memory_limit))
 
     moved = jax.custom_vjp(move)
     moved.defvjp(forward, lambda back, gradient: (back(gradient),))
@@ -102,7 +101,7 @@ def _backward(before: Any, sharding: Any, memory_limit: int | None) -> Any:
         if gradient.dtype == jax.dtypes.float0:
             return gradient
         if isinstance(gradient, Tracer):
-            return _differentiable(before, None if _explicit(gradient) else sharding, memory_limit)(gradient)
+            return _differentiable(before, _source_of(gradient, sharding), memory_limit)(gradient)
         return _outside(gradient, before, memory_limit)
 
     return back
@@ -166,9 +165,16 @@ def _explicit(x: Any) -> bool:
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
-def _source_inside(x: Any, source: Any) -> Any:
+def _source_of(x: Any, source: Any) -> Any:
+    """The sharding of what a tracer stands for: an array that is being differentiated, its type, or what is said."""
     import jax  # pyright: ignore[reportMissingImports]
+    from jax.core import Tracer  # pyright: ignore[reportMissingImports]
 
+    held: Any = x
+    while isinstance(held, Tracer) and hasattr(held, "primal"):
+        held = getattr(held, "primal")  # noqa: B009
+    if not isinstance(held, Tracer):
+        return held.sharding
     if _explicit(x):
         return jax.typeof(x).sharding
     if source is None:
@@ -184,6 +190,8 @@ def _inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any
 
     _check_ends(source, sharding)
     explicit = _explicit(x)
+    if explicit and source.spec == sharding.spec and source.mesh.shape_tuple == sharding.mesh.shape_tuple:
+        return x
     if not x.size:
         return x if explicit else jax.lax.with_sharding_constraint(x, sharding)
     own = source.mesh if explicit else jax.sharding.get_abstract_mesh()
@@ -204,8 +212,6 @@ def _inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any
         raise _unmet("no mesh refines both", source, sharding)
     program = plan_of(s, t, memory_limit).program
     body, mesh, specs, checked = _mapped(program, home if not own.empty else None)
-    if not explicit:
-        x = jax.lax.with_sharding_constraint(x, source)
     if not same(s, t):
         x = jax.shard_map(body, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=checked)(x)
     return x if explicit else jax.lax.with_sharding_constraint(x, sharding)
@@ -222,8 +228,8 @@ def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
 def _mapped(program: Program, home: Any) -> tuple[Any, Any, tuple[Any, Any], bool]:
     """What to map over which mesh, with which specs: over `home`, the caller's own mesh, or over one of sub-axes.
 
-    `check_vma` is on where it can be. It is off over the caller's mesh (`axis_index_groups` need that), and where the
-    result is replicated over an axis: that all devices along it get equal parts, JAX cannot see of a permute.
+    `check_vma` is on where the result is cut over every axis. It is off where it is replicated over one: that all
+    devices along it get equal parts, JAX cannot see of a permute or a gather.
     """
     from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
 
@@ -231,8 +237,10 @@ def _mapped(program: Program, home: Any) -> tuple[Any, Any, tuple[Any, Any], boo
     (s,), (t,) = program.input_types, program.output_types
     mesh = home or jax_mesh(s.mesh)
     names = tuple(mesh.axis_names)
-    used = {a for run in t.atoms for a in run}
-    checked = home is None and len(used) == len(s.mesh.atoms)
+    if home is None:
+        checked = len({a for run in t.atoms for a in run}) == len(names)
+    else:
+        checked = {a for dim in t.layout.dims for a in dim} == set(names)
     inner = lower_steps(program, program.steps, [program.inputs[0][0]], program.outputs, s.mesh, names, checked,
                         by_atom=home is None)  # fmt: skip
 

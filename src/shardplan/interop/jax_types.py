@@ -67,7 +67,7 @@ def _read(sharding: Any, ndim: int) -> tuple[Mesh, tuple[tuple[str, ...], ...], 
         ids = sorted(d.id for d in sharding.device_set)
         return Mesh(device=len(ids), devices=ids), ((),) * ndim, ()
     dims: list[tuple[str, ...]] = []
-    for d, entry in enumerate(spec):
+    for d, entry in enumerate(getattr(spec, "partitions", spec)):
         if entry is not None and not isinstance(entry, str | tuple):
             raise LayoutError(
                 f"dim {d} of {spec} is unconstrained; legal are None, an axis, and a tuple of axes, "

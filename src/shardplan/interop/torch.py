@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
+from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch import Executable, executable, finish, wire_for
 from shardplan.execution.torch_faults import Watch
+from shardplan.interop.torch_async import later, settle, under_way, waited
 from shardplan.interop.torch_boxes import BoxMove
 from shardplan.interop.torch_layout import normal, type_of
 from shardplan.movement.redistribute import redistribute as plan_move
@@ -36,30 +38,23 @@ MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
 class Move:
     """A redistribution bound to this rank: from a spec to a spec, planned once."""
 
-    __slots__ = ("agreed", "bound", "device", "inside", "name", "ranks", "shape", "target", "timeout")
+    __slots__ = ("agreed", "bound", "inside", "options", "target", "timeout")
 
     def __init__(self, source: DTensorSpec, target: DTensorSpec, limit: int | None, topology: Any, timeout: float):
         """Plan; see `redistribute` for what may be raised."""
-        if source.tensor_meta is None:
-            raise LayoutError("the DTensor's spec has no global shape")
-        shape, dtype = source.tensor_meta.shape, source.tensor_meta.dtype
         rank = dist.get_rank()
-        ends = [
-            type_of(shape, dtype, s.placements, s.mesh, bool(s.use_strided_shard_as_shard_order) or s is target)
-            for s in (source, target)
-        ]
+        ends = _ends(source, target)
         self.target = target
         self.timeout = timeout
+        self.options = (limit, topology, timeout)
         self.bound: Executable | BoxMove
-        if isinstance(ends[0], TensorType) and isinstance(ends[1], TensorType):
+        if ends[0] is not None and ends[1] is not None:
             plan = plan_move(ends[0], ends[1], topology=topology, memory_limit=limit)
             self.bound = executable(plan.program, rank)
         else:
-            self.bound = BoxMove(tuple(shape), dtype, source, target, rank)
-        self.ranks: tuple[int, ...] = self.bound.ranks
-        self.inside = rank in self.ranks
+            self.bound = BoxMove(source, target, rank, limit)
+        self.inside = rank in self.bound.ranks
         self.agreed = False
-        self.device = torch.device("cpu")
 
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
@@ -67,6 +62,7 @@ class Move:
         watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, self.timeout, posts=False)
         try:
             if not self.agreed:
+                settle()  # comparing programs waits for all ranks, and some may wait for those moves
                 watch.agree(bound.digest)
                 self.agreed = True
             wire = wire_for(watch, local.device, self.timeout)
@@ -77,7 +73,19 @@ class Move:
             raise
 
 
-_moves: dict[Any, Move] = {}
+def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
+    """Return the types of both ends; None for one that only runs of indices describe."""
+    meta = source.tensor_meta
+    if meta is None:
+        raise LayoutError("the DTensor's spec has no global shape")
+    ordered = bool(source.use_strided_shard_as_shard_order)
+    return (
+        type_of(meta.shape, meta.dtype, source.placements, source.mesh, ordered),
+        type_of(meta.shape, meta.dtype, target.placements, target.mesh),
+    )
+
+
+_moves: dict[Any, Move | None] = {}  # None: nothing changes
 
 
 def redistribute(
@@ -115,15 +123,15 @@ def redistribute(
         from shardplan.interop.torch_compile import traced
 
         return traced(dtensor, placements, device_mesh, memory_limit, topology, timeout)
-    move = _move(dtensor, placements, device_mesh, memory_limit, topology, timeout)
+    move = planned(dtensor, placements, device_mesh, memory_limit, topology, timeout)
     if move is None:
         return dtensor
     if dtensor.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(dtensor, move, async_op, memory_limit)  # pyright: ignore[reportReturnType]
-    return _wrapped(_moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
+        return _Redistribute.apply(dtensor, move, async_op)  # pyright: ignore[reportReturnType]
+    return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
 
 
-def _move(
+def planned(
     dtensor: DTensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
@@ -132,41 +140,52 @@ def _move(
     timeout: float,
 ) -> Move | None:
     """Return the planned move, or None when nothing changes."""
+    try:
+        spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
+        key = (spec, tuple(placements), spec.mesh if device_mesh is None else device_mesh, limit, topology, timeout)
+        return _moves[key]
+    except (AttributeError, KeyError, TypeError):  # none yet, or no such request
+        pass
+    given: Any = dtensor
+    if not isinstance(given, DTensor):
+        kind = type(given).__name__
+        raise LayoutError(f"redistribute takes a DTensor, not a {kind}; legal is what DTensor.from_local makes of it")
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
     mesh = spec.mesh if device_mesh is None else device_mesh
-    key = (spec, tuple(placements), mesh, limit, topology, timeout)
-    found = _moves.get(key)
-    if found is not None:
-        return found
-    if not isinstance(dtensor, DTensor):
-        raise LayoutError(f"redistribute takes a DTensor, not {type(dtensor).__name__}")
     wanted = normal(placements, dtensor.ndim, mesh)
+    if len(_moves) >= MOST_MOVES:
+        _moves.clear()
+    key = (spec, tuple(placements), mesh, limit, topology, timeout)
     if mesh == spec.mesh and wanted == spec.placements:
+        _moves[key] = None
         return None
     for k, p in enumerate(wanted):
         if isinstance(p, Partial) and (mesh != spec.mesh or spec.placements[k] != p):
-            have = spec.placements[k] if mesh == spec.mesh else "another mesh"
-            raise LayoutError(f"cannot redistribute from {have} to {p}; legal is a Partial that the tensor has already")
+            have = repr(spec.placements[k]) if mesh == spec.mesh else "another mesh"
+            raise LayoutError(
+                f"cannot redistribute from {have} to {p!r}, mesh dim {k} of {wanted}; legal are Shard, Replicate and "
+                "the Partial that the tensor has there already"
+            )
     target = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
-    if len(_moves) >= MOST_MOVES:
-        _moves.clear()
     move = _moves[key] = Move(spec, target, limit, topology, timeout)
     return move
 
 
-def _moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
+def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
     if not move.inside:
         return local
+    if type(local) is not torch.Tensor:
+        local = waited(local)
     running = move.start(local.detach() if local.requires_grad else local)
     if async_op:
-        from shardplan.interop.torch_async import later
-
         return later(running, move.bound.result_shape, local.dtype, local.device)
+    if under_way:
+        settle()
     (result,) = finish(running)
     return result
 
 
-def _wrapped(local: torch.Tensor, move: Move, requires_grad: bool) -> DTensor:
+def wrapped(local: torch.Tensor, move: Move, requires_grad: bool) -> DTensor:
     return DTensor(local, move.target, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
 
@@ -174,25 +193,29 @@ class _Redistribute(torch.autograd.Function):
     """The move and, backwards, the move of the gradient; the latter is differentiable again."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, move: Move, async_op: bool, limit: int | None) -> DTensor:  # pyright: ignore
-        ctx.spec, ctx.async_op, ctx.limit, ctx.timeout = dtensor._spec, async_op, limit, move.timeout  # pyright: ignore
-        return _wrapped(_moved(dtensor._local_tensor, move, async_op), move, dtensor.requires_grad)  # pyright: ignore
+    def forward(ctx: Any, dtensor: DTensor, move: Move, async_op: bool) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.async_op, ctx.options = dtensor._spec, async_op, move.options  # pyright: ignore
+        ctx.set_materialize_grads(False)  # zeros would come as a plain tensor
+        return wrapped(moved(dtensor._local_tensor, move, async_op), move, dtensor.requires_grad)  # pyright: ignore
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move the gradient back: replicated where the source is partial and the gradient is not."""
-        back = tuple(Replicate() if isinstance(p, Partial) else p for p in ctx.spec.placements)
-        same = grad._spec.mesh == ctx.spec.mesh  # pyright: ignore[reportPrivateUsage]
-        if same:
-            have = grad.placements
-            back = tuple(
-                p if isinstance(p, Partial) and isinstance(g, Partial) else b
-                for p, g, b in zip(ctx.spec.placements, have, back, strict=True)
-            )
-        moved = redistribute(
-            grad, back, None if same else ctx.spec.mesh, ctx.limit, ctx.async_op, timeout=ctx.timeout
-        )
-        return moved, None, None, None
+    def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Move the gradient back."""
+        if grad is None:
+            return None, None, None
+        limit, topology, timeout = ctx.options
+        back, mesh = gradient_of(ctx.spec, grad)
+        return redistribute(grad, back, mesh, limit, ctx.async_op, topology=topology, timeout=timeout), None, None
+
+
+def gradient_of(spec: DTensorSpec, grad: DTensor) -> tuple[tuple[Placement, ...], DeviceMesh]:
+    """Return where the gradient of a tensor belongs: as the tensor, replicated where only the tensor is partial."""
+    have = grad.placements if grad.device_mesh == spec.mesh else (Replicate(),) * spec.mesh.ndim
+    back = tuple(
+        Replicate() if isinstance(p, Partial) and not isinstance(g, Partial) else p
+        for p, g in zip(spec.placements, have, strict=True)
+    )
+    return back, spec.mesh
 
 
 def redistribute_state(
@@ -212,81 +235,92 @@ def redistribute_state(
         layouts: Placements by name or pattern (as `*.weight`); the first that matches holds, without one a tensor is
             replicated.
         device_mesh: The destination's mesh for all of them, if it is another.
-        memory_limit: Bytes of workspace on every device for the whole move (sources, results, staging).
+        memory_limit: Bytes of workspace on every device for the whole move (sources, results, staging). Tensors that no
+            layout describes (an uneven `_StridedShard`) are moved first, each by itself within the limit.
         donate: Free every source as soon as it is not needed: `state`, which must be a dict then, is emptied of what
             was moved, and the sources must not be used again.
         topology: As of `redistribute`.
         timeout: As of `redistribute`.
 
     Returns:
-        The state with the moved tensors, in the order of `state`.
+        The state with the moved tensors, in the order of `state`; a tensor that is where it belongs is passed on.
 
     Raises:
         LayoutError: As `redistribute`, naming the tensor.
         Infeasible: No plan within the limit.
     """
     if donate and not isinstance(state, dict):
-        raise LayoutError(f"donate=True frees the tensors of a dict; the state is a {type(state).__name__}")
-    out: dict[str, Any] = dict.fromkeys(state)
-    names: list[str] = []
-    sources: list[TensorType] = []
-    targets: list[TensorType] = []
-    specs: list[DTensorSpec] = []
-    for name, value in state.items():
-        if not isinstance(value, DTensor):
-            out[name] = value
-            continue
-        spec = value._spec  # pyright: ignore[reportPrivateUsage]
-        mesh = device_mesh or spec.mesh
+        raise LayoutError(f"donate=True empties the state on the way, a {type(state).__name__}; legal is a dict")
+    wanted = _targets(state, layouts, device_mesh)
+    out: dict[str, Any] = {name: None if name in wanted else value for name, value in state.items()}
+    typed: dict[str, tuple[TensorType, TensorType]] = {}
+    for name, target in wanted.items():
         try:
-            wanted = normal(_chosen(name, layouts, mesh), value.ndim, mesh)
-            for p in wanted:
-                if isinstance(p, Partial):
-                    raise LayoutError(f"the destination {p} is no layout to keep a tensor in")
-            ends = [type_of(value.shape, value.dtype, p, m) for p, m in ((spec.placements, spec.mesh), (wanted, mesh))]
+            s, t = _ends(state[name]._spec, target)
         except ShardplanError as error:
-            raise type(error)(f"{name}: {error}") from None
-        s, t = ends
-        if s is None or t is None:  # boxes: moved by itself
-            out[name] = redistribute(value, wanted, device_mesh, timeout=timeout)
+            raise LayoutError(f"{name}: {error}") from None
+        if s is not None and t is not None:
+            typed[name] = (s, t)
             continue
-        names.append(name)
-        sources.append(s)
-        targets.append(t)
-        specs.append(DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta))
-    if not names:
-        return out
-    plan = plan_move(sources, targets, topology=topology, memory_limit=memory_limit)
-    rank = dist.get_rank()
-    bound = executable(plan.program, rank) if rank in plan.program.devices else None
-    values = {
-        key: state[name]._local_tensor.detach().contiguous()
-        for (key, _), name in zip(plan.program.inputs, names, strict=True)
-    }
-    if donate and isinstance(state, dict):
-        for name in names:
+        with torch.no_grad():
+            out[name] = redistribute(state[name], target.placements, target.mesh, memory_limit, timeout=timeout)
+        if donate and isinstance(state, dict):
             del state[name]
-    if bound is None:
-        results = [values[key] for key, _ in plan.program.inputs]
-    else:
-        watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
-        watch.agree(bound.digest)
-        device = next(iter(values.values())).device
-        try:
-            results = finish(bound.drive(values, wire_for(watch, device, timeout), watch))
-        except BaseException as error:
-            watch.broke(error)
-            raise
-    for name, local, spec in zip(names, results, specs, strict=True):
-        out[name] = DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+    if not typed:
+        return out
+    sources, targets = zip(*typed.values(), strict=True)
+    plan = plan_move(sources, targets, topology=topology, memory_limit=memory_limit)
+    keys = [key for key, _ in plan.program.inputs]
+    locals_ = (waited(state[name]._local_tensor.detach()).contiguous() for name in typed)
+    values = dict(zip(keys, locals_, strict=True))
+    if donate and isinstance(state, dict):
+        for name in typed:
+            del state[name]
+    results = _batch(plan.program, keys, values, timeout)
+    for name, local in zip(typed, results, strict=True):
+        out[name] = DTensor(local, wanted[name], requires_grad=False)  # pyright: ignore[reportCallIssue]
     return out
 
 
-def _chosen(name: str, layouts: Mapping[str, Sequence[Placement]], mesh: DeviceMesh) -> Sequence[Placement]:
-    for pattern, placements in layouts.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            return placements
-    return [Replicate()] * mesh.ndim
+def _batch(program: Program, keys: list[str], values: dict[str, torch.Tensor], timeout: float) -> list[torch.Tensor]:
+    """Run a batch on this rank's shards, which is emptied on the way; ranks without a part keep what they have."""
+    rank = dist.get_rank()
+    if rank not in program.devices:
+        return [values[key] for key in keys]
+    settle()
+    bound = executable(program, rank)
+    watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
+    watch.agree(bound.digest)
+    device = next(iter(values.values())).device
+    try:
+        return finish(bound.drive(values, wire_for(watch, device, timeout), watch))
+    except BaseException as error:
+        watch.broke(error)
+        raise
+
+
+def _targets(
+    state: Mapping[str, Any], layouts: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh | None
+) -> dict[str, DTensorSpec]:
+    """Return the spec that every tensor that has to move is to have, by name, in the order of the state."""
+    out: dict[str, DTensorSpec] = {}
+    for name, value in state.items():
+        if not isinstance(value, DTensor):
+            continue
+        spec = value._spec  # pyright: ignore[reportPrivateUsage]
+        mesh = device_mesh or spec.mesh
+        found = next((p for pattern, p in layouts.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        try:
+            wanted = normal([Replicate()] * mesh.ndim if found is None else found, value.ndim, mesh)
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
+        if mesh == spec.mesh and wanted == spec.placements:
+            continue
+        strange = next((p for p in wanted if isinstance(p, Partial)), None)
+        if strange is not None:
+            raise LayoutError(f"{name}: cannot move a tensor of a state to {strange!r}; legal are Shard and Replicate")
+        out[name] = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
+    return out
 
 
 __all__ = ["redistribute", "redistribute_state"]

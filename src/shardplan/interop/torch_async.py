@@ -9,6 +9,7 @@ collector, which comes at another time on every rank.
 from __future__ import annotations
 
 import atexit
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -48,19 +49,19 @@ class _Started:
     def value(self) -> torch.Tensor:
         """Return the result, after all moves that were started before."""
         while self.running is not None:
-            _open.popleft().finish()
+            under_way.popleft().finish()
         self.finish()
         assert self.result is not None
         return self.result
 
 
-_open: deque[_Started] = deque()  # started and not finished, in the order of their start
+under_way: deque[_Started] = deque()  # started and not finished, in the order of their start
 
 
 def settle() -> None:
     """Finish every move that is under way."""
-    while _open:
-        _open.popleft().finish()
+    while under_way:
+        under_way.popleft().finish()
 
 
 @atexit.register
@@ -70,7 +71,7 @@ def _leave() -> None:
         if torch.distributed.is_initialized():
             settle()
     except Exception:  # nobody is left who could use the result
-        _open.clear()
+        under_way.clear()
 
 
 class Later(AsyncCollectiveTensor):
@@ -83,7 +84,7 @@ class Later(AsyncCollectiveTensor):
     _meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, value: Callable[[], torch.Tensor], device: torch.device) -> Later:
+    def __new__(cls: type[Later], meta: torch.Tensor, value: Callable[[], torch.Tensor], device: torch.device) -> Later:
         """Make the tensor of the size, strides and dtype of `meta`, whose value is had by calling `value`."""
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls, meta.size(), strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
@@ -93,7 +94,7 @@ class Later(AsyncCollectiveTensor):
         return self
 
     @property
-    def elem(self) -> torch.Tensor:
+    def elem(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tensor itself, waited for."""
         if self._done is None:
             self._done = self._value()
@@ -101,7 +102,7 @@ class Later(AsyncCollectiveTensor):
         return self._done
 
     @property
-    def completed(self) -> bool:
+    def completed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether it has been waited for."""
         return self._done is not None
 
@@ -116,6 +117,10 @@ class Later(AsyncCollectiveTensor):
         """Pickle the tensor itself."""
         return self.elem.__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the tensor itself."""
+        return copy.deepcopy(self.elem, memo)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Wait for the operands and run the op; a view of a tensor that is not there yet is taken when it is."""
@@ -125,6 +130,13 @@ class Later(AsyncCollectiveTensor):
             if isinstance(shape, torch.Tensor):
                 return Later(shape, lambda: func(x.elem, *args[1:], **(kwargs or {})), x.device)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def waited(local: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of a local tensor, waiting for it if it is the result of an async operation."""
+    if isinstance(local, AsyncCollectiveTensor):
+        return local.trigger_wait()
+    return local
 
 
 def later(running: Running, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -145,5 +157,5 @@ def later(running: Running, shape: Sequence[int], dtype: torch.dtype, device: to
     except StopIteration as stop:
         return stop.value[0]
     started = _Started(running)
-    _open.append(started)
+    under_way.append(started)
     return Later(torch.empty(tuple(shape), dtype=dtype, device="meta"), started.value, device)

@@ -1,4 +1,4 @@
-"""Moves between placements that no layout describes: an all-to-all-v on boxes, of which DTensor itself says the indices.
+"""Moves between placements that no layout describes: an all-to-all-v on boxes, whose indices DTensor itself says.
 
 An uneven `_StridedShard` leaves on some devices other elements than nested ceilings would, and at times several runs
 of them. There is no type, hence no program and no certificate; the bytes are those of the direct exchange.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardplan.core.tensor import Box
-from shardplan.execution.lower import View, view_of
+from shardplan.errors import Infeasible
+from shardplan.execution.lower import View, box_elements, view_of
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_wire import Wire
 from shardplan.interop.torch_layout import Holding, holdings
@@ -36,10 +38,10 @@ class BoxMove:
 
     input_name = "0"
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, source: DTensorSpec, target: DTensorSpec, rank: int
-    ) -> None:
-        """Work out who sends what to whom; raises `LayoutError` for partial placements."""
+    def __init__(self, source: DTensorSpec, target: DTensorSpec, rank: int, limit: int | None = None) -> None:
+        """Work out who sends what to whom; raises `LayoutError` for partial placements, `Infeasible` over the limit."""
+        assert source.tensor_meta is not None
+        shape, dtype = tuple(source.tensor_meta.shape), source.tensor_meta.dtype
         before, after = holdings(shape, source.placements, source.mesh), holdings(shape, target.placements, target.mesh)
         self.ranks = tuple(sorted({*before, *after}))
         self.device = rank
@@ -52,8 +54,12 @@ class BoxMove:
         self.copies: list[tuple[View, View]] = []
         sends: dict[int, list[View]] = {}
         receives: dict[int, list[View]] = {}
+        held = {r: sum(math.prod(end[r].shape) for end in (before, after) if r in end) for r in self.ranks}
         for r, wanted in after.items():
             for s, a, b in _sources(before, wanted, r):
+                if s != r:  # staged on both sides
+                    held[r] += box_elements(b)
+                    held[s] += box_elements(a)
                 if s == r == rank:
                     assert mine is not None and ours is not None
                     self.copies.append((view_of(mine.shape, a), view_of(ours.shape, b)))
@@ -61,6 +67,13 @@ class BoxMove:
                     sends.setdefault(r, []).append(view_of(mine.shape, a))
                 elif r == rank and ours is not None:
                     receives.setdefault(s, []).append(view_of(ours.shape, b))
+        least = max(held.values()) * dtype.itemsize
+        if limit is not None and least > limit:
+            raise Infeasible(
+                f"move {dtype} {shape} from {source.placements} to {target.placements} within {limit} bytes a device: "
+                f"a _StridedShard of an uneven dim moves in one exchange; the least that works is {least} bytes",
+                least,
+            )
         self.sends, self.receives = (
             [_Traffic(p, tuple(v), sum(x.elements for x in v)) for p, v in sorted(side.items())]
             for side in (sends, receives)

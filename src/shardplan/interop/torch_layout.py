@@ -49,15 +49,22 @@ def mesh_of(mesh: DeviceMesh) -> Mesh:
 
 def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements:
     """Return the placements with dims counted from the front, or raise `LayoutError` where they name none."""
+    given: Any = placements
+    if isinstance(given, Placement) or not isinstance(given, Sequence):
+        raise LayoutError(f"placements={given!r}; legal is a list of {mesh.ndim}, one for each mesh dim")
     if len(placements) != mesh.ndim:
-        raise LayoutError(f"{len(placements)} placements for a mesh of {mesh.ndim} dims; legal is one a mesh dim")
+        raise LayoutError(
+            f"{len(placements)} placements, {_text(placements)}, for a mesh of shape {tuple(mesh.mesh.shape)}; legal "
+            "is one for each mesh dim"
+        )
     out: list[Placement] = []
     for k, p in enumerate(placements):
         if not isinstance(p, Placement):
             raise LayoutError(f"placement {k} is {p!r}; legal are Shard(dim), Replicate() and Partial(op)")
         if isinstance(p, (Shard, _StridedShard)):
             if not -ndim <= p.dim < ndim:
-                raise LayoutError(f"{p} shards dim {p.dim} of a tensor of {ndim} dims; legal are {-ndim} to {ndim - 1}")
+                legal = f"dims {-ndim} to {ndim - 1}" if ndim else "Replicate()"
+                raise LayoutError(f"{p!r} as placement {k} of a tensor of {ndim} dims; legal are {legal}")
             if p.dim < 0:
                 d = p.dim + ndim
                 p = _StridedShard(d, split_factor=p.split_factor) if isinstance(p, _StridedShard) else Shard(d)
@@ -83,7 +90,7 @@ def type_of(
     axes = mesh_of(mesh).axes
     partial = {a: _reduction(p) for a, p in zip(axes, placements, strict=True) if isinstance(p, Partial)}
     if len(set(partial.values())) > 1:
-        raise LayoutError(f"{_text(placements)} has partial placements of several kinds; legal is one")
+        raise LayoutError(f"{_text(placements)} has partial placements of several kinds; legal is one kind")
     if any(n == 0 for n in shape):
         return None
     dims: list[tuple[str, ...]] = [() for _ in shape]
@@ -107,12 +114,12 @@ def type_of(
 
 def _reduction(p: Partial) -> str:
     if type(p) is not Partial or p.reduce_op not in REDUCTIONS:
-        raise LayoutError(f"{p} is not supported; legal are Partial of {', '.join(REDUCTIONS)}")
+        raise LayoutError(f"{p!r} is not supported; legal are {', '.join(f'Partial({r})' for r in REDUCTIONS)}")
     return p.reduce_op
 
 
-def _text(placements: Placements) -> str:
-    return f"({', '.join(map(str, placements))})"
+def _text(placements: Sequence[Any]) -> str:
+    return f"({', '.join(map(repr, placements))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +133,14 @@ class Holding:
 def holdings(shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> dict[int, Holding]:
     """Return what every rank of the mesh holds, from DTensor's own index function.
 
-    Raises `LayoutError` for a partial placement, which no indices describe.
+    Raises `LayoutError` for a partial placement of an array that is not empty: no indices describe it.
     """
     for p in placements:
-        if isinstance(p, Partial) or not isinstance(p, (Shard, _StridedShard, Replicate)):
-            raise LayoutError(f"{_text(placements)}: {p} beside an uneven _StridedShard is not supported")
+        if 0 not in shape and not isinstance(p, (Shard, _StridedShard, Replicate)):
+            raise LayoutError(
+                f"{_text(placements)} of a tensor of shape {tuple(shape)}: {p!r} beside a _StridedShard of an uneven "
+                "dim is not supported; legal are Shard and Replicate beside it"
+            )
     sizes = [int(n) for n in mesh.mesh.shape]
     out: dict[int, Holding] = {}
     for place, rank in enumerate(mesh.mesh.flatten().tolist()):

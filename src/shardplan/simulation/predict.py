@@ -13,11 +13,11 @@ from typing import assert_never
 
 import numpy as np
 
+from shardplan.core.accounting import relabels
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import Send
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
-from shardplan.core.program import Program, Step
-from shardplan.core.tensor import TensorType, same
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
 from shardplan.hardware.nominal import DESCRIPTION, nominal_seconds
@@ -60,6 +60,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
 
     Example:
         >>> from shardplan.core.ops import AllGather
+        >>> from shardplan.core.program import Step
         >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
         >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
         >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]
@@ -162,7 +163,7 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
         if name not in used:
             live = live - sizes[name]
     for step, freed, slot in zip(program.steps, program.last_uses(), slots, strict=True):
-        if _relabels(program, step, freed):
+        if relabels(step, *program.step_types(step), freed):
             freed = freed - set(step.operands)
         else:
             for name in step.results:
@@ -173,16 +174,6 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
             live = live - sizes[name]
         samples += [(slot.start, during), (slot.end, live)]
     return samples
-
-
-def _relabels(program: Program, step: Step, freed: set[str]) -> bool:
-    """Say whether the results are the operands' own storage, as `core.accounting` has it."""
-    return (
-        isinstance(step.op, Send)
-        and set(step.operands) <= freed
-        and not set(step.results) & freed
-        and all(same(t, u) for t, u in zip(*program.step_types(step), strict=True))
-    )
 
 
 def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[MemoryCurve, ...]:

@@ -218,7 +218,7 @@ def _occupied(intervals: tuple[Interval, ...]) -> dict[int, tuple[float, float, 
         fresh = reached.copy()
         fresh[0] -= start[low]
         fresh[1:] -= np.maximum(start[low + 1 : high], reached[:-1])
-        found[int(device[low])] = (float(start[low]), float(reached[-1]), float(np.maximum(fresh, 0.0).sum()))
+        found[int(device[low])] = (float(start[low]), float(reached[-1]), float(fresh.sum()))
     return found
 
 

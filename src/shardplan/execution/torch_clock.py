@@ -1,0 +1,74 @@
+"""One clock for the ranks of a run: offsets measured by ping-pong, and the spans of all ranks on every rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import astuple
+
+import torch
+
+from shardplan.execution.record import Span
+from shardplan.execution.torch_wire import Wire
+
+PINGS = 8
+
+
+def offset(wire: Wire, ranks: tuple[int, ...], rank: int) -> float:
+    """Return what to add to this rank's monotonic clock to get that of the first rank, in seconds.
+
+    The round trip of least duration counts: the first rank answers with its time, taken half a trip after the question.
+    """
+    leader = ranks[0]
+    if rank == leader:
+        for other in ranks[1:]:
+            for _ in range(PINGS):
+                _receive(wire, other, torch.empty(1, dtype=torch.float64))
+                _send(wire, other, torch.tensor([time.monotonic()], dtype=torch.float64))
+        return 0.0
+    best = (float("inf"), 0.0)
+    for _ in range(PINGS):
+        start = time.monotonic()
+        _send(wire, leader, torch.tensor([start], dtype=torch.float64))
+        theirs = _receive(wire, leader, torch.empty(1, dtype=torch.float64))
+        end = time.monotonic()
+        best = min(best, (end - start, float(theirs[0]) - (start + end) / 2))
+    return best[1]
+
+
+def gathered(wire: Wire, ranks: tuple[int, ...], rank: int, spans: list[Span], shift: float) -> list[Span]:
+    """Return the spans of all ranks, their clocks shifted to the first rank's; every rank gets them."""
+    mine = [(s.device, s.step, s.start + shift, s.end + shift, s.received) for s in spans]
+    leader = ranks[0]
+    if rank != leader:
+        _put(wire, leader, json.dumps(mine))
+        return [Span(*row) for row in json.loads(_get(wire, leader))]
+    rows = [list(astuple(Span(*row))) for row in mine]
+    for other in ranks[1:]:
+        rows += json.loads(_get(wire, other))
+    for other in ranks[1:]:
+        _put(wire, other, json.dumps(rows))
+    return [Span(*row) for row in rows]
+
+
+def _send(wire: Wire, peer: int, x: torch.Tensor) -> None:
+    for pending in wire.post([], [(peer, x.to(wire.device))]):
+        wire.wait(pending)
+
+
+def _receive(wire: Wire, peer: int, x: torch.Tensor) -> torch.Tensor:
+    x = x.to(wire.device)
+    for pending in wire.post([(peer, x)], []):
+        wire.wait(pending)
+    return x
+
+
+def _put(wire: Wire, peer: int, text: str) -> None:
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    _send(wire, peer, torch.tensor([len(data)]))
+    _send(wire, peer, data)
+
+
+def _get(wire: Wire, peer: int) -> str:
+    size = int(_receive(wire, peer, torch.empty(1, dtype=torch.int64))[0])
+    return bytes(_receive(wire, peer, torch.empty(size, dtype=torch.uint8)).tolist()).decode()

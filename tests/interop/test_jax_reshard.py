@@ -1,0 +1,143 @@
+"""`interop.jax.reshard`: outside and inside jit, gradients, other meshes, errors; and types of shardings.
+
+What needs eight devices runs once, in a child process (`jax_reshard_checks.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardplan as sp
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+from shardplan.interop.jax import plan_of
+from shardplan.interop.jax_types import common_mesh, spec_of
+
+pytest.importorskip("jax")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    paths = (ROOT / "src", ROOT, ROOT / "tests")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests" / "interop" / "jax_reshard_checks.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_outside_jit(seen: dict[str, Any]) -> None:
+    """Between pairs of twelve shardings: one mesh, other axes, order and devices, one device, explicit axes."""
+    assert seen["outside"] == {}
+
+
+def test_dtypes_and_empty_arrays(seen: dict[str, Any]) -> None:
+    assert seen["dtypes"] == {}
+
+
+def test_nothing_to_do(seen: dict[str, Any]) -> None:
+    """The array itself; the caller's own sharding where it only differs in words; no communication inside jit."""
+    assert seen["identity"] == [True, True, True]
+
+
+def test_inside_jit(seen: dict[str, Any]) -> None:
+    assert seen["inside"] == {}
+
+
+def test_gradients(seen: dict[str, Any]) -> None:
+    assert seen["gradients"] == {}
+
+
+def test_compiled(seen: dict[str, Any]) -> None:
+    """Inside jit: the collectives' bytes are the program's, no array is over the bound, the values are right."""
+    assert seen["compiled"] == {"wrong": [], "checked": 20}
+
+
+ERRORS = {
+    "no source": "BackendError: reshard: inside jit, in auto mode, an array does not carry its sharding (its type is "
+    "float32[48,24]); pass source=, the NamedSharding that it has",
+    "order": "BackendError: reshard: a jit has one list of devices, but the source is on the mesh x=2, y=4 and the "
+    "destination on z=8 devices=[7,6,5,4,3,2,1,0]; reshard outside jit",
+    "refinement": "BackendError: reshard: no mesh refines both, but the source is on the mesh u=2, v=3 and the "
+    "destination on s=3, t=2; reshard outside jit",
+    "explicit mesh": "BackendError: reshard: P('q', 'p') is on the mesh p=4, q=2, but inside jit JAX takes one mesh "
+    "only, the array's own: x=2, y=4; reshard to another mesh outside jit",
+    "unconstrained": "LayoutError: dim 0 of P(UNCONSTRAINED,) is unconstrained; legal are None, an axis, and a tuple "
+    "of axes, since a plan needs to know both ends",
+    "uneven": "LayoutError: f32[7@y, 2@x] on the mesh x=2, y=4: dim 0 of size 7 is uneven over 4 devices; JAX shards "
+    "evenly: legal are sizes that 4 divides",
+    "limit": "Infeasible: redistribute f32[48@x, 24@y] to f32[48, 24] within 1000 bytes a device: no plan; the least "
+    "that works is 5244 bytes",
+    "unreduced": "BackendError: reshard: P(unreduced={'x'}) is unreduced over x; legal is a reduced array",
+    "no dtype": "LayoutError: type_of: the shape (4, 4) has no dtype; pass dtype=",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(seen: dict[str, Any], name: str) -> None:
+    assert seen["errors"][name] == ERRORS[name]
+
+
+def test_types(seen: dict[str, Any]) -> None:
+    assert seen["types"]["types"] == [
+        "f32[48@x, 24@y] on x=2, y=4",
+        "f32[48@(y,x), 24] on x=2, y=4",
+        "bf16[8@z, 8] on z=8 devices=[7,6,5,4,3,2,1,0]",
+        "f32[48, 24] on device=1 devices=3:4",
+        "f32[48@y, 24] on x=2, y=4",
+        "f32[48@y, 24]{+x} on x=2, y=4",
+    ]
+    assert seen["types"]["specs"] == [
+        "P('x', 'y')", "P(('y', 'x'), None)", "P('z', None)", "P('y', None)", "P('y', None, unreduced={'x'})",
+    ]  # fmt: skip
+
+
+# Without eight devices.
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("f32[8@a.0]", "the sub-axis 'a.0'"),
+        ("f32[7@a]", "an uneven dim"),
+        ("f32[8]{root:a}", "{root:a}"),
+        ("f32[8]{max:a}", "{max:a}"),
+    ],
+)
+def test_what_a_partition_spec_cannot_say(text: str, what: str) -> None:
+    t = TensorType.parse(text, sp.Mesh(a=4))
+    with pytest.raises(LayoutError) as caught:
+        spec_of(t)
+    legal = "legal are whole axes of even dims, and {+axis}"
+    assert str(caught.value) == f"{t}: a PartitionSpec cannot say {what}; {legal}"
+
+
+def test_common_meshes() -> None:
+    """Axes of two meshes over one list of devices, as runs of the axes of their common refinement."""
+    found = common_mesh(sp.Mesh(x=2, y=6), sp.Mesh(p=4, q=3))
+    assert found is not None
+    mesh, of_a, of_b = found
+    assert (mesh.shape, of_a, of_b) == (
+        {"c0": 2, "c1": 2, "c2": 3}, {"x": ("c0",), "y": ("c1", "c2")}, {"p": ("c0", "c1"), "q": ("c2",)},
+    )  # fmt: skip
+    assert common_mesh(sp.Mesh(x=2, y=3), sp.Mesh(p=3, q=2)) is None
+    assert common_mesh(sp.Mesh(x=2), sp.Mesh({"x": 2}, devices=[1, 0])) is None
+    same = sp.Mesh(x=2, y=1)
+    assert common_mesh(same, same) == (same, {"x": ("x",), "y": ("y",)}, {"x": ("x",), "y": ("y",)})
+    ones = common_mesh(sp.Mesh(x=2, y=1), sp.Mesh(z=2))
+    assert ones is not None and ones[1] == {"x": ("c0",), "y": ()}
+
+
+def test_plans_are_portable_where_they_can_be() -> None:
+    """A limit that only the general exchange keeps is kept by it."""
+    mesh = sp.Mesh(a=2, b=2, c=2)
+    s, t = (TensorType.parse(x, mesh) for x in ("f32[16@(a,b), 16@c]", "f32[16@c, 16@(b,a)]"))
+    plan = plan_of(s, t)
+    assert all(step.op.name != "exchange" or 2 * 2 ** len(step.op.axes) <= 8 for step in plan.program.steps)
+    assert plan_of(s, t) is plan

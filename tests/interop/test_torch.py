@@ -1,0 +1,70 @@
+"""The drop-ins for DTensor on real gloo ranks: random pairs beside DTensor itself, and every other promise by name."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra `torch` is not installed")
+HERE = Path(__file__).parent
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+DROP_IN = HERE / "torch_dropin_child.py"
+
+
+def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
+    """Run a script on gloo ranks of this machine; the object that rank 0 prints. Nothing outlives the call."""
+    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(ranks), str(script), *arguments]
+    process = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+    assert "{" in out, f"exit status {process.returncode}:\n{err[-3000:]}"
+    found = json.loads(out[out.index("{") :])
+    return found | {"status": process.returncode, "err": err[-3000:]}
+
+
+@pytest.mark.parametrize(("ranks", "pairs"), [(4, 60), (6, 40)])
+def test_equals_dtensor_on_random_pairs(ranks: int, pairs: int):
+    found = launch(ranks, HERE / "dtensor_child.py", "7", str(pairs), seconds=150)
+    assert found["wrong"] == 0, "\n".join(found["first"])
+    assert found["status"] == 0 and found["pairs"] == pairs
+    assert {"strided", "plain", "sum"} <= found["kinds"].keys()
+
+
+@cache
+def checks() -> dict:
+    return launch(4, DROP_IN, seconds=240)
+
+
+def names() -> list[str]:
+    """The checks that the child lists, read off its source: importing it would need torch's processes."""
+    for node in ast.parse(DROP_IN.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "CHECKS":
+            return [e.id for e in ast.walk(node.value) if isinstance(e, ast.Name)]
+    raise AssertionError("the child lists no checks")
+
+
+@pytest.mark.parametrize("name", names())
+def test_drop_in(name: str):
+    found = checks()
+    if found["skipped"].get(name):
+        pytest.skip(found["skipped"][name])
+    assert not found["wrong"][name], "\n".join(found["wrong"][name])
+
+
+def test_a_result_that_nobody_uses_does_not_break_the_exit():
+    """The child leaves such a move under way: its sums need every rank to go on, and no rank may hang or crash."""
+    found = checks()
+    assert found["status"] == 0, found["err"]
