@@ -27,7 +27,7 @@ CHILDREN = ROOT / "tests" / "execution"
 def launch(child: Path, world: int, *parameters: int) -> tuple[dict[str, Any], float]:
     """What rank 0 of a launch printed, and the seconds it took."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     started = time.perf_counter()
     done = subprocess.run(
         [*command, str(child), *map(str, parameters)], capture_output=True, text=True, env=environment, timeout=3000

@@ -12,7 +12,7 @@ class Storages(TorchDispatchMode):
 
     def __init__(self, *held: Tensor) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.largest = 0
         self.seen: dict[int, weakref.finalize] = {}
         for x in held:
             self.count(x)
@@ -24,6 +24,7 @@ class Storages(TorchDispatchMode):
             return
         size = storage.nbytes()
         self.live += size
+        self.largest = max(self.largest, size)
         self.peak = max(self.peak, self.live)
         self.seen[key] = weakref.finalize(storage, self.free, size)
 

@@ -1,0 +1,246 @@
+"""Our redistribution of torch tensors beside its peers, on real processes over gloo, interleaved in one launch.
+
+`python -m benchmarks.torch_vs_dtensor [--count 30] [--repeats 7] [--seed 0]` launches 8 processes. Problems are those
+of suite s8, scaled to shards of about 1 MiB. Each repetition runs every way once, in turn; the time of a run is that of
+its slowest rank. Ways: `ours` (the drop-in, as a user calls it), `portable` (our plan of MPI-style collectives),
+DTensor `greedy` and `min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
+CPU (`greedy*`, `min-cost*`: the fair peer), `one-shot` (a single all_to_all_single on box intersections). Beside the
+time: payload that the kernel counted on the sockets of the worst rank, the largest storage and the most live storage of
+any rank, source included. Then the overhead of a call on 8 x 8 tensors, on 2 processes, and of planning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.common import ROOT, arguments, geomean, record, single, table, told, use_tests, write
+
+from benchmarks import suites
+from benchmarks.run_torch import launch
+
+WAYS = ("ours", "portable", "greedy", "min-cost", "greedy*", "min-cost*", "one-shot")
+SHARD = 2**20  # bytes
+
+
+def scaled(s: Any, t: Any) -> tuple[Any, Any]:
+    """The problem with its dims multiplied until the larger shard has about `SHARD` bytes."""
+    from shardplan.core.tensor import TensorType
+
+    shape = list(s.shape)
+    k = 0
+    while max(TensorType(s.dtype, shape, x.layout, x.mesh).local_bytes() for x in (s, t)) * 2 <= SHARD:
+        shape[k % len(shape)] *= 2
+        k += 1
+    return tuple(TensorType(s.dtype, shape, x.layout, x.mesh) for x in (s, t))  # type: ignore[return-value]
+
+
+def child(count: int, repeats: int, seed: int) -> None:
+    """Run the problems on this rank; rank 0 prints the rows."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for s, t in single(suites.problems("s8", seed, count)):
+        rows.append(_problem(*scaled(s, t), repeats))
+    if dist.get_rank() == 0:
+        print(json.dumps({"rows": rows}))
+    dist.destroy_process_group()
+
+
+def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from benchmarks.peers.dtensor_run import cached_by, dtensor, one_shot, placements_of, real_all_to_all
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    import shardplan as sp
+    from shardplan.interop.torch import redistribute
+
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", torch.arange(s.mesh.size).reshape(s.mesh.sizes), mesh_dim_names=s.mesh.axes)
+    full = torch.arange(s.nbytes // 4, dtype=torch.float32).reshape(s.shape)
+    cut = [full[tuple(slice(a, b) for a, b in x.box(rank))].clone() for x in (s, t)]
+    source, target = placements_of(s, mesh), placements_of(t, mesh)
+    x = DTensor.from_local(cut[0], mesh, source, run_check=False, shape=full.shape, stride=full.stride())
+    portable = sp.redistribute(s, t, portable=True)
+    shot = one_shot(s, t, rank)
+
+    def stock(min_cost: bool, real: bool) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            with cached_by(str(min_cost), min_cost), real_all_to_all(real):
+                return dtensor(x, target)
+
+        return run
+
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "ours": lambda: redistribute(x, target).to_local(),
+        "portable": lambda: _direct(portable.program, cut[0]),
+        "greedy": stock(False, False),
+        "min-cost": stock(True, False),
+        "greedy*": stock(False, True),
+        "min-cost*": stock(True, True),
+        "one-shot": lambda: shot(cut[0]),
+    }
+    found = {name: _facts(run, cut[0], cut[1]) for name, run in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, run in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    row: dict[str, Any] = {"problem": told(s, t), "bound": sp.redistribute(s, t).certificate.bound_bytes}
+    row["lower bound"] = max(sp.redistribute(s, t).certificate.lower_bound_bytes)
+    for name in ways:
+        mine = torch.tensor([*seconds[name], *found[name]], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        worst = torch.stack(everyone).max(dim=0).values.tolist()
+        row[name] = {
+            "seconds": statistics.median(worst[:repeats]),
+            "wire": int(worst[repeats]),
+            "largest": int(worst[repeats + 1]),
+            "peak": int(worst[repeats + 2]),
+            "wrong": int(worst[repeats + 3]),
+        }
+    return row
+
+
+def _direct(program: Any, local: Any) -> Any:
+    """The plan on this rank, without the comparison of programs that every `run` makes (the drop-in makes one)."""
+    from shardplan.execution.torch import executable, finish, wire_for
+    from shardplan.execution.torch_faults import Watch
+
+    bound = executable(program, _rank())
+    watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, 300.0, posts=False)
+    return finish(bound.drive({bound.input_name: local}, wire_for(watch, local.device, 300.0), watch))[0]
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
+def _facts(run: Callable[[], Any], source: Any, expected: Any) -> tuple[int, int, int, int]:
+    """Bytes received on sockets, the largest storage, the most live storage, and whether the result is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    storages = use_tests("execution.storages")
+    sockets = use_tests("sockets")
+    run()  # plans, connections
+    dist.barrier()
+    before = sockets.on_the_wire()[1]
+    with storages.Storages(source) as tally:
+        out = run()
+        wrong = not torch.equal(out, expected)
+    dist.barrier()
+    received = sockets.on_the_wire()[1] - before
+    return received, tally.largest, tally.peak, int(wrong)
+
+
+def small(repeats: int) -> None:
+    """The overhead of a call on 8 x 8 tensors, plans cached on both sides, and the first call that plans."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    from shardplan.interop.torch import redistribute
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(64.0).reshape(8, 8)
+    cut, whole = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(full, mesh, [Replicate()])
+    addends = DTensor.from_local(full, mesh, [Partial()], run_check=False)
+    rows = []
+    for name, x, target in (
+        ("S(0) to R", cut, [Replicate()]),
+        ("S(0) to S(1)", cut, [Shard(1)]),
+        ("R to S(0)", whole, [Shard(0)]),
+        ("P to R", addends, [Replicate()]),
+        ("P to S(0)", addends, [Shard(0)]),
+    ):
+        calls = {"ours": lambda x=x, t=target: redistribute(x, t), "dtensor": lambda x=x, t=target: x.redistribute(mesh, t)}
+        row: dict[str, Any] = {"move": name}
+        for who, call in calls.items():
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            row[f"{who} first"] = time.perf_counter() - started
+            for _ in range(50):
+                call()
+        seconds: dict[str, list[float]] = {who: [] for who in calls}
+        for _ in range(repeats):
+            for who, call in calls.items():
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(100):
+                    call()
+                seconds[who].append((time.perf_counter() - started) / 100)
+        row |= {who: statistics.median(values) for who, values in seconds.items()}
+        rows.append(row)
+    if dist.get_rank() == 0:
+        print(json.dumps({"rows": rows}))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments("torch_vs_dtensor", "Redistribution of torch tensors beside its peers.", 30, of="problems")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    me = ROOT / "benchmarks" / "torch_vs_dtensor.py"
+    found, _ = launch(me, 8, options.count, options.repeats, options.seed)
+    calls, _ = launch(me, 2, options.repeats)
+    rows = found["rows"]
+    summary: dict[str, Any] = {}
+    for name in WAYS:
+        ratios = [row[name]["seconds"] / row["ours"]["seconds"] for row in rows]
+        summary[name] = {
+            "time / ours, geomean": geomean(ratios),
+            "max": max(ratios),
+            "min": min(ratios),
+            "wire / lower bound": geomean(r[name]["wire"] / r["lower bound"] for r in rows if r["lower bound"]),
+            "largest / bound": geomean(r[name]["largest"] / r["bound"] for r in rows),
+            "largest / bound, max": max(r[name]["largest"] / r["bound"] for r in rows),
+            "peak / bound": geomean(r[name]["peak"] / r["bound"] for r in rows),
+            "wrong": sum(r[name]["wrong"] for r in rows),
+        }
+    heads = list(summary["ours"])
+    print(table(("way", *heads), [[n, *(v[h] for h in heads)] for n, v in summary.items()], f"{len(rows)} problems"))
+    shown = [
+        [r["move"], 1e6 * r["ours"], 1e6 * r["dtensor"], r["ours"] / r["dtensor"], r["ours first"] / r["dtensor first"]]
+        for r in calls["rows"]
+    ]
+    heads = ("8 x 8 on 2 ranks", "ours, us", "DTensor cached, us", "ratio", "first call, ratio")
+    print(table(heads, shown, "overhead of a call"))
+    overhead = geomean(r["ours"] / r["dtensor"] for r in calls["rows"])
+    parameters = {"count": options.count, "repeats": options.repeats, "seed": options.seed, "suite": "s8", "shard": SHARD}
+    result = {"summary": summary, "overhead": {"geomean": overhead, "rows": calls["rows"]}, "rows": rows}
+    write(options.out, record(parameters, result))
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+        small(int(sys.argv[1])) if len(sys.argv) == 2 else child(*map(int, sys.argv[1:]))
+    else:
+        main()
