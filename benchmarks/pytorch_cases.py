@@ -159,6 +159,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
         told.set(f"{name} {rank}", outcome(kind, method, rank, world, folder / name, way))
         keys = [f"{name} {r}" for r in range(world)]
         told.wait(keys)
+        print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
         results[name] = [told.get(key).decode() for key in keys]
         answered[name] = dict(CALLS)
     if rank == 0:

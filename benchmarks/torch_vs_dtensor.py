@@ -178,7 +178,10 @@ def small(repeats: int) -> None:
         ("P to R", addends, [Replicate()]),
         ("P to S(0)", addends, [Shard(0)]),
     ):
-        calls = {"ours": lambda x=x, t=target: redistribute(x, t), "dtensor": lambda x=x, t=target: x.redistribute(mesh, t)}
+        calls = {
+            "ours": lambda x=x, t=target: redistribute(x, t),
+            "dtensor": lambda x=x, t=target: x.redistribute(mesh, t),
+        }
         row: dict[str, Any] = {"move": name}
         for who, call in calls.items():
             dist.barrier()
@@ -233,7 +236,13 @@ def main() -> None:
     heads = ("8 x 8 on 2 ranks", "ours, us", "DTensor cached, us", "ratio", "first call, ratio")
     print(table(heads, shown, "overhead of a call"))
     overhead = geomean(r["ours"] / r["dtensor"] for r in calls["rows"])
-    parameters = {"count": options.count, "repeats": options.repeats, "seed": options.seed, "suite": "s8", "shard": SHARD}
+    parameters = {
+        "count": options.count,
+        "repeats": options.repeats,
+        "seed": options.seed,
+        "suite": "s8",
+        "shard": SHARD,
+    }
     result = {"summary": summary, "overhead": {"geomean": overhead, "rows": calls["rows"]}, "rows": rows}
     write(options.out, record(parameters, result))
 

@@ -1,4 +1,4 @@
-"""What the kernel counted on this process's TCP connections: the bytes that a library really moved, with its headers."""
+"""What the kernel counted on the TCP connections of this process: what a library really moved, headers included."""
 
 import os
 import socket

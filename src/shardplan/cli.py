@@ -223,7 +223,9 @@ def run(
     if backend not in BACKENDS:
         raise LayoutError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
     if trace is not None and backend == "reference":
-        raise LayoutError("--trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi")
+        raise LayoutError(
+            "--trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi"
+        )
     _writable(trace)
     subject = _load(what)
     program = subject.program if isinstance(subject, Plan) else subject

@@ -22,8 +22,9 @@ from mpi4py import MPI  # noqa: E402
 import shardplan as sp  # noqa: E402
 from conformance import Case, cases, data, differences  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
+from shardplan.core.layout import make_layout  # noqa: E402
 from shardplan.core.messages import at_root  # noqa: E402
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter  # noqa: E402
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send, Slice  # noqa: E402
 from shardplan.core.program import Program, Step  # noqa: E402
 from shardplan.execution import mpi, mpi_steps, mpi_wire  # noqa: E402
 from shardplan.execution.mpi_site import KEPT  # noqa: E402
@@ -130,6 +131,19 @@ def plans():
         (Broadcast(("a", "b")), root),
     ):
         yield str(op), Program({"0": x}, [Step(op, ("0",), ("1",))], ("1",))
+    mesh, other = sp.Mesh(x=4), sp.Mesh(c=2, d=2)
+    idle = sp.TensorType("i32", (5, 2), ("x",), mesh)  # device 3 has no row, and then no column
+    steps = [Step(AllToAll(0, 1, ("x",), chunks=2), ("0",), ("1",)), Step(AllGather(1, ("x",)), ("1",), ("2",))]
+    yield "a member with nothing", Program({"0": idle}, steps, ("2",))
+    steps = [Step(AllGather(1, ("b",)), ("0",), ("1",)), Step(Slice(1, ("b",)), ("1",), ("2",))]
+    steps.append(Step(AllGather(0, ("a",)), ("2",), ("3",)))
+    yield "values that die", Program({"0": t}, steps, ("0", "3"))
+    yield (
+        "a new name",
+        Program({"0": t}, [Step(Send(make_layout(2, ("c", "d"), other), other), ("0",), ("1",))], ("1",)),
+    )
+    rooted = kind("i32[32, 64@b]{root:a}")
+    yield "a rooted value", Program({"0": rooted}, [Step(AllGather(1, ("b",)), ("0",), ("1",))], ("1",))
     for chunks in (1, 4):
         ins = {f"x{k}": x for k, x in enumerate((t, kind("i8[1024@a, 512@b]"), kind("f64[300, 512@b]")))}
         outs = ("y0", "y1", "y2")
@@ -169,7 +183,10 @@ def memory() -> None:
         case = Case(name, program, tuple(data(rng, t) for t in program.input_types))
         inputs = mine(case)
         held = sum(x.nbytes for shards in inputs for x in shards)
-        wrong += differences(case, places, mpi.run_program(program, inputs, timeout=60.0), case.expected())
+        record = Record()
+        got = mpi.run_program(program, inputs, timeout=60.0, record=record)
+        wrong += differences(case, places, got, case.expected()) + counted(case, record)
+        del got
         tracemalloc.start()
         out = mpi.run_program(program, inputs, timeout=60.0)
         rows.append((name, held + tracemalloc.get_traced_memory()[1], allowed(program)))

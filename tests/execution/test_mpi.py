@@ -148,7 +148,7 @@ def test_a_killed_rank_ends_all() -> None:
 @launched
 def test_a_killed_rank_is_named_where_the_launcher_does_not_care() -> None:
     job = broken("killed", "-disable-auto-cleanup")
-    assert job.status == 4
+    assert job.status != 0
     assert "did not start: rank 2 of [0, 1, 2, 3] did not arrive within 1.5 s\n" in job.err
 
 

@@ -70,7 +70,9 @@ def main() -> int:
         told = {"rank": rank, "kind": type(error).__name__, "text": str(error), "seconds": seconds}
         print("FAULT " + json.dumps(told), flush=True)
         return 4
-    print("FAULT " + json.dumps({"rank": rank, "kind": "", "text": "", "seconds": time.monotonic() - started}), flush=True)
+    print(
+        "FAULT " + json.dumps({"rank": rank, "kind": "", "text": "", "seconds": time.monotonic() - started}), flush=True
+    )
     return 0
 
 

@@ -37,9 +37,7 @@ def placements(rng, mesh, ndim, partial, strided):
         if dims:
             from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
-            out = list(
-                DTensorSpec._convert_shard_order_to_StridedShard((ShardOrderEntry(d, dims),), tuple(out), mesh)
-            )
+            out = list(DTensorSpec._convert_shard_order_to_StridedShard((ShardOrderEntry(d, dims),), tuple(out), mesh))
     if partial:
         for k in range(mesh.ndim):
             if rng.random() < 0.4:
@@ -96,8 +94,12 @@ def main():
         n = math.prod(shape)
         full = (torch.arange(n) % (2 if dtype == torch.bool else 61)).reshape(shape).to(dtype)
         x = DTensor.from_local(
-            local_of(full, mesh, source, rank, partial), mesh, source, run_check=False,
-            shape=full.shape, stride=full.stride(),
+            local_of(full, mesh, source, rank, partial),
+            mesh,
+            source,
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
         )
         what = f"{number} {tuple(mesh.mesh.shape)} {shape} {dtype} {source} -> {tuple(target)}"
         try:
@@ -115,7 +117,9 @@ def main():
             continue
         if error:
             kinds["only ours: " + error.partition(":")[0]] += 1
-            expected = local_of(full, mesh, target, rank, None) if not any(isinstance(p, Partial) for p in target) else None
+            expected = (
+                local_of(full, mesh, target, rank, None) if not any(isinstance(p, Partial) for p in target) else None
+            )
             if expected is not None and not torch.equal(ours._local_tensor, expected):
                 wrong.append(f"{what}: not the indices of the target")
             continue

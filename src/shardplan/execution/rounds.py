@@ -19,7 +19,7 @@ import numpy as np
 from shardplan.core.dtypes import itemsize
 from shardplan.core.messages import at_root, messages, own_places
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, Reduce, ReduceScatter, Send
-from shardplan.core.ops.base import Collective, chunk_counts, typed
+from shardplan.core.ops.base import Collective, typed
 from shardplan.core.tensor import TensorType
 
 
@@ -228,3 +228,13 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
         for d, n in found.items():
             out[d] += n
     return out
+
+
+def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
+    """Return how many parts each local dim is cut into for at least `chunks` parts: longest dims first."""
+    counts = [1] * len(shape)
+    left = chunks
+    for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
+        counts[d] = max(1, min(shape[d], left))
+        left = -(-left // counts[d])
+    return tuple(counts)

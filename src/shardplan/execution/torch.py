@@ -141,10 +141,7 @@ def run_program(
     except BaseException as error:
         watch.broke(error)
         raise
-    return [
-        [] if place_of(t, rank) is None else [x]
-        for t, x in zip(program.output_types, results, strict=True)
-    ]
+    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 
 
 def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:

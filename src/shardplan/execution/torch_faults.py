@@ -71,7 +71,7 @@ class Watch:
             raise self._absent(store, keys, error) from None
         others = {r: text for r, text in found.items() if text.split()[0] != digest}
         if others:
-            r, text = next(iter(others.items()))
+            text = next(iter(others.values()))
             raise BackendError(
                 f"the ranks {_listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
                 f"{_ranks(others)} {text.partition(' ')[2]}{'' if len(others) == 1 else ' and others'}; nothing was sent"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, run_program
-from shardplan.errors import BackendError, Infeasible
+from shardplan.errors import BackendError, Infeasible, ShardplanError
 from shardplan.execution.measure import measure, own_devices
 from shardplan.report.verify import checksum, index_data, too_large
 from shardplan.simulation.timeline import Timeline
@@ -30,17 +30,17 @@ class Trial:
 
 
 @contextmanager
-def launched(backend: str) -> Iterator[None]:
-    """Join the processes of a launcher for a command; raises `BackendError` where there is none to join."""
+def launched(backend: str) -> Generator[None]:
+    """Join the processes of a launcher for a command; raises `ShardplanError` where there is none to join."""
     if backend != "torch":
         yield
         return
     try:
         import torch.distributed as dist
     except ImportError:
-        raise BackendError("the backend torch needs PyTorch: install shardplan[torch]") from None
+        raise ShardplanError("the backend torch needs PyTorch: install shardplan[torch]") from None
     if "RANK" not in os.environ:
-        raise BackendError(
+        raise ShardplanError(
             "the backend torch runs one process a device: torchrun --nproc-per-node N --no-python shardplan run ..."
         )
     dist.init_process_group("gloo")

@@ -152,16 +152,6 @@ def typed(op: Collective, t: TensorType) -> TensorType:
     return op.result(t)
 
 
-def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
-    """Return how many parts each local dim is cut into for at least `chunks` parts: longest dims first."""
-    counts = [1] * len(shape)
-    left = chunks
-    for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
-        counts[d] = max(1, min(shape[d], left))
-        left = -(-left // counts[d])
-    return tuple(counts)
-
-
 def chunk_elements(elements: int, chunks: int, pieces: int) -> int:
     """Return a bound on the elements of one round when each of `pieces` parts, `elements` in all, is cut in `chunks`.
 

@@ -1,0 +1,116 @@
+"""What a rank packs for its peers: messages of parts of arrays, straight from an array where a part is contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardplan.core.tensor import TensorType
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, place_of, view_of
+from shardplan.execution.torch_dtypes import torch_dtype
+from shardplan.execution.torch_wire import Wire
+
+Arrays = list[torch.Tensor]
+
+
+def at(x: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a part of a contiguous array as a view."""
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def make_of(t: TensorType, device: int) -> Callable[[Wire], torch.Tensor]:
+    """Return how the shard of `device` is allocated."""
+    place = place_of(t, device)
+    shape = (0,) if place is None else t.local_shape(place)
+    dtype = torch_dtype(t.dtype)
+
+    def make(wire: Wire) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=wire.device)
+
+    return make
+
+
+def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
+    """Return the shape of the shard of a device, () where its mesh does not have it."""
+    place = place_of(t, device)
+    return () if place is None else t.local_shape(place)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one peer gets, or gives, in one round: parts of arrays, and where they lie in the staging buffer."""
+
+    peer: int
+    runs: tuple[tuple[int, View, int], ...]  # array, part, offset in the staging buffer
+    start: int
+    stop: int  # of the staging buffer, in elements; equal where the message is one contiguous part
+    packs: bool = True  # False where an earlier message has packed the same parts
+
+
+def pack(
+    entries: list[tuple[int, int, tuple[int, ...], Any]], chunk: int, chunks: int, shared: bool
+) -> tuple[Message, ...]:
+    """Lay out the messages of one round; `shared`: equal messages (of a sender) lie in the buffer once."""
+    by_peer: dict[int, list[tuple[int, View]]] = {}
+    for peer, k, shape, box in entries:
+        for piece in flat_boxes(box, *chunk_of(box_elements(box), chunk, chunks)):
+            by_peer.setdefault(peer, []).append((k, view_of(shape, piece)))
+    out: list[Message] = []
+    packed: dict[tuple[tuple[int, View], ...], Message] = {}
+    offset = 0
+    for peer, runs in by_peer.items():
+        twin = packed.get(tuple(runs)) if shared else None
+        if twin is not None:
+            out.append(replace(twin, peer=peer, packs=False))
+            continue
+        start = offset
+        placed: list[tuple[int, View, int]] = []
+        for k, view in runs:
+            placed.append((k, view, offset))
+            offset += view.elements
+        if len(runs) == 1 and runs[0][1].contiguous:
+            offset = start
+        packed[tuple(runs)] = message = Message(peer, tuple(placed), start, offset)
+        out.append(message)
+    return tuple(out)
+
+
+def staged(messages: Sequence[Message]) -> int:
+    """Return the elements of the staging buffer that messages need."""
+    return max((m.stop for m in messages), default=0)
+
+
+def target(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+    """Return what a message is received into: its part of the results, or of the staging buffer."""
+    if stage is None or m.stop == m.start:
+        k, view, _ = m.runs[0]
+        return flat_view(out[k], view)
+    return stage[m.start : m.stop]
+
+
+def source(m: Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+    """Return what a message is sent from, packed if it must be."""
+    if stage is None or m.stop == m.start:
+        k, view, _ = m.runs[0]
+        return flat_view(arrays[k], view)
+    for k, view, offset in m.runs if m.packs else ():
+        x = arrays[k]
+        here = stage[offset : offset + view.elements]
+        (here if here.dtype == x.dtype else here.view(x.dtype)).view(view.size).copy_(at(x, view))
+    return stage[m.start : m.stop]
+
+
+def unpack(m: Message, out: Arrays, stage: torch.Tensor) -> None:
+    """Copy a received message from the staging buffer to its parts."""
+    for k, view, offset in m.runs:
+        y = out[k]
+        here = stage[offset : offset + view.elements]
+        at(y, view).copy_((here if here.dtype == y.dtype else here.view(y.dtype)).view(view.size))
+
+
+def flat_view(x: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a contiguous part of an array as a flat view."""
+    return x.as_strided((view.elements,), (1,), x.storage_offset() + view.offset)

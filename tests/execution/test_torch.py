@@ -1,0 +1,82 @@
+"""The torch backend on real processes over gloo: conformance, memory, bytes on the wire, the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardplan as sp
+from execution.torch_launch import printed, torchrun
+from shardplan.cli import run_command
+from shardplan.simulation.trace import load
+
+pytest.importorskip("torch")
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(("processes", "count"), [(2, 60), (4, 120), (6, 60)])
+def test_every_program_equals_the_reference(processes: int, count: int) -> None:
+    """Bit for bit, on a seeded sample; the bytes of every step are those of the op."""
+    assert printed(processes, HERE / "torch_child.py", 7, count) == {"cases": count, "wrong": []}
+
+
+def test_memory_is_within_the_certificate() -> None:
+    found = printed(4, HERE / "torch_memory_child.py", 3, 60)
+    assert found["wrong"] == []
+    assert found["chunked"] >= 10
+    assert 0.5 < found["least"] <= 1.0
+
+
+def test_the_kernel_counts_the_bytes_of_the_program() -> None:
+    rows = printed(4, HERE / "torch_wire_child.py")
+    assert len(rows) == 12
+    for row in rows:
+        for said, counted in zip(row["said"], row["counted"], strict=True):
+            assert said <= counted <= said * 1.005 + 16384, row
+
+
+def test_run_under_torchrun_says_what_was_predicted_and_measured(tmp_path: Path) -> None:
+    mesh = sp.Mesh(a=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
+    plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    sp.redistribute(s, t).save(plan)
+    command = ("-m", "shardplan", "run", str(plan), "--backend", "torch", "--trace", str(trace))
+    done = torchrun(2, *command)
+    assert done.returncode == 0, done.stderr
+    assert "ok: every shard of this process (1) equals the reference's" in done.stdout
+    assert "all_to_all(%0; src_dim=0, dst_dim=1, axes=(a))" in done.stdout
+    assert done.stdout.count("makespan") == 1
+    predicted, measured = load(trace)
+    assert (predicted.source, measured.source) == ("predicted", "measured")
+    assert [i.device for i in measured.intervals] in ([0, 1], [1, 0])
+    assert [i.received_bytes for i in measured.intervals] == [i.received_bytes for i in predicted.intervals]
+    told = torchrun(2, *command[:-2], "--json")
+    found = json.loads(told.stdout)
+    assert found["ok"] is True
+    assert found["seconds"] > 0
+    assert found["predicted_seconds"] == pytest.approx(predicted.seconds, rel=1e-3)
+
+
+def test_run_without_a_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    mesh = sp.Mesh(a=2)
+    plan = tmp_path / "plan.json"
+    sp.redistribute(*(sp.TensorType.parse(x, mesh) for x in ("f32[4@a]", "f32[4]"))).save(plan)
+    assert run_command(["run", str(plan), "--backend", "torch"]) == 2
+    assert capsys.readouterr().err == (
+        "shardplan: the backend torch runs one process a device: "
+        "torchrun --nproc-per-node N --no-python shardplan run ...\n"
+    )
+    assert run_command(["run", str(plan), "--trace", str(tmp_path / "t.json")]) == 2
+    assert capsys.readouterr().err == (
+        "shardplan: --trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi\n"
+    )
+    with pytest.raises(
+        sp.BackendError, match=r"^torch\.distributed is not initialised: launch with torchrun and call "
+    ):
+        sp.run(sp.Plan.load(plan).program, [], backend="torch")
+    for timeout in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(sp.BackendError, match=r"^timeout=.*; legal is a positive number of seconds$"):
+            sp.run(sp.Plan.load(plan).program, [], timeout=timeout)
