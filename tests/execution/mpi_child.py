@@ -142,8 +142,8 @@ def plans():
         "a new name",
         Program({"0": t}, [Step(Send(make_layout(2, ("c", "d"), other), other), ("0",), ("1",))], ("1",)),
     )
-    rooted = kind("i32[32, 64@b]{root:a}")
-    yield "a rooted value", Program({"0": rooted}, [Step(AllGather(1, ("b",)), ("0",), ("1",))], ("1",))
+    rooted = kind("i32[32, 64]{+b}{root:a}")
+    yield "a rooted value", Program({"0": rooted}, [Step(AllReduce(("b",)), ("0",), ("1",))], ("1",))
     for chunks in (1, 4):
         ins = {f"x{k}": x for k, x in enumerate((t, kind("i8[1024@a, 512@b]"), kind("f64[300, 512@b]")))}
         outs = ("y0", "y1", "y2")

@@ -40,9 +40,9 @@ launched = pytest.mark.skipif(bool(missing()), reason=missing() or "installed")
 class Launch:
     """A job of the child script under mpiexec, bounded in time, and what came out of it."""
 
-    def __init__(self, ranks: int, *arguments: str, seconds: float = 60.0, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, ranks: int, *arguments: str, seconds: float = 60.0) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        command = [str(MPIEXEC), *options, "-n", str(ranks), sys.executable, str(CHILD), *arguments]
+        command = [str(MPIEXEC), "-n", str(ranks), sys.executable, str(CHILD), *arguments]
         job = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -126,9 +126,9 @@ def test_long_messages_and_many_rounds_equal_the_reference() -> None:
 # Faults: rank 2 of four
 
 
-def broken(kind: str, *options: str) -> Launch:
+def broken(kind: str) -> Launch:
     timeout = TIMEOUT.get(kind, 1.5)
-    job = Launch(4, "fault", kind, str(timeout), seconds=2 * timeout + START, options=options)
+    job = Launch(4, "fault", kind, str(timeout), seconds=2 * timeout + START)
     assert job.left_behind() == []
     return job
 
@@ -143,13 +143,6 @@ def test_wrong_shards_only_raise_and_a_late_rank_is_waited_for() -> None:
 @launched
 def test_a_killed_rank_ends_all() -> None:
     assert broken("killed").status != 0  # by mpiexec, which watches its processes
-
-
-@launched
-def test_a_killed_rank_is_named_where_the_launcher_does_not_care() -> None:
-    job = broken("killed", "-disable-auto-cleanup")
-    assert job.status != 0
-    assert "did not start: rank 2 of [0, 1, 2, 3] did not arrive within 1.5 s\n" in job.err
 
 
 @launched
@@ -196,7 +189,11 @@ def test_an_exception_ends_all_with_its_traceback() -> None:
 def test_a_rank_that_does_not_come_is_named_in_time(kind: str, text: str) -> None:
     job = broken(kind)
     assert job.status == 4
-    assert re.search(r"shardplan: rank [013] ends all ranks: TimedOut: " + text, job.err)
+    said = [line for line in job.err.splitlines(keepends=True) if line.startswith("shardplan: ")]
+    assert said
+    assert [
+        line for line in said if not re.fullmatch(r"shardplan: rank [013] ends all ranks: TimedOut: " + text, line)
+    ] == []
     started = float(re.findall(r"started at ([0-9.]+)", job.err)[0])
     assert job.ended - started < 2 * TIMEOUT.get(kind, 1.5) + END
 

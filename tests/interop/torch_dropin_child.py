@@ -126,6 +126,9 @@ def async_every_way_to_wait(here):
         "full_tensor": lambda y: local_of(y.full_tensor(), here.line, [S1], here.rank, None),
         "DTensor's redistribute": lambda y: y.redistribute(placements=[R]).redistribute(placements=[S1]).to_local(),
         "a second move": lambda y: redistribute(redistribute(y, [R]), [S1]).to_local(),
+        "a second move that sends its input as it lies": lambda y: redistribute(
+            redistribute(redistribute(y, [S0], async_op=True), [R]), [S1]
+        ).to_local(),
         "a second async move": lambda y: redistribute(
             redistribute(y, [R], async_op=True), [S1], async_op=True
         ).to_local(),

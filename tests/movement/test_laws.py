@@ -7,7 +7,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import oracle
@@ -229,7 +229,7 @@ def test_t9_names_and_the_order_of_dims_do_not_matter(pair: Pair, rng: random.Ra
     assert oracle.cost(here.program, bound) == pytest.approx(oracle.cost(there.program, bound), rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(some.pairs(("even",)), some.rngs())
 def test_t9_splitting_an_axis_does_not_matter(pair: Pair, rng: random.Random) -> None:
     s, t = pair

@@ -12,7 +12,7 @@ import strategies as some
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, Send
 from shardplan.core.program import Program, Step
-from shardplan.hardware.nominal import nominal_seconds
+from shardplan.hardware.nominal import nominal_step
 from shardplan.hardware.topology import Level, Topology
 from shardplan.hardware.where import Where, fabric_of, priced, step_seconds
 from shardplan.simulation.predict import predict, step_names
@@ -63,7 +63,9 @@ def test_the_makespan_is_the_price(drawn: tuple[Program, Where | None]) -> None:
     line = predict(program, where)
     if where is None:
         books = account(program)
-        assert math.isclose(line.seconds, nominal_seconds(books.rounds, books.step_received), rel_tol=1e-12)
+        work = zip(program.steps, books.rounds, books.step_received, strict=True)
+        steps = [nominal_step(step.op, rounds, got) for step, rounds, got in work]
+        assert math.isclose(line.seconds, sum(steps), rel_tol=1e-12)
         return
     fabric = fabric_of(where, program.meshes)
     assert line.seconds == priced(program, fabric)[0]

@@ -18,7 +18,7 @@ from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
-from shardplan.hardware.nominal import nominal_bound, nominal_seconds
+from shardplan.hardware.nominal import nominal_bound, nominal_step
 from shardplan.hardware.where import Where, fabric_of, priced, seconds_bound
 
 STATUSES = ("floor", "exact", "heuristic")
@@ -120,7 +120,8 @@ def derive(
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
     total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
     if where is None:
-        seconds = nominal_seconds(books.rounds, books.step_received)
+        work = zip(program.steps, books.rounds, books.step_received, strict=True)
+        seconds = sum(nominal_step(step.op, rounds, got) for step, rounds, got in work)
         levels: tuple[float, ...] = ()
         floor = nominal_bound(int(least.max(initial=0)))
     else:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from shardplan.core.ops.base import Op
 
 BANDWIDTH = 50e9  # bytes per second
 LATENCY = 5e-6  # seconds per round
 DESCRIPTION = "nominal switch, 50 GB/s, 5 us"
 
 
-def nominal_seconds(rounds: Sequence[int], received: Sequence[int]) -> float:
-    """Return the seconds of steps with these rounds and these bytes received at the worst device."""
-    return sum(r * LATENCY + b / BANDWIDTH for r, b in zip(rounds, received, strict=True))
+def nominal_step(op: Op, rounds: int, received: int) -> float:
+    """Return the seconds of a step of these rounds, which every chunk takes again, and bytes at the worst device."""
+    chunks: int = getattr(op, "chunks", 1)
+    return chunks * rounds * LATENCY + received / BANDWIDTH
 
 
 def nominal_bound(nbytes: int) -> float:

@@ -14,7 +14,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
 from shardplan.errors import ParseError, ShardplanError
 from shardplan.hardware.certificate import CLAIMS, Certificate
-from shardplan.hardware.nominal import DESCRIPTION, nominal_seconds
+from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
@@ -114,7 +114,8 @@ def annotated(plan: Plan) -> str:
     books = account(plan.program)
     c = plan.certificate
     if c.where is None:
-        times = [nominal_seconds([r], [b]) for r, b in zip(books.rounds, books.step_received, strict=True)]
+        work = zip(plan.program.steps, books.rounds, books.step_received, strict=True)
+        times = [nominal_step(step.op, r, b) for step, r, b in work]
     else:
         times = step_seconds(plan.program, fabric_of(c.where, plan.program.meshes))
 

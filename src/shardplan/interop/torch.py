@@ -68,6 +68,8 @@ class Move:
             wire = wire_for(watch, local.device, self.timeout)
             values = {bound.input_name: local if local.is_contiguous() else local.contiguous()}
             return (yield from bound.drive(values, wire, watch))
+        except GeneratorExit:  # never finished: the process group was destroyed before the process ended
+            raise
         except BaseException as error:
             watch.broke(error)
             raise
@@ -106,13 +108,16 @@ def redistribute(
             the tensor has there already.
         device_mesh: The destination's mesh, if it is another; every rank of both meshes calls.
         memory_limit: Bytes of workspace on every device (source, result and staging), see `shardplan.redistribute`.
-        async_op: Return before the move is done; the first use of the local tensor waits for it.
+        async_op: Return before the move is done; the first use of the local tensor waits for it. Ranks start such moves
+            in one order, wait in any, and finish what nobody uses at the next call without it, or at exit. Under
+            torch.compile it has no effect.
         topology: A `Topology` or `Placement` on which to choose the plan.
         timeout: Seconds that any wait for other ranks may take.
 
     Returns:
-        A DTensor; the input itself when nothing changes. It is differentiable: the gradient moves back to the source's
-        placements, replicated where the source is partial (as DTensor has it).
+        A DTensor; the input itself when nothing changes (its gradient then comes as it is, while DTensor's own call
+        would still bring a partial one to the placements of the input). It is differentiable: the gradient moves back
+        to the source's placements, replicated where the source is partial (as DTensor has it).
 
     Raises:
         LayoutError: Placements that make no sense for the tensor, or that are not supported; they are named.

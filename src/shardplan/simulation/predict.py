@@ -20,7 +20,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
-from shardplan.hardware.nominal import DESCRIPTION, nominal_seconds
+from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.where import Where, fabric_of
 from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline, TimelineError
@@ -78,7 +78,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         pattern = step.op.pattern(*operands)
         start, received = clock, step.op.received(*operands)
         if fabric is None:
-            clock += nominal_seconds([step.op.rounds(*operands)], [int(received.max(initial=0))])
+            clock += nominal_step(step.op, step.op.rounds(*operands), int(received.max(initial=0)))
         else:
             clock += seconds(pattern, fabric)
         stream = "compute" if isinstance(pattern, Local) else "comm"
