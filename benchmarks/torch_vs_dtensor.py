@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, geomean, record, single, table, told, use_tests, write
+from benchmarks.run_torch import launch
 
 from benchmarks import suites
-from benchmarks.run_torch import launch
 
 WAYS = ("ours", "portable", "greedy", "min-cost", "greedy*", "min-cost*", "one-shot")
 SHARD = 2**20  # bytes

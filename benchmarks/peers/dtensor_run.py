@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.distributed.tensor import _redistribute as planner
-from torch.distributed.tensor import placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from shardplan.core.ops import Exchange

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch.distributed as dist  # noqa: E402
-from conformance import cases, differences  # noqa: E402
 
+from conformance import cases, differences  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
 from shardplan.execution.torch_dtypes import to_numpy  # noqa: E402

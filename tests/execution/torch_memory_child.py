@@ -9,10 +9,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "execution"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from conformance import cases  # noqa: E402
 from storages import Storages  # noqa: E402
 
 import shardplan as sp  # noqa: E402
+from conformance import cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.execution.torch import executable, finish, wire_for  # noqa: E402
 from shardplan.execution.torch_dtypes import to_torch  # noqa: E402

@@ -8,7 +8,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch.distributed as dist  # noqa: E402
-from sockets import on_the_wire  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 from shardplan.core.ops import (  # noqa: E402
@@ -22,6 +21,7 @@ from shardplan.core.ops import (  # noqa: E402
     ReduceScatter,
 )
 from shardplan.core.program import Program, Step  # noqa: E402
+from sockets import on_the_wire  # noqa: E402
 
 MESH = sp.Mesh(a=2, b=2)
 OPS = [

@@ -629,10 +629,24 @@ def equals_dtensor_on_random_pairs(here):
 
 
 def nothing_changes(here):
-    x = here.tensor(numbers(8, 4), here.square, [S1, P], grad=True)
+    x = here.tensor(numbers(8, 4), here.square, [S1, P])
     for goal in ([S1, P], (S1, P), [Shard(-1), P]):
         assert redistribute(x, goal) is x and redistribute(x, goal, here.square) is x
         assert redistribute(x, goal, async_op=True) is x
+
+
+def gradient_where_nothing_changes(here):
+    """A partial gradient is reduced to the placements of the tensor, as DTensor does it."""
+    grads = []
+    for call in (redistribute, lambda x, goal: x.redistribute(placements=goal)):
+        x = here.tensor(numbers(8, 4), here.line, [R], grad=True)
+        y = call(x, [R])
+        assert torch.equal(y.to_local(), x.to_local())
+        (y.to_local(grad_placements=[P]) * (here.rank + 1)).sum().backward()
+        grads.append(x.grad)
+    ours, theirs = grads
+    assert ours.placements == theirs.placements == (R,) and torch.equal(ours.to_local(), theirs.to_local())
+    assert float(ours.to_local()[0, 0]) == 10.0
 
 
 def empty_arrays(here):
@@ -661,7 +675,8 @@ CHECKS = [
     gradient_of_partial_numerically, gradient_across_meshes,
     equals_dtensor_on_random_pairs, across_meshes, ranks_on_neither_mesh,
     state_equals_one_by_one, state_on_another_mesh, state_within_memory, state_donated_is_freed, state_errors,
-    errors_word_for_word, limits_too_small, nothing_changes, empty_arrays, not_contiguous_and_views,
+    errors_word_for_word, limits_too_small, nothing_changes, gradient_where_nothing_changes, empty_arrays,
+    not_contiguous_and_views,
 ]  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def run(program: Program, shards: Any, backend: str = "reference", timeout: floa
 
 
 def run_recorded(program: Program, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+    """Run as `run` does, with what the processes saw of it in `record`."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
     if not (timeout > 0 and math.isfinite(timeout)):

@@ -168,7 +168,7 @@ def checked(name: str, t: TensorType, place: int, shard: Any) -> torch.Tensor:
     x = shard.detach() if isinstance(shard, torch.Tensor) else to_torch(np.asarray(shard))
     if tuple(x.shape) != t.local_shape(place) or x.dtype != torch_dtype(t.dtype):
         raise LayoutError(
-            f"input %{name}, device {t.mesh.devices[place]}: a shard of dtype {x.dtype} and shape {tuple(x.shape)}, but "
-            f"{t} needs {torch_dtype(t.dtype)} and {t.local_shape(place)}"
+            f"input %{name}, device {t.mesh.devices[place]}: a shard of dtype {x.dtype} and shape {tuple(x.shape)}, "
+            f"but {t} needs {torch_dtype(t.dtype)} and {t.local_shape(place)}"
         )
     return x.contiguous()

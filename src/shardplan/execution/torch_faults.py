@@ -6,6 +6,7 @@ went wrong. A rank whose wait fails reads these posts, follows them to the first
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections import Counter
@@ -74,7 +75,8 @@ class Watch:
             text = next(iter(others.values()))
             raise BackendError(
                 f"the ranks {_listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
-                f"{_ranks(others)} {text.partition(' ')[2]}{'' if len(others) == 1 else ' and others'}; nothing was sent"
+                f"{_ranks(others)} {text.partition(' ')[2]}{'' if len(others) == 1 else ' and others'}; "
+                "nothing was sent"
             )
 
     def _absent(self, store: Any, keys: dict[int, str], error: Exception) -> Exception:
@@ -118,10 +120,8 @@ class Watch:
             self._post(f"own {type(error).__name__}: {_line(error)}")
 
     def _post(self, text: str) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # without a store nobody can be told
             _store().set(f"shardplan/{self.prefix}/failed/{self.number}/{self.rank}", text)
-        except RuntimeError:
-            pass  # without a store nobody can be told
 
     def _told(self, rank: int) -> str:
         key = f"shardplan/{self.prefix}/failed/{self.number}/{rank}"

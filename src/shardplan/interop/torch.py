@@ -115,9 +115,9 @@ def redistribute(
         timeout: Seconds that any wait for other ranks may take.
 
     Returns:
-        A DTensor; the input itself when nothing changes (its gradient then comes as it is, while DTensor's own call
-        would still bring a partial one to the placements of the input). It is differentiable: the gradient moves back
-        to the source's placements, replicated where the source is partial (as DTensor has it).
+        A DTensor; the input itself when nothing changes and no gradient is asked for. It is differentiable: the
+        gradient moves back to the source's placements, replicated where the source is partial (as DTensor has it), and
+        so it does when nothing else changes (but not under torch.compile).
 
     Raises:
         LayoutError: Placements that make no sense for the tensor, or that are not supported; they are named.
@@ -129,8 +129,10 @@ def redistribute(
 
         return traced(dtensor, placements, device_mesh, memory_limit, topology, timeout)
     move = planned(dtensor, placements, device_mesh, memory_limit, topology, timeout)
-    if move is None:
+    if move is None and not (dtensor.requires_grad and torch.is_grad_enabled()):
         return dtensor
+    if move is None:
+        return _Same.apply(dtensor, (memory_limit, topology, timeout))  # pyright: ignore[reportReturnType]
     if dtensor.requires_grad and torch.is_grad_enabled():
         return _Redistribute.apply(dtensor, move, async_op)  # pyright: ignore[reportReturnType]
     return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
@@ -177,6 +179,7 @@ def planned(
 
 
 def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
+    """Return this rank's shard after the move; with `async_op`, a tensor that waits for it on first use."""
     if not move.inside:
         return local
     if type(local) is not torch.Tensor:
@@ -191,6 +194,7 @@ def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
 
 
 def wrapped(local: torch.Tensor, move: Move, requires_grad: bool) -> DTensor:
+    """Return the DTensor of a shard after the move."""
     return DTensor(local, move.target, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
 
@@ -206,11 +210,28 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Move the gradient back."""
-        if grad is None:
-            return None, None, None
-        limit, topology, timeout = ctx.options
-        back, mesh = gradient_of(ctx.spec, grad)
-        return redistribute(grad, back, mesh, limit, ctx.async_op, topology=topology, timeout=timeout), None, None
+        return None if grad is None else _back(ctx.spec, grad, ctx.options, ctx.async_op), None, None
+
+
+class _Same(torch.autograd.Function):
+    """The tensor as it is; a gradient with other placements (a partial one, say) moves to the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, options: tuple[Any, ...]) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.options = dtensor._spec, options  # pyright: ignore[reportPrivateUsage]
+        ctx.set_materialize_grads(False)
+        return DTensor(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)  # pyright: ignore
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Move the gradient to the placements of the tensor."""
+        return None if grad is None else _back(ctx.spec, grad, ctx.options, False), None
+
+
+def _back(spec: DTensorSpec, grad: DTensor, options: tuple[Any, ...], async_op: bool) -> DTensor:
+    limit, topology, timeout = options
+    back, mesh = gradient_of(spec, grad)
+    return redistribute(grad, back, mesh, limit, async_op, topology=topology, timeout=timeout)
 
 
 def gradient_of(spec: DTensorSpec, grad: DTensor) -> tuple[tuple[Placement, ...], DeviceMesh]:
