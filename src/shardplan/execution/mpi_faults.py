@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 STATUS = 4  # of a process that fails while running
-AGREE, CALL, ANSWER = 2**14 + 11, 2**14 + 12, 2**14 + 13  # tags on the world
+AGREE, CALL, ANSWER = 2**14 + 11, 2**14 + 12, 2**14 + 13  # tags on COMM_WORLD: no program of the user may take them
 LAST_WORDS = 0.25  # seconds for a launcher to pass the message on: it drops what it has not read when a job aborts
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
 

@@ -1,7 +1,8 @@
 """The ops of a program bound to one rank of MPI: what it allocates, sends, receives, adds and copies.
 
-Everything about a step that follows from types is worked out once, in `bind`, datatypes included. Every op is composed
-of all-to-alls and point-to-point messages, so that what is counted is what is moved.
+Everything about a step that follows from types is worked out once, in `bind`, datatypes included (of an op in very
+many rounds, see `mpi_site.KEPT`, when a round's turn comes). Every op is composed of all-to-alls and point-to-point
+messages, so that what is counted is what is moved.
 
 An all-to-all is one `Ialltoallw` a round among the members of the group, in member order, where most members have
 something for most others: gathers, all-to-alls, reduce-scatters, all-reduces and dense exchanges. Permutes, sends,

@@ -58,8 +58,6 @@ def redistribute(
     if isinstance(src, TensorType) and isinstance(dst, TensorType):
         check_pair(src, dst)
         return _cached(src, dst, topology, memory_limit, portable)
-    from shardplan.movement.batch import plan_batch
-
     sources, destinations = tuple(src), tuple(dst)  # type: ignore[arg-type]
     if len(sources) != len(destinations):
         raise LayoutError(
@@ -67,7 +65,20 @@ def redistribute(
         )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
-    return plan_batch(sources, destinations, topology, memory_limit, portable)
+    return _cached_batch(sources, destinations, topology, memory_limit, portable)
+
+
+@lru_cache(maxsize=64)
+def _cached_batch(
+    sources: tuple[TensorType, ...],
+    destinations: tuple[TensorType, ...],
+    where: Where | None,
+    limit: int | None,
+    portable: bool,
+) -> Plan:
+    from shardplan.movement.batch import plan_batch
+
+    return plan_batch(sources, destinations, where, limit, portable)
 
 
 def check_pair(s: TensorType, t: TensorType) -> None:
