@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, place_of, view_of
 from shardplan.execution.torch_dtypes import torch_dtype
 from shardplan.execution.torch_wire import Wire
 
 Arrays = list[torch.Tensor]
+Entry = tuple[int, int, tuple[int, ...], Box]  # peer, which array, its shape, the part of it
+MOST_KEPT = 256  # rounds of a step that are worked out in advance
+Round = TypeVar("Round")
 
 
 def at(x: torch.Tensor, view: View) -> torch.Tensor:
@@ -50,9 +53,7 @@ class Message:
     packs: bool = True  # False where an earlier message has packed the same parts
 
 
-def pack(
-    entries: list[tuple[int, int, tuple[int, ...], Any]], chunk: int, chunks: int, shared: bool
-) -> tuple[Message, ...]:
+def pack(entries: Sequence[Entry], chunk: int, chunks: int, shared: bool) -> tuple[Message, ...]:
     """Lay out the messages of one round; `shared`: equal messages (of a sender) lie in the buffer once."""
     by_peer: dict[int, list[tuple[int, View]]] = {}
     for peer, k, shape, box in entries:
@@ -76,6 +77,39 @@ def pack(
         packed[tuple(runs)] = message = Message(peer, tuple(placed), start, offset)
         out.append(message)
     return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds(Generic[Round]):
+    """The rounds of a step in chunks, those that move something: made once where they are few, else at every run."""
+
+    build: Callable[[int], Round | None]
+    count: int
+    kept: tuple[Round, ...] | None
+
+    @staticmethod
+    def of(build: Callable[[int], Round | None], count: int) -> Rounds[Round]:
+        """Return the rounds `build(0)` to `build(count - 1)`; None is one in which nothing moves."""
+        kept = [build(c) for c in range(count)] if count <= MOST_KEPT else None
+        return Rounds(build, count, None if kept is None else tuple(r for r in kept if r is not None))
+
+    def __iter__(self) -> Iterator[Round]:
+        """Go through the rounds."""
+        if self.kept is not None:
+            yield from self.kept
+            return
+        for c in range(self.count):
+            found = self.build(c)
+            if found is not None:
+                yield found
+
+
+def largest_round(entries: Sequence[Entry], chunks: int, shared: bool) -> int:
+    """Return the elements of the staging buffer that serves every round: at most ceil(n / chunks) of each part."""
+    if chunks <= MOST_KEPT:
+        return max(staged(pack(entries, c, chunks, shared)) for c in range(chunks))
+    boxes = {(k, box) for _, k, _, box in entries} if shared else [(k, box) for _, k, _, box in entries]
+    return sum(-(-box_elements(box) // chunks) for _, box in boxes)
 
 
 def staged(messages: Sequence[Message]) -> int:

@@ -33,7 +33,20 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import Moving, parts, view_of
 from shardplan.execution.torch_dtypes import torch_dtype
-from shardplan.execution.torch_pack import Arrays, Message, at, make_of, pack, shape_of, source, staged, target, unpack
+from shardplan.execution.torch_pack import (
+    Arrays,
+    Entry,
+    Message,
+    Rounds,
+    at,
+    largest_round,
+    make_of,
+    pack,
+    shape_of,
+    source,
+    target,
+    unpack,
+)
 from shardplan.execution.torch_sums import (
     Bound,
     Running,
@@ -89,39 +102,44 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
     copies = [
         (k, view_of(befores[k], old), view_of(afters[k], new)) for k, p in enumerate(found) for old, new in p.keeps
     ]
-    lanes: dict[int, list[_Lane]] = {}
-    stages: dict[int, tuple[int, int]] = {}
+    entries: dict[int, tuple[list[Entry], list[Entry]]] = {}
     for width in sorted({t.itemsize for t in operands}):
         chosen = [k for k, t in enumerate(operands) if t.itemsize == width]
         sends = [(peer, k, befores[k], box) for k in chosen for peer, box in found[k].sends]
         receives = [(peer, k, afters[k], box) for k in chosen for peer, box in found[k].receives]
-        lanes[width] = [_Lane(pack(sends, c, chunks, True), pack(receives, c, chunks, False)) for c in range(chunks)]
-        stages[width] = (
-            max(staged(lane.sends) for lane in lanes[width]),
-            max(staged(lane.receives) for lane in lanes[width]),
-        )
+        if sends or receives:
+            entries[width] = sends, receives
+
+    def build(chunk: int) -> list[tuple[int, _Lane]] | None:
+        lanes = [
+            (width, _Lane(pack(sends, chunk, chunks, True), pack(receives, chunk, chunks, False)))
+            for width, (sends, receives) in entries.items()
+        ]
+        return [(width, lane) for width, lane in lanes if lane.sends or lane.receives] or None
+
+    rounds = Rounds.of(build, chunks if entries else 0)
+    stages = {
+        width: (largest_round(sends, chunks, True), largest_round(receives, chunks, False))
+        for width, (sends, receives) in entries.items()
+    }
     kinds = {t.itemsize: torch_dtype(t.dtype) for t in operands}
     makers = [make_of(u, device) for u in results]
-    rounds = [[(w, lanes[w][c]) for w in lanes if lanes[w][c].sends or lanes[w][c].receives] for c in range(chunks)]
-    rounds = [lane for lane in rounds if lane]
 
     def run(arrays: Arrays, wire: Wire) -> Running:
         out = [make(wire) for make in makers]
-        if not rounds:
-            for k, old, new in copies:
-                at(out[k], new).copy_(at(arrays[k], old))
-            return out
         buffers = {w: tuple(wire.empty(n, kinds[w]) if n else None for n in stages[w]) for w in stages}
-        for number, lanes_now in enumerate(rounds):
+        started = False
+        for lanes_now in rounds:
             under_way: list[tuple[_Lane, torch.Tensor | None, Any, Any]] = []
             for width, lane in lanes_now:
                 outgoing, incoming = buffers[width]
                 ins = [(m.peer, target(m, out, incoming)) for m in lane.receives]
                 outs = [(m.peer, source(m, arrays, outgoing)) for m in lane.sends]
                 under_way.append((lane, incoming, *wire.post(ins, outs)))
-            if number == 0:
-                for k, old, new in copies:
+            if not started:
+                for k, old, new in copies:  # while the first messages travel
                     at(out[k], new).copy_(at(arrays[k], old))
+                started = True
                 yield
             for lane, incoming, ins, outs in under_way:
                 if wire.batched:
@@ -132,6 +150,9 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
                     if m.stop > m.start:
                         unpack(m, out, cast("torch.Tensor", incoming))
                 wire.wait(outs)
+        if not started:
+            for k, old, new in copies:
+                at(out[k], new).copy_(at(arrays[k], old))
         return out
 
     return run

@@ -19,7 +19,7 @@ from shardplan.core.ops.base import Collective
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, group_of, parts, place_of, ranges, view_of
 from shardplan.execution.torch_dtypes import fold, identity_of
-from shardplan.execution.torch_pack import Arrays, at, make_of, pack, shape_of, source, staged
+from shardplan.execution.torch_pack import Arrays, Rounds, at, largest_round, make_of, pack, shape_of, source
 from shardplan.execution.torch_wire import Wire
 
 Running = Generator[None, None, Arrays]
@@ -75,17 +75,18 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int)
     own = p.keeps[0][0] if p.keeps else None
     senders = [peer for peer, _ in p.receives]
     order = [-1 if d == device else senders.index(d) for d in members] if n else []
-    rounds: list[Any] = []
-    for c in range(chunks):
-        start, stop = chunk_of(n, c, chunks)
-        sends = pack([(peer, 0, shape, box) for peer, box in p.sends], c, chunks, True)
+    entries = [(peer, 0, shape, box) for peer, box in p.sends]
+
+    def build(chunk: int) -> Any:
+        start, stop = chunk_of(n, chunk, chunks)
+        sends = pack(entries, chunk, chunks, True)
         mine = flat_boxes(own, start, stop) if own else []
         result = flat_boxes(whole, start, stop)
         pairs = [(view_of(shape, a), view_of(after, b)) for a, b in zip(mine, result, strict=True)] if n else []
-        if sends or stop > start:
-            rounds.append((start, stop, sends, pairs))
-    most_in = max((stop - start for start, stop, _, _ in rounds), default=0) * len(senders)
-    most_out = max((staged(sends) for _, _, sends, _ in rounds), default=0)
+        return (start, stop, sends, pairs) if sends or stop > start else None
+
+    rounds: Rounds[Any] = Rounds.of(build, chunks)
+    most_in, most_out = -(-n // chunks) * len(senders), largest_round(entries, chunks, True)
 
     def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
