@@ -20,6 +20,21 @@ def test_every_program_equals_the_reference(processes: int, count: int) -> None:
     assert printed(processes, HERE / "torch_child.py", 7, count) == {"cases": count, "wrong": []}
 
 
+def test_batched_messages_as_nccl_takes_them() -> None:
+    assert printed(3, HERE / "torch_child.py", 8, 60, "batched") == {"cases": 60, "wrong": []}
+
+
+@pytest.mark.gpu
+def test_every_program_equals_the_reference_on_nccl() -> None:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip(f"nccl wants a GPU a rank, and at least 2; here are {gpus}")
+    found = printed(2, HERE / "torch_child.py", 7, 100, "nccl")
+    assert found == {"cases": 100, "wrong": []}
+
+
 def test_memory_is_within_the_certificate() -> None:
     found = printed(4, HERE / "torch_memory_child.py", 3, 60)
     assert found["wrong"] == []

@@ -1,19 +1,25 @@
-"""Run under torchrun: conformance cases on this rank against the reference; rank 0 prints one JSON object."""
+"""Run under torchrun: conformance cases on this rank against the reference; rank 0 prints one JSON object.
+
+Arguments: seed, number of cases, and `gloo`, `batched` (the way of nccl, over gloo) or `nccl` (a GPU a rank).
+"""
 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from conformance import cases, differences  # noqa: E402
+from shardplan.execution import torch as backend  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
-from shardplan.execution.torch_dtypes import to_numpy  # noqa: E402
+from shardplan.execution.torch_dtypes import to_numpy, to_torch  # noqa: E402
 
 
 def places(mesh, rank):
@@ -26,12 +32,22 @@ def listed(got, program):
 
 def main() -> None:
     seed, count = map(int, sys.argv[1:3])
-    dist.init_process_group("gloo")
+    way = sys.argv[3] if len(sys.argv) > 3 else "gloo"
+    dist.init_process_group("nccl" if way == "nccl" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if way == "nccl" else torch.device("cpu")
+    if way == "batched":
+        plain = backend.wire_for
+        backend.wire_for = lambda *a: replace(plain(*a), batched=True)
+    if way == "nccl":
+        torch.cuda.set_device(device)
     wrong = []
     for case in cases(seed, count, world):
         inputs, expected = case.inputs(), case.expected()
-        mine = [[x[k] for k in places(t.mesh, rank)] for x, t in zip(inputs, case.program.input_types, strict=True)]
+        mine = [
+            [to_torch(x[k]).to(device) for k in places(t.mesh, rank)]
+            for x, t in zip(inputs, case.program.input_types, strict=True)
+        ]
         record = Record()
         got = run_recorded(case.program, mine, "torch", 60.0, record)
         got = [[to_numpy(x) for x in shards] for shards in listed(got, case.program)]

@@ -140,6 +140,7 @@ def run_program(
             record.spans[:] = gathered(wire, bound.ranks, rank, record.spans, shift)
     except BaseException as error:
         watch.broke(error)
+        wire.abort()
         raise
     return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 

@@ -142,11 +142,8 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
                 started = True
                 yield
             for lane, incoming, ins, outs in under_way:
-                if wire.batched:
-                    wire.wait(ins)
                 for j, m in enumerate(lane.receives):
-                    if not wire.batched:
-                        wire.wait_one(*ins[j])
+                    wire.wait_one(*ins[j])
                     if m.stop > m.start:
                         unpack(m, out, cast("torch.Tensor", incoming))
                 wire.wait(outs)

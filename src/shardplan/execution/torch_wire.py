@@ -73,10 +73,17 @@ class Wire:
         ops += [dist.P2POp(dist.isend, _bytes(x), peer, self.group) for peer, x in sends]
         if not ops:
             return [], []
-        works = dist.batch_isend_irecv(ops)  # one work for all, or one for each
+        works = dist.batch_isend_irecv(ops)
+        if len(works) < len(ops):  # one work stands for all
+            works = works[:1] * len(ops)
         peers = [peer for peer, _ in (*receives, *sends)]
-        pending = list(zip(peers[: len(works)], works, strict=True))
-        return pending, []
+        pending = list(zip(peers, works, strict=True))
+        return pending[: len(receives)], pending[len(receives) :]
+
+    def abort(self) -> None:
+        """End what is under way on a device after a failure, so that nothing waits for it for ever."""
+        if self.batched and hasattr(self.group, "abort"):
+            self.group.abort()
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `Faults.failed` makes of a failure."""
