@@ -1,5 +1,6 @@
 """The frozen public surface of DESIGN.md, for the parts that exist: names, signatures, attributes."""
 
+import importlib
 import inspect
 import json
 import subprocess
@@ -14,14 +15,24 @@ import shardplan as sp
 NAMES = (
     "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
-    "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError",
+    "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
     "distribute": [("array", "-"), ("t", "-")],
     "collect": [("shards", "-"), ("t", "-")],
     "placements": [("mesh", "-"), ("topology", "-")],
+    "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }
+DROP_INS = {
+    "shardplan.interop.torch.redistribute": [
+        ("dtensor", "-"), ("placements", "-"), ("device_mesh", None), ("memory_limit", None), ("async_op", False),
+    ],
+    "shardplan.interop.torch.redistribute_state": [
+        ("state", "-"), ("layouts", "-"), ("device_mesh", None), ("memory_limit", None),
+    ],
+    "shardplan.interop.jax.reshard": [("array", "-"), ("sharding", "-"), ("source", None)],
+}  # fmt: skip
 PLAN = ("program", "certificate", "seconds", "save", "load")
 CERTIFICATE = (
     "program", "peak_bytes", "bound_bytes", "workspace_bytes", "received_bytes", "lower_bound_bytes", "level_bytes",
@@ -43,6 +54,16 @@ def test_signatures(name: str) -> None:
     got = [(p.name, "-" if p.default is p.empty else p.default) for p in found]
     assert got[: len(wanted)] == wanted
     assert all(default != "-" for _, default in got[len(wanted) :]), "what is added has a default"
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_drop_ins(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    pytest.importorskip(module.rpartition(".")[2])
+    found = inspect.signature(getattr(importlib.import_module(module), function)).parameters.values()
+    got = [(p.name, "-" if p.default is p.empty else p.default) for p in found]
+    assert got[: len(DROP_INS[name])] == DROP_INS[name]
+    assert all(default != "-" for _, default in got[len(DROP_INS[name]) :]), "what is added has a default"
 
 
 def test_the_first_lines_of_the_surface() -> None:
