@@ -1,5 +1,9 @@
 """What other systems know of a sharded tensor, read and written.
 
-`safetensors` is the checkpoint format, with numpy alone. Nothing is imported here: a module that needs a framework is
-imported by the one who has it.
+- `torch`       in place of `DTensor.redistribute`, and for a whole model; `torch_layout` placements as layouts,
+                `torch_boxes` what no layout says, `torch_async` and `torch_compile` the two other ways to call it
+- `jax`         in place of `jax.device_put` and `with_sharding_constraint`; `jax_types` shardings as types
+- `safetensors` the checkpoint format, with numpy alone
+
+Nothing is imported here: a module that needs a framework is imported by the one who has it.
 """

@@ -4,5 +4,7 @@
 - `picture` the picture as text
 - `svg`     the picture as a standalone SVG file
 - `verify`  a plan against its certificate and, executed, against the reference
+- `launched` a program on a real backend against the reference, under a launcher
+- `timeline` timelines as tables, predicted beside measured
 - `text`    the print-outs and JSON objects of the commands
 """
