@@ -7,8 +7,8 @@ Reading order:
 - `torch`    the backend over torch.distributed: `torch_steps` and `torch_sums` bind ops to a rank, `torch_pack` packs,
              `torch_wire` sends, `torch_compute` computes, `torch_faults` names who failed, `torch_clock` joins clocks
 - `mpi`      the backend over mpi4py, in files of the same names, and `mpi_site`, what bound steps share
-- `jax`      the backend over `shard_map`: `jax_lower` and `jax_compute` lower ops, `jax_rounds` and `rounds` the general
-             exchange, `jax_wire` names devices, `jax_agree` compares programs
+- `jax`      the backend over `shard_map`: `jax_lower` and `jax_compute` lower ops, `jax_rounds` and `rounds` the
+             general exchange, `jax_wire` names devices, `jax_agree` compares programs
 
 No file of a framework is imported before its backend is asked for.
 """
