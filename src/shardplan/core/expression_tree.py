@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -166,21 +166,26 @@ def _paren(text: str, needed: bool) -> str:
     return f"({text})" if needed else text
 
 
-def evaluate(node: Node, values: dict[str, np.ndarray], dtype: np.dtype[Any]) -> Any:
-    """Return the value of a node for operands of one dtype."""
+MEANINGS = {name: function.meaning for name, function in FUNCTIONS.items()}
+
+
+def evaluate(
+    node: Node, values: Mapping[str, Any], dtype: np.dtype[Any], functions: Mapping[str, Callable[..., Any]] = MEANINGS
+) -> Any:
+    """Return the value of a node for operands of one dtype; `functions` by name, numpy's unless given."""
     match node:
         case Name(name):
             return values[name]
         case Number(value):
             return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
         case Negate(operand):
-            return -evaluate(operand, values, dtype)
+            return -evaluate(operand, values, dtype, functions)
         case Binary("**", left, Number(exponent)):
-            base = evaluate(left, values, dtype)
+            base = evaluate(left, values, dtype, functions)
             return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
         case Binary(symbol, left, right):
-            return BINARY[symbol](evaluate(left, values, dtype), evaluate(right, values, dtype))
+            return BINARY[symbol](evaluate(left, values, dtype, functions), evaluate(right, values, dtype, functions))
         case Call(function, arguments):
-            return FUNCTIONS[function].meaning(*(evaluate(x, values, dtype) for x in arguments))
+            return functions[function](*(evaluate(x, values, dtype, functions) for x in arguments))
         case _:
             assert_never(node)

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.expression_tree import BINARY, Binary, Call, Name, Negate, Node, Number
+from shardplan.core.expression_tree import evaluate
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims
 from shardplan.core.tensor import TensorType
 
@@ -30,7 +30,8 @@ def compute(op: Einsum | Elementwise | ReduceDims, arrays: Sequence[Any], types:
         case Elementwise():
             up = dtype if dtype.kind in "iub" else _wide(dtype)
             values = [x if t.dtype == "bool" else x.astype(up) for x, t in zip(arrays, types, strict=True)]
-            found = _evaluate(op.expression.root, dict(zip(op.expression.names, values, strict=True)), up)
+            named = dict(zip(op.expression.names, values, strict=True))
+            found = evaluate(op.expression.root, named, up, _functions())
         case ReduceDims():
             found = _reduce(op, arrays[0], types[0], dtype)
         case _:
@@ -81,22 +82,3 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "minimum": jnp.minimum,
         "where": jnp.where,
     }
-
-
-def _evaluate(node: Node, values: dict[str, Any], dtype: np.dtype[Any]) -> Any:
-    match node:
-        case Name(name):
-            return values[name]
-        case Number(value):
-            return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
-        case Negate(operand):
-            return -_evaluate(operand, values, dtype)
-        case Binary("**", left, Number(exponent)):
-            base = _evaluate(left, values, dtype)
-            return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
-        case Binary(symbol, left, right):
-            return BINARY[symbol](_evaluate(left, values, dtype), _evaluate(right, values, dtype))
-        case Call(function, arguments):
-            return _functions()[function](*(_evaluate(x, values, dtype) for x in arguments))
-        case _:
-            assert_never(node)

@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shardplan.core.messages import at_root, messages, own_places, permutation
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, ReduceScatter, Send, Slice
 from shardplan.core.ops.base import Collective, meet
+from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
+from shardplan.errors import LayoutError
+
+SEGMENT = 2**18  # bytes of a segment that a chain passes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,39 @@ def group_of(op: Collective, t: TensorType, place: int) -> list[int]:
     """Return the places of the group of `place`, in member order."""
     groups = t.mesh.group_places(op.members(t))
     return groups[np.flatnonzero((groups == place).any(axis=1))[0]].tolist()
+
+
+def members_of(op: Collective, t: TensorType, device: int) -> tuple[int, ...]:
+    """Return the device ids of the group in member order; nothing where the device does not hold the value."""
+    place = place_of(t, device)
+    if place is None or not at_root(t)[place]:
+        return ()
+    return tuple(t.mesh.devices[m] for m in group_of(op, t, place))
+
+
+def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
+    """Return the shape of the shard of a device; empty arrays stand for values on meshes without it."""
+    place = place_of(t, device)
+    return (0,) if place is None else t.local_shape(place)
+
+
+def own_shards(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> dict[str, tuple[int, Any] | None]:
+    """Return, by input, the place and the shard that the process of `rank` passes; None for a mesh without it.
+
+    Raises `LayoutError` for a wrong number of inputs or shards.
+    """
+    if len(inputs) != len(program.inputs):
+        raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
+    found: dict[str, tuple[int, Any] | None] = {}
+    for (name, t), shards in zip(program.inputs, inputs, strict=True):
+        place = place_of(t, rank)
+        if len(shards) != (place is not None):
+            raise LayoutError(
+                f"input %{name}: rank {rank} passes {len(shards)} shards of {t}; legal is "
+                f"{'1, its own' if place is not None else '0, since its mesh does not have this rank'}"
+            )
+        found[name] = None if place is None else (place, shards[0])
+    return found
 
 
 def parts(op: Moving, t: TensorType, u: TensorType, device: int) -> Parts:
@@ -209,3 +247,19 @@ def ranges(n: int, members: int) -> list[tuple[int, int]]:
     """
     chunk = -(-n // members)
     return [(min(k * chunk, n), min((k + 1) * chunk, n)) for k in range(members)]
+
+
+def shifted(span: tuple[int, int], chunk: int, chunks: int) -> tuple[int, int]:
+    """Return the elements of a part, given as (start, stop), that the round `chunk` moves."""
+    start, stop = chunk_of(span[1] - span[0], chunk, chunks)
+    return span[0] + start, span[0] + stop
+
+
+def segments_of(n: int, itemsize: int, chunks: int) -> list[tuple[int, int]]:
+    """Return the segments of n elements that a pipelined chain passes on: at least `chunks`, none above `SEGMENT`.
+
+    >>> segments_of(10, 4, 3)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    count = max(chunks, -(-n * itemsize // SEGMENT))
+    return [s for s in (chunk_of(n, c, count) for c in range(count)) if s[1] > s[0]]

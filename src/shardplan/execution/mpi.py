@@ -23,7 +23,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
-from shardplan.execution.lower import place_of
+from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.mpi_faults import Watch, abort, name_of
 from shardplan.execution.mpi_steps import Bound, Site, bind
 from shardplan.execution.mpi_wire import Wire, connect
@@ -120,7 +120,9 @@ def run_program(
             f"the program runs on device {strange[0]}, but there are {size} ranks; device ids are ranks of COMM_WORLD, "
             f"legal are 0 to {size - 1}"
         )
-    values = _values(program, inputs, rank)
+    values: Values = {}
+    for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
+        values[name] = np.empty(0, numpy_dtype(t.dtype)) if own is None else _checked(name, t, *own)
     if rank not in program.devices:
         return [[] for _ in program.outputs]
     bound = executable(program, rank)
@@ -150,22 +152,6 @@ def _world() -> tuple[int, int]:
     if MPI.Is_finalized():
         raise BackendError("MPI has ended in this process: run before MPI.Finalize")
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-
-def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
-    """Check this process's shards; returns them by name (an empty array for a mesh without this rank)."""
-    if len(inputs) != len(program.inputs):
-        raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
-    values: Values = {}
-    for (name, t), shards in zip(program.inputs, inputs, strict=True):
-        place = place_of(t, rank)
-        if len(shards) != (place is not None):
-            raise LayoutError(
-                f"input %{name}: rank {rank} passes {len(shards)} shards of {t}; legal is "
-                f"{'1, its own' if place is not None else '0, since its mesh does not have this rank'}"
-            )
-        values[name] = np.empty(0, numpy_dtype(t.dtype)) if place is None else _checked(name, t, place, shards[0])
-    return values
 
 
 def _checked(name: str, t: TensorType, place: int, shard: Any) -> np.ndarray:

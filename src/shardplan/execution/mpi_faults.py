@@ -18,11 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.words import listed, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,14 +90,14 @@ class Watch:
         if not self._poll(done):
             late = sorted(missing) or others
             raise TimedOut(
-                f"{self.name} did not start: {_ranks(late)} of {_listed(self.ranks)} did not arrive within "
+                f"{self.name} did not start: {named(late)} of {listed(self.ranks)} did not arrive within "
                 f"{self.timeout:g} s"
             )
         if strange:
             first = next(iter(strange.values()))
             raise BackendError(
-                f"the ranks {_listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
-                f"{_ranks(r for r, d in strange.items() if d == first)} {name_of(first)}; nothing was sent"
+                f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
+                f"{named(r for r, d in strange.items() if d == first)} {name_of(first)}; nothing was sent"
             )
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
@@ -127,12 +128,12 @@ class Watch:
             missing = self._roll_call()
         except MPI.Exception as error:
             raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
-        raise TimedOut(f"{self._where(group)}: {_ranks(missing)} did not arrive within {self.timeout:g} s")
+        raise TimedOut(f"{self._where(group)}: {named(missing)} did not arrive within {self.timeout:g} s")
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Generator[None]:
         """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout."""
-        error = TimedOut(f"{self.name} did not start: {what} by {_listed(self.ranks)} within {self.timeout:g} s")
+        error = TimedOut(f"{self.name} did not start: {what} by {listed(self.ranks)} within {self.timeout:g} s")
         timer = threading.Timer(self.timeout, abort, [error])
         timer.daemon = True
         timer.start()
@@ -143,7 +144,7 @@ class Watch:
 
     def _where(self, group: Sequence[int]) -> str:
         text = self.steps[self.step] if 0 <= self.step < len(self.steps) else "start"
-        return f"{self.name}, step {self.step} ({text}), group {_listed(group)}"
+        return f"{self.name}, step {self.step} ({text}), group {listed(group)}"
 
     def _poll(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Return whether `done` came true in time; the pauses between polls grow, since cores may be few."""
@@ -208,13 +209,3 @@ def silent(rank: int, waits_for: Sequence[int], answers: dict[int, list[int]]) -
 def name_of(digest: bytes) -> str:
     """Return what a program is called in messages."""
     return f"program {digest.hex()[:8]}"
-
-
-def _ranks(ranks: Any) -> str:
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_listed(found)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"

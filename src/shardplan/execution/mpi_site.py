@@ -9,10 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.messages import at_root
-from shardplan.core.ops.base import Collective
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, group_of, place_of
+from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, shape_of
 from shardplan.execution.mpi_wire import Messages, Types, Wire
 
 Arrays = list[np.ndarray]
@@ -32,12 +30,6 @@ class Site:
     groups: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
 
 
-def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
-    """Return the shape of the shard of a device; empty arrays stand for values on meshes without it."""
-    place = place_of(t, device)
-    return (0,) if place is None else t.local_shape(place)
-
-
 def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
     """Return how the shard of a device is allocated."""
     shape, dtype = shape_of(t, device), numpy_dtype(t.dtype)
@@ -47,14 +39,6 @@ def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
 def at(x: np.ndarray, box: Box) -> np.ndarray:
     """Return a view of a box of an array."""
     return x[(*(slice(lo, hi) for lo, hi in box), ...)]  # without the ellipsis no view of an array without dims
-
-
-def members_of(op: Collective, t: TensorType, device: int) -> tuple[int, ...]:
-    """Return the device ids of the group in member order; nothing where the device does not hold the value."""
-    place = place_of(t, device)
-    if place is None or not at_root(t)[place]:
-        return ()
-    return tuple(t.mesh.devices[m] for m in group_of(op, t, place))
 
 
 def idle(u: TensorType, device: int) -> One:

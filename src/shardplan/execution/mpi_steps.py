@@ -35,7 +35,7 @@ from shardplan.core.ops.base import Op
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.lower import Moving, group_of, parts, place_of
+from shardplan.execution.lower import Moving, group_of, members_of, parts, place_of, shape_of
 from shardplan.execution.mpi_site import (
     Arrays,
     Bound,
@@ -44,10 +44,8 @@ from shardplan.execution.mpi_site import (
     at,
     idle,
     maker,
-    members_of,
     messages_of,
     rounds_of,
-    shape_of,
 )
 from shardplan.execution.mpi_sums import all_reduce, broadcast, reduce, reduce_scatter
 from shardplan.execution.mpi_wire import Messages, Types, Wire

@@ -11,11 +11,20 @@ import numpy as np
 
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, parts, ranges
-from shardplan.execution.mpi_site import One, Site, at, idle, maker, members_of, messages_of, rounds_of, shape_of
+from shardplan.execution.lower import (
+    box_elements,
+    chunk_of,
+    flat_boxes,
+    members_of,
+    parts,
+    ranges,
+    segments_of,
+    shape_of,
+    shifted,
+)
+from shardplan.execution.mpi_site import One, Site, at, idle, maker, messages_of, rounds_of
 from shardplan.execution.mpi_wire import Messages, Pending, Piece, Types, Wire
 
-SEGMENT = 2**18  # bytes of a segment that a chain passes on
 _COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -97,7 +106,7 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
     total = most * len(others)
 
     def work_out(c: int, types: Types) -> tuple[int, int, Messages, Messages, Messages]:
-        spans = [_shift(span, c, op.chunks) for span in owned]
+        spans = [shifted(span, c, op.chunks) for span in owned]
         start, stop = spans[me]
         size = stop - start
         theirs = {d: _run_of(*spans[k], n, width, types) for k, d in others if spans[k][1] > spans[k][0]}
@@ -129,16 +138,6 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
     return run
 
 
-def _shift(span: tuple[int, int], chunk: int, chunks: int) -> tuple[int, int]:
-    start, stop = chunk_of(span[1] - span[0], chunk, chunks)
-    return span[0] + start, span[0] + stop
-
-
-def _segments(n: int, itemsize: int, chunks: int) -> list[tuple[int, int]]:
-    count = max(chunks, -(-n * itemsize // SEGMENT))
-    return [s for s in (chunk_of(n, c, count) for c in range(count)) if s[1] > s[0]]
-
-
 def reduce(op: Reduce, t: TensorType, site: Site) -> One:
     """A pipelined chain towards the first member; what the others have no use for takes the partial sums."""
     members = members_of(op, t, site.device)
@@ -147,7 +146,7 @@ def reduce(op: Reduce, t: TensorType, site: Site) -> One:
     me = members.index(site.device)
     make, reduction = maker(t, site.device), op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, site.device)))
-    segments = _segments(n, t.itemsize, op.chunks)
+    segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
     after = members[me - 1] if me else None
 
@@ -179,7 +178,7 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, site: Site) -> One:
     me = members.index(site.device)
     make = maker(u, site.device)
     n = box_elements(tuple((0, k) for k in shape_of(u, site.device)))
-    segments = _segments(n, t.itemsize, op.chunks)
+    segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me - 1] if me else None
     after = members[me + 1] if me + 1 < len(members) else None
 

@@ -22,7 +22,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
-from shardplan.execution.lower import place_of
+from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.record import Record, Span
 from shardplan.execution.torch_clock import gathered, offset
 from shardplan.execution.torch_dtypes import to_torch, torch_dtype
@@ -125,7 +125,9 @@ def run_program(
             f"the program runs on device {strange[0]}, but there are {world} ranks; device ids are global ranks, legal "
             f"are 0 to {world - 1}"
         )
-    values = _values(program, inputs, rank)
+    values: Values = {}
+    for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
+        values[name] = torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else checked(name, t, *own)
     if rank not in program.devices:
         return [[] for _ in program.outputs]
     bound = executable(program, rank)
@@ -143,25 +145,6 @@ def run_program(
         wire.abort()
         raise
     return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
-
-
-def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
-    """Check this process's shards; returns them by name (an empty tensor for a mesh without this rank)."""
-    if len(inputs) != len(program.inputs):
-        raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
-    values: Values = {}
-    for (name, t), shards in zip(program.inputs, inputs, strict=True):
-        place = place_of(t, rank)
-        if len(shards) != (place is not None):
-            raise LayoutError(
-                f"input %{name}: rank {rank} passes {len(shards)} shards of {t}; legal is "
-                f"{'1, its own' if place is not None else '0, since its mesh does not have this rank'}"
-            )
-        if place is None:
-            values[name] = torch.empty(0, dtype=torch_dtype(t.dtype))
-            continue
-        values[name] = checked(name, t, place, shards[0])
-    return values
 
 
 def checked(name: str, t: TensorType, place: int, shard: Any) -> torch.Tensor:

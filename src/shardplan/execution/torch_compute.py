@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.expression_tree import Binary, Call, Name, Negate, Node, Number
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.expression_tree import BINARY, Binary, Call, Name, Negate, Node, Number
 from shardplan.core.messages import at_root
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims
 from shardplan.core.ops.compute import Compute, wide
@@ -38,19 +38,6 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "maximum": torch.maximum,
     "minimum": torch.minimum,
     "where": torch.where,
-}
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "+": lambda x, y: x + y,
-    "-": lambda x, y: x - y,
-    "*": lambda x, y: x * y,
-    "/": lambda x, y: x / y,
-    "**": lambda x, y: x**y,
-    "<": lambda x, y: x < y,
-    "<=": lambda x, y: x <= y,
-    ">": lambda x, y: x > y,
-    ">=": lambda x, y: x >= y,
-    "==": lambda x, y: x == y,
-    "!=": lambda x, y: x != y,
 }
 
 
@@ -87,14 +74,7 @@ def bind_compute(op: Compute, operands: Sequence[TensorType], results: Sequence[
 def _accumulator(name: str) -> torch.dtype:
     """The dtype in which sums are taken; torch has no sums of unsigned integers, which wrap as signed ones do."""
     found = wide(numpy_dtype(name))
-    return torch.int64 if found.kind == "u" else torch_dtype(name_of_numpy(found))
-
-
-def name_of_numpy(dtype: np.dtype[Any]) -> str:
-    """Return the short name of a numpy dtype."""
-    from shardplan.core.dtypes import short_name
-
-    return short_name(dtype)
+    return torch.int64 if found.kind == "u" else torch_dtype(short_name(found))
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -109,7 +89,7 @@ def _elementwise(
     op: Elementwise, arrays: Sequence[torch.Tensor], operands: Sequence[TensorType], dtype: torch.dtype
 ) -> torch.Tensor:
     kind = numpy_dtype(name_of(dtype))
-    up = dtype if kind.kind in "iub" else torch_dtype(name_of_numpy(wide(kind)))
+    up = dtype if kind.kind in "iub" else torch_dtype(short_name(wide(kind)))
     if up in (torch.uint16, torch.uint32, torch.uint64):  # torch computes with none of them
         values = [to_numpy(x) for x in arrays]
         return to_torch(np.asarray(op.expression.evaluate(values)).astype(kind)).to(arrays[0].device)
@@ -127,7 +107,7 @@ def _evaluate(node: Node, values: dict[str, torch.Tensor], dtype: torch.dtype) -
         case Negate(operand):
             return -_evaluate(operand, values, dtype)
         case Binary(symbol, left, right):
-            return _BINARY[symbol](_evaluate(left, values, dtype), _evaluate(right, values, dtype))
+            return BINARY[symbol](_evaluate(left, values, dtype), _evaluate(right, values, dtype))
         case Call(function, arguments):
             found = [_evaluate(x, values, dtype) for x in arguments]
             found = [x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=dtype) for x in found]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import identity, numpy_dtype, short_name
 from shardplan.errors import BackendError
 
 _TORCH = {
@@ -60,7 +59,7 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
     array = np.ascontiguousarray(array).reshape(array.shape)
     if not array.flags.writeable:
         array = array.copy()
-    name = _short(array.dtype)
+    name = short_name(array.dtype)
     size = array.dtype.itemsize
     bits = array.view(np.dtype(f"i{size}")) if array.dtype.kind not in "c" else array
     return torch.from_numpy(bits).view(_TORCH[name])
@@ -73,13 +72,6 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
     if x.dtype.is_complex:
         return x.numpy()
     return x.view(_BITS[x.itemsize]).numpy().view(dtype)
-
-
-@functools.cache
-def _short(dtype: np.dtype[Any]) -> str:
-    from shardplan.core.dtypes import short_name
-
-    return short_name(dtype)
 
 
 def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:

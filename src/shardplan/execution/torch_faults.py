@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.words import listed, named
 
 _agreements: Counter[str] = Counter()  # how often a set of ranks compared programs, in this process
 _runs: Counter[str] = Counter()
@@ -74,8 +75,8 @@ class Watch:
         if others:
             text = next(iter(others.values()))
             raise BackendError(
-                f"the ranks {_listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
-                f"{_ranks(others)} {text.partition(' ')[2]}{'' if len(others) == 1 else ' and others'}; "
+                f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
+                f"{named(others)} {text.partition(' ')[2]}{'' if len(others) == 1 else ' and others'}; "
                 "nothing was sent"
             )
 
@@ -87,7 +88,7 @@ class Watch:
         if not missing:
             return BackendError(f"{self.name}: the store of torch.distributed failed: {_line(error)}")
         return TimedOut(
-            f"{self.name} did not start: {_ranks(missing)} of {_listed(self.ranks)} did not arrive within "
+            f"{self.name} did not start: {named(missing)} of {listed(self.ranks)} did not arrive within "
             f"{self.timeout:g} s"
         )
 
@@ -110,9 +111,9 @@ class Watch:
         if told:
             return BackendError(f"{where}: rank {cause} failed: {told}")
         if late:
-            who = _ranks(behind or [cause])
-            return TimedOut(f"{where}: {who} of {_listed(self.ranks)} did not arrive within {self.timeout:g} s")
-        return BackendError(f"{where}: lost rank {cause} of {_listed(self.ranks)}: {_line(error)}")
+            who = named(behind or [cause])
+            return TimedOut(f"{where}: {who} of {listed(self.ranks)} did not arrive within {self.timeout:g} s")
+        return BackendError(f"{where}: lost rank {cause} of {listed(self.ranks)}: {_line(error)}")
 
     def broke(self, error: BaseException) -> None:
         """Post an exception of this rank's own, for the others to read."""
@@ -174,13 +175,3 @@ def _store() -> Any:
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].strip() if lines else type(error).__name__
-
-
-def _ranks(ranks: Any) -> str:
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_listed(found)}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"

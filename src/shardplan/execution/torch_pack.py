@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, place_of, view_of
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
 from shardplan.execution.torch_dtypes import torch_dtype
 from shardplan.execution.torch_wire import Wire
 
@@ -26,20 +26,12 @@ def at(x: torch.Tensor, view: View) -> torch.Tensor:
 
 def make_of(t: TensorType, device: int) -> Callable[[Wire], torch.Tensor]:
     """Return how the shard of `device` is allocated."""
-    place = place_of(t, device)
-    shape = (0,) if place is None else t.local_shape(place)
-    dtype = torch_dtype(t.dtype)
+    shape, dtype = shape_of(t, device), torch_dtype(t.dtype)
 
     def make(wire: Wire) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=wire.device)
 
     return make
-
-
-def shape_of(t: TensorType, device: int) -> tuple[int, ...]:
-    """Return the shape of the shard of a device, () where its mesh does not have it."""
-    place = place_of(t, device)
-    return () if place is None else t.local_shape(place)
 
 
 @dataclass(frozen=True, slots=True)

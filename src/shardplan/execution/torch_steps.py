@@ -31,7 +31,7 @@ from shardplan.core.ops.base import Op
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.lower import Moving, parts, view_of
+from shardplan.execution.lower import Moving, parts, shape_of, view_of
 from shardplan.execution.torch_dtypes import torch_dtype
 from shardplan.execution.torch_pack import (
     Arrays,
@@ -42,7 +42,6 @@ from shardplan.execution.torch_pack import (
     largest_round,
     make_of,
     pack,
-    shape_of,
     source,
     target,
     unpack,

@@ -15,17 +15,26 @@ import torch
 
 from shardplan.core.messages import at_root
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
-from shardplan.core.ops.base import Collective
 from shardplan.core.tensor import TensorType
-from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, group_of, parts, place_of, ranges, view_of
+from shardplan.execution.lower import (
+    box_elements,
+    chunk_of,
+    flat_boxes,
+    members_of,
+    parts,
+    place_of,
+    ranges,
+    segments_of,
+    shape_of,
+    shifted,
+    view_of,
+)
 from shardplan.execution.torch_dtypes import fold, identity_of
-from shardplan.execution.torch_pack import Arrays, Rounds, at, largest_round, make_of, pack, shape_of, source
+from shardplan.execution.torch_pack import Arrays, Rounds, at, largest_round, make_of, pack, source
 from shardplan.execution.torch_wire import Wire
 
 Running = Generator[None, None, Arrays]
 Bound = Callable[[Arrays, Wire], Running]
-SEGMENT = 2**18  # bytes of a segment that a chain passes on
-
 One = Callable[[torch.Tensor, Wire], Generator[None, None, torch.Tensor]]
 
 
@@ -52,21 +61,11 @@ def _idle(u: TensorType, device: int) -> One:
     return run
 
 
-def _group(op: Collective, t: TensorType, device: int) -> tuple[list[int], int] | None:
-    """Return the device ids of the group in member order and the own index, or None where nothing is held."""
-    place = place_of(t, device)
-    if place is None or not at_root(t)[place]:
-        return None
-    members = group_of(op, t, place)
-    return [t.mesh.devices[m] for m in members], members.index(place)
-
-
 def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int) -> One:
     """Every member sends each other its addend of that one's part, and adds up what it gets, in member order."""
-    found = _group(op, t, device)
-    if found is None:
+    members = members_of(op, t, device)
+    if not members:
         return _idle(u, device)
-    members, _ = found
     p = parts(op, t, u, device)
     shape, make, chunks, reduction = shape_of(t, device), make_of(u, device), op.chunks, op.reduction
     after = shape_of(u, device)
@@ -122,16 +121,16 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int)
 
 def all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     """A reduce-scatter of the flat shard, cut by the tiling rule, and an all-gather of its parts."""
-    found = _group(op, t, device)
-    if found is None:
+    members = members_of(op, t, device)
+    if not members:
         return _idle(t, device)
-    members, me = found
+    me = members.index(device)
     make, chunks, reduction = make_of(t, device), op.chunks, op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     owned = ranges(n, len(members))
     others = [(k, d) for k, d in enumerate(members) if k != me]
-    rounds = [[_shift(owned[k], c, chunks) for k in range(len(members))] for c in range(chunks)]
-    most = max(r[me][1] - r[me][0] for r in rounds) * len(others)
+    rounds = Rounds.of(lambda chunk: [shifted(span, chunk, chunks) for span in owned], chunks)
+    most = -(-(owned[me][1] - owned[me][0]) // chunks) * len(others)
 
     def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
@@ -166,25 +165,15 @@ def all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     return run
 
 
-def _shift(span: tuple[int, int], chunk: int, chunks: int) -> tuple[int, int]:
-    start, stop = chunk_of(span[1] - span[0], chunk, chunks)
-    return span[0] + start, span[0] + stop
-
-
-def _segments(n: int, itemsize: int, chunks: int) -> list[tuple[int, int]]:
-    count = max(chunks, -(-n * itemsize // SEGMENT))
-    return [s for s in (chunk_of(n, c, count) for c in range(count)) if s[1] > s[0]]
-
-
 def reduce(op: Reduce, t: TensorType, device: int) -> One:
     """A pipelined chain towards the first member; what the others have no use for takes the partial sums."""
-    found = _group(op, t, device)
-    if found is None:
+    members = members_of(op, t, device)
+    if not members:
         return _idle(t, device)
-    members, me = found
+    me = members.index(device)
     make, reduction = make_of(t, device), op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
-    segments = _segments(n, t.itemsize, op.chunks)
+    segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
     after = members[me - 1] if me else None
 
@@ -211,13 +200,13 @@ def reduce(op: Reduce, t: TensorType, device: int) -> One:
 
 def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
     """A pipelined chain from the first member on."""
-    found = _group(op, u, device)
-    if found is None:
+    members = members_of(op, u, device)
+    if not members:
         return _idle(u, device)
-    members, me = found
+    me = members.index(device)
     make = make_of(u, device)
     n = box_elements(tuple((0, k) for k in shape_of(u, device)))
-    segments = _segments(n, t.itemsize, op.chunks)
+    segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me - 1] if me else None
     after = members[me + 1] if me + 1 < len(members) else None
 

@@ -20,6 +20,7 @@ from shardplan.core.tensor import Box
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
 from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch_pack import at
 from shardplan.execution.torch_wire import Wire
 from shardplan.interop.torch_layout import Holding, holdings
 
@@ -87,26 +88,22 @@ class BoxMove:
         x = values.pop(self.input_name)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
-        packed = [torch.cat([_at(x, v).reshape(-1) for v in t.views]) for t in self.sends]
+        packed = [torch.cat([at(x, v).reshape(-1) for v in t.views]) for t in self.sends]
         ins, outs = wire.post(
             [(t.peer, y) for t, y in zip(self.receives, stages, strict=True)],
             [(t.peer, y) for t, y in zip(self.sends, packed, strict=True)],
         )
         for a, b in self.copies:
-            _at(out, b).copy_(_at(x, a))
+            at(out, b).copy_(at(x, a))
         yield
         wire.wait(ins)
         for t, y in zip(self.receives, stages, strict=True):
             start = 0
             for v in t.views:
-                _at(out, v).copy_(y[start : start + v.elements].view(v.size))
+                at(out, v).copy_(y[start : start + v.elements].view(v.size))
                 start += v.elements
         wire.wait(outs)
         return [out]
-
-
-def _at(x: torch.Tensor, view: View) -> torch.Tensor:
-    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
 def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list[tuple[int, Box, Box]]:

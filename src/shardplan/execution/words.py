@@ -1,0 +1,25 @@
+"""How ranks are named in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return a list of ranks, cut short where it is long.
+
+    >>> listed((0, 2))
+    '[0, 2]'
+    """
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return one rank or several by name.
+
+    >>> named([3]), named([3, 1])
+    ('rank 3', 'ranks [1, 3]')
+    """
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {listed(found)}"
