@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.plan import Plan
     from shardplan.hardware.topology import Topology
+    from shardplan.movement.place import place
     from shardplan.movement.redistribute import redistribute
+    from shardplan.movement.reduce import reduce
+    from shardplan.movement.reductions import reductions
     from shardplan.simulation.timeline import Timeline
 
 __all__ = [
@@ -58,8 +61,11 @@ __all__ = [
     "TypingError",
     "collect",
     "distribute",
+    "place",
     "placements",
     "redistribute",
+    "reduce",
+    "reductions",
     "run",
     "same",
 ]
@@ -77,7 +83,10 @@ _ROOMS = {
     "hardware.placement": ("Placement", "placements"),
     "hardware.plan": ("Plan",),
     "hardware.topology": ("Topology",),
+    "movement.place": ("place",),
     "movement.redistribute": ("redistribute",),
+    "movement.reduce": ("reduce",),
+    "movement.reductions": ("reductions",),
     "simulation.timeline": ("Timeline",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}

@@ -41,6 +41,9 @@ def test_loads_equal_a_loop_over_messages(case):
     if pattern.members.shape[1] < 2:
         return
     topology = uniform(topology)
+    # A tree's heads are given in the order of the devices, however the groups are listed.
+    order = np.argsort(pattern.members.min(axis=1), kind="stable")
+    pattern = dataclasses.replace(pattern, members=pattern.members[order], nbytes=pattern.nbytes[order])
     for name, algorithm in ALGORITHMS.get(pattern.kind, {}).items():
         k = pattern.members.shape[1]
         if name == "halving-doubling" and k & (k - 1):
@@ -62,6 +65,16 @@ def test_messages_equal_a_loop(topology, data):
     got = price(Messages(sender, receiver, nbytes.astype(float)), Fabric(topology))
     assert got.transfer == pytest.approx(transfer(topology, rows), rel=1e-9)
     assert sum(got.level_bytes) == pytest.approx(float(nbytes.sum()))
+
+
+@given(cases(), st.sampled_from(["auto", *ALGORITHM_NAMES]), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_the_order_in_which_groups_are_listed_means_nothing(case, name, random):
+    topology, pattern = case
+    order = list(range(len(pattern.members)))
+    random.shuffle(order)
+    listed = dataclasses.replace(pattern, members=pattern.members[order], nbytes=pattern.nbytes[order])
+    assert price(listed, Fabric(topology), name) == price(pattern, Fabric(topology), name)
 
 
 @given(cases())

@@ -72,7 +72,9 @@ def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
             out.append((name, (free, *ends[1:])))
     if c.workspace_bytes > 0:
         out.append(("memory_limit", c.workspace_bytes - 1))
-    out += [("status", "proved"), ("status", "")]
+    out += [("status", "proved"), ("status", ""), ("algorithm", "magic"), ("algorithm", "")]
+    if c.where is None:
+        out.append(("algorithm", "ring"))
     if c.gap != 1.0:
         out.append(("status", "floor"))
     topology = None if c.where is not None else sp.Topology.load("dgx-a100", nodes=8)

@@ -87,7 +87,7 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     """Run AllReduce on the double binary tree, Reduce and Broadcast on a binomial tree.
 
     Inside a unit the members form a chain; the chains' heads form a double tree over the outermost level that the group
-    spans, each tree carrying B/2 up and B/2 down. Order and heads rotate with the group's number, which spreads them.
+    spans, each tree carrying B/2 up and B/2 down. Order and heads rotate from group to group, which spreads them.
 
     Args:
         kind: all_reduce, reduce or broadcast.
@@ -122,6 +122,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
     lanes: list[Ints] = []
     # In order of ids the members of every unit stand side by side, at all levels.
     device = np.sort(members, axis=1).reshape(-1)
+    turn = _turns(top, device[::k], fabric)
     lane = np.repeat(np.arange(groups), k)
     for j in range(len(fabric.wires) - 1, -1, -1):
         parent = device // (fabric.wires[j].stride * fabric.wires[j].level.size)
@@ -129,8 +130,8 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
         size = np.diff(np.concatenate([starts, [len(device)]]))
         first, width = np.repeat(starts, size), np.repeat(size, size)
         rank = np.arange(len(device)) - first
-        # Rotation by group: place r of the chain or tree is held by the member at (r + group) mod width.
-        held = first + (rank + lane) % width
+        # Rotation by group: place r of the chain or tree is held by the member at (r + turn) mod width.
+        held = first + (rank + turn[lane]) % width
         at_top = top[lane] == j
         chain = np.flatnonzero(~at_top & (rank > 0))
         # A chain edge carries both trees' halves, each way.
@@ -161,6 +162,17 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
     # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
     inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
     return Round(flows, 2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()))
+
+
+def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
+    """Number the groups that start in one unit of their outermost level, which spreads heads over their units."""
+    key = top * fabric.topology.size + first // np.array([wires.stride for wires in fabric.wires])[top]
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    start = np.flatnonzero(np.diff(ordered, prepend=-1))
+    turn = np.empty_like(order)
+    turn[order] = np.arange(len(order)) - np.repeat(start, np.diff(start, append=len(order)))
+    return turn
 
 
 def _tree_parent(rank: Ints, width: Ints, mirrored: bool) -> Ints:

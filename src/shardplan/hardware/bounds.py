@@ -217,14 +217,14 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
             load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units)
             worst = max(worst, float((load / capacity).max()))
         crossing = float(((spanned[j] - 1) * total * nbytes).sum())
-        worst = max(worst, crossing / _summed_capacity(fabric, j, np.unique(unit[split])))
+        worst = max(worst, crossing / summed_capacity(fabric, j, np.unique(unit[split])))
         if wires.level.link == "ring" and len(keys) * wires.level.size**2 <= _ARCS:
             worst = max(worst, _arcs(fabric, j, group, unit, count, nbytes, k, enter, leave))
     return worst
 
 
-def _summed_capacity(fabric: Fabric, j: int, units: Ints) -> float:
-    """Capacity of all ways between these units together."""
+def summed_capacity(fabric: Fabric, j: int, units: Ints) -> float:
+    """Return the capacity of all ways between these units of level `j` together, in bytes a second."""
     own = fabric.capacity(j)[units]
     level = fabric.wires[j].level
     if level.link == "switch" or j == 0:

@@ -18,6 +18,7 @@ from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
+from shardplan.hardware.cost import ALGORITHM_NAMES
 from shardplan.hardware.nominal import nominal_bound, nominal_step
 from shardplan.hardware.where import Where, fabric_of, priced, seconds_bound
 
@@ -30,7 +31,8 @@ class Certificate:
 
     Bytes are per device, by ascending id over all meshes. `peak_bytes` is the largest live shard (of a batch: sum of
     live shards) between steps, `bound_bytes` the larger of source and destination, `workspace_bytes` input + output +
-    staging of the worst step. `level_bytes` sums over devices, outermost level first, () without a topology.
+    staging of the worst step. `level_bytes` sums over devices, outermost level first, () without a topology. Steps are
+    priced under `algorithm`: `auto`, the cheapest for each, or ring, tree or halving-doubling.
     """
 
     program: Program
@@ -50,6 +52,7 @@ class Certificate:
     level_bytes: tuple[float, ...]
     seconds: float
     lower_bound_seconds: float
+    algorithm: str = "auto"
 
     @property
     def gap(self) -> float:
@@ -60,7 +63,7 @@ class Certificate:
     def check(self) -> None:
         """Re-derive every claim from the program; raises `CertificateError` naming the first that does not follow."""
         try:
-            claims = derive(self.program, self.sources, self.destinations, self.where)
+            claims = derive(self.program, self.sources, self.destinations, self.where, algorithm=self.algorithm)
         except CertificateError:
             raise
         except ShardplanError as error:
@@ -74,6 +77,9 @@ class Certificate:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
+        legal = ALGORITHM_NAMES if self.where is not None else ("auto",)
+        if self.algorithm not in legal:
+            raise CertificateError(f"unknown algorithm {self.algorithm!r}; legal are {', '.join(legal)}")
         if self.status not in STATUSES:
             raise CertificateError(f"unknown status {self.status!r}; legal are {', '.join(STATUSES)}")
         if self.status == "floor" and self.gap != 1.0:
@@ -94,6 +100,7 @@ def derive(
     destinations: Sequence[TensorType],
     where: Where | None,
     books: Account | None = None,
+    algorithm: str = "auto",
 ) -> dict[str, Any]:
     """Return every claim that follows from a program; raises `CertificateError` when its ends are not those asked for.
 
@@ -126,7 +133,7 @@ def derive(
         floor = nominal_bound(int(least.max(initial=0)))
     else:
         fabric = fabric_of(where, program.meshes)
-        seconds, levels = priced(program, fabric)
+        seconds, levels = priced(program, fabric, algorithm)
         floor = seconds_bound(sources, destinations, fabric)
     return {
         "types": tuple(program.types[r] for step in program.steps for r in step.results),
@@ -166,9 +173,10 @@ def issue(
     memory_limit: int | None,
     exact: bool,
     books: Account | None = None,
+    algorithm: str = "auto",
 ) -> Certificate:
     """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists."""
-    claims = derive(program, sources, destinations, where, books)
+    claims = derive(program, sources, destinations, where, books, algorithm)
     got, least = max(claims["received_bytes"], default=0), max(claims["lower_bound_bytes"], default=0)
     status = "floor" if got == least else "exact" if exact else "heuristic"
     return Certificate(
@@ -178,6 +186,7 @@ def issue(
         where=where,
         memory_limit=memory_limit,
         status=status,
+        algorithm=algorithm,
         **claims,
     )
 

@@ -18,7 +18,7 @@ from shardplan.hardware.aggregate import all_to_all, in_network, in_network_lega
 from shardplan.hardware.algorithms import ALGORITHMS, Round
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
-_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
+ALGORITHM_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         >>> price(Groups("all_gather", np.array([[0, 1, 2, 3]]), np.array([1e6])), fabric, "ring").transfer
         6e-05
     """
-    if algorithm not in _NAMES:
-        raise TopologyError(f"algorithm {algorithm!r} is unknown; legal: {', '.join(_NAMES)}")
+    if algorithm not in ALGORITHM_NAMES:
+        raise TopologyError(f"algorithm {algorithm!r} is unknown; legal: {', '.join(ALGORITHM_NAMES)}")
     match pattern:
         case Local():
             # A copy reads and writes.
@@ -93,6 +93,23 @@ def level_bytes(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> tu
 def chosen(pattern: Pattern, fabric: Fabric) -> str:
     """Name the cheapest algorithm for a pattern; arguments and errors as for `price`."""
     return price(pattern, fabric).algorithm
+
+
+def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
+    """Write the cost of a collective as affine functions of bytes, one for each algorithm; the least of them is paid.
+
+    Args:
+        kind: As in `Groups.kind`, but no all_to_all.
+        members: Topology ids, `[G, k]`, in member order, groups in the order of their least id.
+        fabric: The resources.
+        algorithm: As for `price`.
+
+    Returns:
+        Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
+    """
+    unit = Groups(kind, members, np.ones(len(members)))
+    found = (_one(name, unit, members, unit.nbytes, fabric) for name in _algorithms(kind, members, fabric, algorithm))
+    return tuple((one.alpha, one.transfer) for one in found)
 
 
 def linear_cost(kind: str, members: Ints, fabric: Fabric) -> tuple[float, float]:
@@ -149,17 +166,25 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
         return Price(default, 0.0, 0.0, _none(fabric))
     if default == "pairwise":
         return _aggregate("pairwise", *all_to_all(members, nbytes, fabric), pattern.chunks, fabric)
+    # The order in which groups are listed means nothing: ports and heads are given in the order of the devices.
+    order = np.argsort(members.min(axis=1), kind="stable")
+    members, nbytes = members[order], nbytes[order]
+    names = _algorithms(pattern.kind, members, fabric, algorithm)
+    return min((_one(name, pattern, members, nbytes, fabric) for name in names), key=lambda one: one.seconds)
+
+
+def _algorithms(kind: str, members: Ints, fabric: Fabric, algorithm: str) -> list[str]:
+    """The algorithms that serve a collective over these groups, or the one asked for."""
     k = members.shape[1]
-    names = [name for name in legal if name != "halving-doubling" or k & (k - 1) == 0]
-    if pattern.kind == "all_reduce" and algorithm in ("auto", "network") and in_network_legal(members, fabric):
+    names = [name for name in ALGORITHMS[kind] if name != "halving-doubling" or k & (k - 1) == 0]
+    if kind == "all_reduce" and algorithm in ("auto", "network") and in_network_legal(members, fabric):
         names.append("network")
     if algorithm != "auto":
-        names = [algorithm if algorithm in names else default]
-    elif k == 2 and "halving-doubling" in names:
+        return [algorithm if algorithm in names else "ring"]
+    if k == 2 and "halving-doubling" in names:
         # With two members it is the ring's exchange, in the ring's order.
         names.remove("halving-doubling")
-    offers = [_one(name, pattern, members, nbytes, fabric) for name in names]
-    return min(offers, key=lambda offer: offer.seconds)
+    return names
 
 
 def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric) -> Price:

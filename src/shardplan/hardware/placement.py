@@ -108,10 +108,10 @@ class Placement:
         """Refine every axis that spans several levels into sub-axes, outermost major.
 
         Returns:
-            The mesh with sub-axes such as `data.node` and `data.gpu`, on the ids of `device_mesh()`.
+            The mesh, on its own device ids, with sub-axes such as `data.node` and `data.gpu`; `device_mesh()` says on
+            which device of the topology each of them lies.
         """
-        sizes = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))
-        mesh = Mesh(sizes, devices=self.device_mesh().reshape(-1).tolist())
+        mesh = Mesh(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), devices=self.mesh.devices)
         for axis, row in zip(self.mesh.axes, self.matrix, strict=True):
             parts = {level.name: x for level, x in zip(self.topology.levels, row, strict=True) if x > 1}
             if len(parts) > 1:

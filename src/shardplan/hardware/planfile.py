@@ -18,13 +18,14 @@ from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.hardware.where import fabric_of, step_seconds
+from shardplan.hardware.where import fabric_of, step_prices
 
 if TYPE_CHECKING:
     from shardplan.hardware.plan import Plan
 
 FORMAT = 1
 _TYPES = ("sources", "destinations", "types")
+CHOSEN = ("ring", "tree", "halving-doubling", "network")
 
 
 def certificate_dict(c: Certificate) -> dict[str, Any]:
@@ -115,14 +116,17 @@ def annotated(plan: Plan) -> str:
     c = plan.certificate
     if c.where is None:
         work = zip(plan.program.steps, books.rounds, books.step_received, strict=True)
-        times = [nominal_step(step.op, r, b) for step, r, b in work]
+        costs = [format_seconds(nominal_step(step.op, r, b)) for step, r, b in work]
     else:
-        times = step_seconds(plan.program, fabric_of(c.where, plan.program.meshes))
+        prices = step_prices(plan.program, fabric_of(c.where, plan.program.meshes), c.algorithm)
+        # Where an op may run under several algorithms, the one that the price is of is named.
+        costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in CHOSEN else "") for p in prices]
 
     def note(number: int, step: Step) -> str:
-        return f"{format_bytes(books.step_received[number])}, {format_seconds(times[number])}"
+        return f"{format_bytes(books.step_received[number])}, {costs[number]}"
 
     where = DESCRIPTION if c.where is None else (c.where.topology if isinstance(c.where, Placement) else c.where).name
+    over = f" ({c.seconds / c.lower_bound_seconds:.2f}x)" if c.where is not None and c.lower_bound_seconds > 0 else ""
     received, least = max(c.received_bytes, default=0), max(c.lower_bound_bytes, default=0)
     ratio = f" ({c.gap:.3f}x)" if least else ""
     lines = [
@@ -132,7 +136,7 @@ def annotated(plan: Plan) -> str:
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
-        f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}",
+        f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where

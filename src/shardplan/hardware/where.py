@@ -13,8 +13,9 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TopologyError
 from shardplan.hardware.bounds import batch_lower_bound_seconds
-from shardplan.hardware.cost import Fabric, level_bytes, seconds
+from shardplan.hardware.cost import Fabric, Price, price
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.reduction_bound import reduction_bound
 from shardplan.hardware.topology import Topology
 
 Where = Topology | Placement
@@ -43,27 +44,23 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
     return Fabric(topology, position)
 
 
-def priced(program: Program, fabric: Fabric) -> tuple[float, tuple[float, ...]]:
+def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
     """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
-    total = 0.0
-    levels = np.zeros(len(fabric.topology.levels))
-    for step in program.steps:
-        pattern = step.op.pattern(*program.step_types(step)[0])
-        total += seconds(pattern, fabric)
-        levels = levels + np.asarray(level_bytes(pattern, fabric))
-    return total, tuple(float(x) for x in levels)
+    prices = step_prices(program, fabric, algorithm)
+    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in prices)], axis=0)
+    return sum(p.seconds for p in prices), tuple(levels.tolist())
 
 
-def step_seconds(program: Program, fabric: Fabric) -> list[float]:
-    """Return the predicted seconds of every step."""
-    return [seconds(step.op.pattern(*program.step_types(step)[0]), fabric) for step in program.steps]
+def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> list[Price]:
+    """Return the price of every step."""
+    return [price(step.op.pattern(*program.step_types(step)[0]), fabric, algorithm) for step in program.steps]
 
 
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
     """Return a lower bound in seconds.
 
-    The larger of what each device must receive of all tensors over its own ports, and of the cut bounds over every unit
-    of every level (tensors with addends claim no cut: a unit may hold them all).
+    The largest of what each device must receive of all tensors over its own ports, of the cut bounds over every unit
+    of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced.
     """
     ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
     least = sum(
@@ -74,6 +71,7 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
+            best = max(best, reduction_bound(s, t, fabric))
             continue
         boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
         for side, x in zip(boxes, (s, t), strict=True):

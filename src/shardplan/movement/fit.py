@@ -14,6 +14,7 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.cost import Fabric
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.where import priced
 from shardplan.movement.candidates import ROUND_CHARGE, Candidate, is_portable
 
@@ -28,6 +29,7 @@ class Rules:
     limit: int | None = None  # bytes of workspace on every device
     portable: bool = False
     fabric: Fabric | None = None
+    place: Placement | None = None  # what the fabric was made of, where it was a placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from shardplan.hardware.where import Where, fabric_of
 from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.crossmesh import crossings
 from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer, price
+from shardplan.movement.payload import recognise
+from shardplan.movement.reduction_path import reduction_ops
 from shardplan.movement.units import Problem
 
 MOST_PLACEMENTS = 64
@@ -120,7 +122,7 @@ def best_program(
     best: tuple[Chosen, Where | None] | None = None
     for place in spots(where, s, t):
         fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
-        choice = choose(s, t, Rules(bound, limit, portable, fabric))
+        choice = choose(s, t, Rules(bound, limit, portable, fabric, place if isinstance(place, Placement) else None))
         if choice.best is not None and (best is None or choice.best.price < best[0].price):
             best = choice.best, place
     if best is not None:
@@ -156,6 +158,14 @@ def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
     if same(s, t):
         offer(choice, Program({"0": s}, (), ("0",)), True, rules)
         return choice
+    if rules.place is not None and s.mesh == t.mesh and (payload := recognise(s, t, rules.place)) is not None:
+        # A reduction of a payload is searched over its factors: exact, with the prices of every algorithm.
+        view, before, after = payload
+        ops = reduction_ops(view, rules.place.topology, before, after)
+        if ops is not None:
+            consider(choice, [Candidate(tuple(ops), exact=True)], s, t, rules)
+        if choice.best is not None:
+            return choice
     if s.mesh == t.mesh:
         consider(choice, on_one_mesh(s, t, rules), s, t, rules)
     else:

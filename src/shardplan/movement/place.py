@@ -1,0 +1,378 @@
+"""The verb `place`: every placement of a mesh on a topology, ranked for the traffic of a job (arXiv 2110.10548).
+
+The price of a placement is the sum over the job's collectives of count times seconds. A reduction is priced at its best
+program, or, with `programs="stock"`, as the one collective it is; all groups of all instances load the wires together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import AllToAll
+from shardplan.core.pattern import Groups, Messages, Pattern
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+from shardplan.hardware.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
+from shardplan.hardware.certificate import issue
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.factors import Factor, factors
+from shardplan.hardware.placement import Placement, placements
+from shardplan.hardware.plan import Plan
+from shardplan.hardware.tariff import offsets, tariff
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.where import step_prices
+from shardplan.movement.fit import chain
+from shardplan.movement.instructions import Grouping, Instruction
+from shardplan.movement.payload import payload
+from shardplan.movement.reduction_path import cheapest_path, least_seconds
+from shardplan.movement.traffic import OPS, Entry, Traffic, entries, program_traffic
+
+Programs = Literal["best", "stock"]
+ELEMENT = 4  # bytes: payloads are padded to whole f32 elements for each member
+# Devices up to which renamings around a degraded unit are tried.
+MOST_RENAMED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one entry of the traffic costs a step on a placement, its count included, in seconds.
+
+    `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken.
+    """
+
+    entry: Entry
+    seconds: float
+    stock_seconds: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement with its price.
+
+    Args:
+        placement: Where the mesh lies.
+        seconds: Of a step's traffic.
+        shares: Of each entry.
+        other_seconds: Of communication that is no collective over whole axes (of a program).
+        programs: `"best"` or `"stock"`.
+        algorithm: What collectives are priced under.
+    """
+
+    placement: Placement
+    seconds: float
+    shares: tuple[Share, ...]
+    other_seconds: float
+    programs: Programs
+    algorithm: str
+
+    @property
+    def stock_seconds(self) -> float:
+        """Of a step's traffic with every collective as it is."""
+        return sum(share.stock_seconds for share in self.shares) + self.other_seconds
+
+    @cached_property
+    def plans(self) -> Mapping[tuple[str, ...], Plan | tuple[Plan, ...]]:
+        """The program of every entry, by axes: a plan, or several where the axes have several entries.
+
+        A permute to the next member has no plan: it is one message.
+        """
+        found: dict[tuple[str, ...], list[Plan]] = {}
+        for share in self.shares:
+            plan = entry_plan(self.placement, share.entry, self.programs, self.algorithm)
+            if plan is not None:
+                found.setdefault(share.entry.axes, []).append(plan)
+        return {axes: plans[0] if len(plans) == 1 else tuple(plans) for axes, plans in found.items()}
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """What no point-to-point algorithm can beat on this placement: the sum over the entries."""
+        return sum(share.entry.count * entry_bound(self.placement, share.entry) for share in self.shares)
+
+
+@dataclass(frozen=True)
+class Degraded:
+    """What a slow unit costs.
+
+    Args:
+        units: Names of the degraded units, such as `node[2]`.
+        healthy: The placement that is best without the degradation.
+        regret: Its seconds over those of the best, with the degradation.
+        renaming: Topology id to use in place of each, `[devices]`: swaps a degraded unit with a sibling. None where no
+            swap helps.
+        gain: Seconds of the best placement over those after the renaming.
+    """
+
+    units: tuple[str, ...]
+    healthy: Placement
+    regret: float
+    renaming: tuple[int, ...] | None
+    gain: float
+
+
+class Ranking(Sequence[Placed]):
+    """Placements, best first, and what placing well is worth."""
+
+    def __init__(self, rows: Sequence[Placed]) -> None:
+        """Keep the rows."""
+        self.rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Placed: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Placed]: ...
+    def __getitem__(self, index: int | slice) -> Placed | Sequence[Placed]:
+        """Return a row, or rows."""
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        """Return the number of placements."""
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Placed]:
+        """Yield the rows, best first."""
+        return iter(self.rows)
+
+    @property
+    def placement_gain(self) -> float:
+        """Worst over best placement, every collective as it is."""
+        stock = [row.stock_seconds for row in self.rows]
+        return max(stock) / min(stock) if min(stock) > 0 else 1.0
+
+    def mitigation(self, row: Placed) -> float:
+        """Return what the best programs leave of a placement's loss: its seconds over the best placement's."""
+        return row.seconds / self.rows[0].seconds if self.rows[0].seconds > 0 else 1.0
+
+    @cached_property
+    def degraded(self) -> Degraded | None:
+        """What degraded units cost, or None where there are none."""
+        return _degraded(self)
+
+
+def place(
+    mesh: Mesh | Program,
+    topology: Topology,
+    traffic: Traffic | None = None,
+    *,
+    programs: Programs = "best",
+    algorithm: str = "auto",
+    bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+    inside: Mapping[str, str] | None = None,
+) -> Ranking:
+    """Rank every placement of a mesh on a topology for the traffic of a job.
+
+    Args:
+        mesh: The mesh, or a program, whose collectives are the traffic.
+        topology: As many devices.
+        traffic: For a tuple of axes the bytes of an all-reduce a step, or a list of (op, bytes, count); ops as in
+            `traffic.OPS`, bytes those that a member holds before.
+        programs: `"best"`: every reduction runs as its best program; `"stock"`: as one collective.
+        algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
+        bounds: As for `placements`.
+        inside: As for `placements`.
+
+    Returns:
+        Placements, best first; of equal prices those with less inside the outer levels first.
+
+    Raises:
+        TopologyError: Sizes differ, or an option names an unknown axis or level.
+        LayoutError: The traffic is malformed, or no placement satisfies the options.
+
+    Source: arXiv 2110.10548.
+
+    >>> best = place(Mesh(data=4, tensor=4), Topology.load("gcp-v100x8", nodes=2), {("data",): 2e9, ("tensor",): 5e8})
+    >>> best[0].placement.describe(), round(best.placement_gain, 2)
+    ('data=[1, 4], tensor=[2, 2]', 3.74)
+    """
+    others: tuple[Pattern, ...] = ()
+    if isinstance(mesh, Program):
+        if traffic is not None:
+            raise LayoutError("a program says its own traffic; give a mesh with traffic, or a program without")
+        mesh, found, others = program_traffic(mesh)
+    elif traffic is None:
+        raise LayoutError('a mesh needs its traffic: such as {("data",): 2e9}, all-reduce bytes a step')
+    else:
+        found = entries(mesh, traffic)
+    if programs not in ("best", "stock"):
+        raise LayoutError(f"programs={programs!r} is unknown; legal are 'best' and 'stock'")
+    places = list(placements(mesh, topology, bounds, inside))
+    if not places:
+        raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
+    shares = [_prices(places, entry, programs, algorithm) for entry in found]
+    rest = [sum(price(p, Fabric(topology, place.position()), algorithm).seconds for p in others) for place in places]
+    rows: list[Placed] = []
+    for k, where in enumerate(places):
+        own = tuple(Share(e, best[k], stock[k]) for e, (best, stock) in zip(found, shares, strict=True))
+        rows.append(Placed(where, sum(s.seconds for s in own) + rest[k], own, rest[k], programs, algorithm))
+    rows.sort(key=lambda row: row.seconds)
+    return Ranking(rows)
+
+
+def _prices(
+    places: Sequence[Placement], entry: Entry, programs: Programs, algorithm: str
+) -> tuple[list[float], list[float]]:
+    """Seconds of an entry on every placement: as the program taken, and stock."""
+    topology = places[0].topology
+    found = [factors(p, entry.axes) for p in places]
+    stock = [entry.count * stock_seconds(f, topology, entry, algorithm) for f in found]
+    letters = OPS[entry.op]
+    if programs == "stock" or letters is None:
+        return stock, stock
+    amounts = [_padded(entry.payload(math.prod(x.size for x in f)), math.prod(x.size for x in f)) for f in found]
+    best = least_seconds(found, topology, amounts, *letters, algorithm)
+    return [entry.count * s for s in best], stock
+
+
+def _padded(nbytes: float, members: int) -> int:
+    return ELEMENT * members * max(1, math.ceil(nbytes / (ELEMENT * members)))
+
+
+def stock_seconds(found: tuple[Factor, ...], topology: Topology, entry: Entry, algorithm: str = "auto") -> float:
+    """Price an entry as the one collective that it is.
+
+    Args:
+        found: The factors of its axes on a placement.
+        topology: The hardware.
+        entry: The collective; its count is not applied.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        Seconds.
+    """
+    digits = tuple(d for f in found for d in f.digits)
+    members = math.prod(d.size for d in digits)
+    if members == 1:
+        return 0.0
+    if OPS[entry.op] is None:
+        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, entry.op)
+        return fixed + rate * entry.nbytes
+    held = _padded(entry.payload(members), members) / (members if entry.op == "all_gather" else 1)
+    return tariff(topology, algorithm).seconds(entry.op, digits, (), held)
+
+
+@lru_cache(maxsize=4096)
+def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: str) -> tuple[float, float]:
+    """Seconds of an all-to-all, or of a shift to the next member, at 0 bytes, and a byte."""
+    ids = np.arange(topology.size)
+    for size, stride in digits:
+        ids = ids[ids // stride % size == 0]
+    members = ids[:, None] + offsets(digits)
+    if op == "all_to_all":
+        one = price(Groups("all_to_all", members, np.ones(len(members))), Fabric(topology))
+    else:
+        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
+        one = price(Messages(sender, receiver, np.ones(len(sender))), Fabric(topology))
+    return one.alpha, one.transfer
+
+
+def entry_plan(placement: Placement, entry: Entry, programs: Programs = "best", algorithm: str = "auto") -> Plan | None:
+    """Return the program of an entry on a placement; None for a permute, which is one message.
+
+    Args:
+        placement: Where.
+        entry: The collective.
+        programs: `"best"`, or `"stock"` for the one collective.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        A plan on the types of the payload.
+    """
+    members = math.prod(placement.mesh.span(a).size for a in entry.axes)
+    if entry.op == "permute":
+        return None
+    letters = OPS[entry.op]
+    if letters is None:
+        mesh = placement.mesh_split()
+        each = max(1, math.ceil(entry.nbytes / (ELEMENT * members)))
+        others = tuple(a for a in mesh.axes if a not in entry.axes)
+        groups = mesh.size // members
+        axes = tuple(a for f in factors(placement, entry.axes) for a in f.axes)
+        source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
+        ops = [AllToAll(0, 1, axes)] if members > 1 else []
+        program = chain(ops, source)
+        return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
+    view = payload(placement, entry.axes, entry.payload(members))
+    before, after = (letter * len(view.factors) for letter in letters)
+    source, target = view.type(before), view.type(after)
+    if programs == "stock" and view.factors:
+        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), entry.op))]
+    else:
+        ops = view.path_ops(cheapest_path(view, placement.topology, before, after, algorithm) or [])
+    program = chain(ops, source)
+    return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
+
+
+def entry_bound(placement: Placement, entry: Entry) -> float:
+    """Return a lower bound in seconds of an entry, all groups together, by cut, count and gather; see `bounds`."""
+    fabric = Fabric(placement.topology)
+    ids = placement.device_mesh()
+    at = [placement.mesh.axes.index(a) for a in entry.axes]
+    rest = [i for i in range(ids.ndim) if i not in at]
+    members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
+    nbytes = np.full(len(members), entry.nbytes)
+    match entry.op:
+        case "all_reduce":
+            least = all_reduce_bound(members, nbytes, fabric)
+        case "reduce_scatter":
+            least = reduce_scatter_bound(members, nbytes, fabric)
+        case "all_gather":
+            least = all_gather_bound(members, nbytes, fabric)
+        case _:
+            return 0.0
+    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0
+
+
+def _degraded(ranking: Ranking) -> Degraded | None:
+    best = ranking[0]
+    topology = best.placement.topology
+    slow = [(level, unit) for level in topology.levels for unit, _ in level.degraded]
+    if not slow:
+        return None
+    levels = tuple(replace(level, degraded=()) for level in topology.levels)
+    sound = replace(topology, levels=levels)
+    entries_ = [share.entry for share in best.shares]
+    healthy = min(ranking, key=lambda row: _total(replace(row.placement, topology=sound), entries_, row))
+    names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
+    renaming, seconds = None, best.seconds
+    if topology.size <= MOST_RENAMED:
+        plans = [(entry_plan(best.placement, e, best.programs, best.algorithm), e.count) for e in entries_]
+        for ids in _swaps(topology):
+            fabric = Fabric(topology, ids[best.placement.position()])
+            total = sum(
+                count * sum(p.seconds for p in step_prices(plan.program, fabric, best.algorithm))
+                for plan, count in plans
+                if plan is not None
+            )
+            if total < seconds * (1 - 1e-9):
+                renaming, seconds = tuple(ids.tolist()), total
+    regret = healthy.seconds / best.seconds if best.seconds > 0 else 1.0
+    gain = best.seconds / seconds if seconds > 0 else 1.0
+    return Degraded(names, healthy.placement, regret, renaming, gain)
+
+
+def _total(placement: Placement, found: Sequence[Entry], row: Placed) -> float:
+    return sum(sum(_prices([placement], e, row.programs, row.algorithm)[0]) for e in found)
+
+
+def _swaps(topology: Topology) -> Iterator[NDArray[np.int64]]:
+    """Yield renamings of devices that swap a degraded unit with one of its siblings."""
+    ids = np.arange(topology.size)
+    for level, stride in zip(topology.levels, topology.strides, strict=True):
+        for unit, _ in level.degraded:
+            parent = unit // level.size * level.size
+            for sibling in range(parent, parent + level.size):
+                if sibling == unit:
+                    continue
+                swapped = ids.copy()
+                one, two = (slice(u * stride, (u + 1) * stride) for u in (unit, sibling))
+                swapped[one], swapped[two] = ids[two], ids[one]
+                yield swapped

@@ -1,0 +1,126 @@
+"""The verb `reduce`: the exact best reduction program on a placement, without a limit on its size.
+
+It is `redistribute` on the types of the payload: one search, one set of ops, one cost. What it returns was checked with
+the state-matrix checker too, which knows neither types nor costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from shardplan.errors import CertificateError, LayoutError, TypingError
+from shardplan.hardware.certificate import issue
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.plan import Plan
+from shardplan.movement.fit import chain
+from shardplan.movement.instruction_run import run_instructions
+from shardplan.movement.instructions import Instruction
+from shardplan.movement.payload import Payload, payload
+from shardplan.movement.redistribute import redistribute
+from shardplan.movement.reduction_path import cheapest_path
+from shardplan.movement.reduction_space import Edge, State
+from shardplan.movement.reductions import CHECKED_MEMBERS
+from shardplan.movement.state_matrix import MOST_MEMBERS, Checker
+
+TARGETS = {"replicated": "U", "sharded": "S", "root": "R"}
+
+
+def reduce(
+    placement: Placement,
+    axes: str | Sequence[str],
+    nbytes: float,
+    *,
+    target: Literal["replicated", "sharded", "root"] = "replicated",
+    algorithm: str = "auto",
+    subsets: bool = False,
+    uncollapsed: bool = False,
+) -> Plan:
+    """Return the cheapest program that reduces a payload over some axes of a placement, with its certificate.
+
+    Args:
+        placement: The mesh on the topology.
+        axes: Mesh axes to reduce over.
+        nbytes: Payload of every device.
+        target: Where the sums go: to every member, in equal parts (as ZeRO wants them), or to coordinate 0.
+        algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
+        subsets: Admit collectives over any set of levels, not only contiguous ones; never dearer.
+        uncollapsed: One factor for each sub-axis, instead of one for each level.
+
+    Returns:
+        A plan from `f32[h_0, .., c]{+axes}`; with the defaults it is what `redistribute` returns for its types.
+
+    Raises:
+        TopologyError: An axis is unknown.
+        LayoutError: The payload is not above 0, or the target is unknown.
+
+    Source: arXiv 2110.10548; the search is over types, as in arXiv 2112.01075.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> place = Placement(Mesh(data=16), Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
+    >>> plan = reduce(place, ("data",), nbytes=2**26, algorithm="ring")
+    >>> [step.op.name for step in plan.program.steps]
+    ['reduce_scatter', 'all_reduce', 'all_gather']
+    """
+    if target not in TARGETS:
+        raise LayoutError(f"target {target!r} is unknown; legal are {', '.join(TARGETS)}")
+    view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
+    before, after = "P" * len(view.factors), TARGETS[target] * len(view.factors)
+    source, wanted = view.type(before), view.type(after)
+    path = cheapest_path(view, placement.topology, before, after, algorithm, subsets)
+    if path is None:  # an op over all factors leads to every target
+        raise AssertionError(f"no program from {source} to {wanted}")
+    check_path(view, path, after)
+    if algorithm == "auto" and not subsets:
+        return redistribute(source, wanted, topology=placement)
+    program = chain(view.path_ops(path), source)
+    return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
+
+
+def check_path(view: Payload, path: Sequence[Edge], after: State) -> None:
+    """Check a path with the state-matrix checker, and on random integers; raises `CertificateError` if it is wrong."""
+    program = [edge.instruction for edge in path]
+    depth = len(view.factors)
+    if not depth:
+        return
+    sizes = view.sizes if math.prod(view.sizes) <= CHECKED_MEMBERS else (2,) * depth
+    try:
+        if math.prod(sizes) <= MOST_MEMBERS:
+            _check_states(sizes, program, after)
+        if sizes != view.sizes:
+            _check_numbers(tuple(min(n, 3) for n in view.sizes), program, after)
+    except (TypingError, ValueError) as error:
+        raise CertificateError(f"the state-matrix checker refuses the program found: {error}") from None
+
+
+def _check_states(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
+    checker = Checker(sizes)
+    if set(after) == {"U"}:
+        checker.check(program)
+        return
+    holders, parts = _ends(sizes, after)
+    checker.check_parts(program, holders, parts)
+
+
+def _ends(sizes: tuple[int, ...], after: State) -> tuple[list[int], int]:
+    """Members that hold rows at the end, and into how many parts the rows are cut."""
+    digits = np.indices(sizes).reshape(len(sizes), -1)
+    rooted = [d for d, letter in enumerate(after) if letter == "R"]
+    holders = np.flatnonzero((digits[rooted] == 0).all(axis=0)).tolist()
+    return holders, math.prod(n for n, letter in zip(sizes, after, strict=True) if letter == "S")
+
+
+def _check_numbers(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
+    count = math.prod(sizes)
+    addends = np.random.default_rng(count).integers(-1000, 1000, (count, count))
+    values, rows = run_instructions(sizes, program, addends)
+    holders, parts = _ends(sizes, after)
+    for d in range(count):
+        if len(rows[d]) != (count // parts if d in holders else 0):
+            raise ValueError(f"member {d} ends with {len(rows[d])} rows")
+        if not np.array_equal(values[d, rows[d]], addends.sum(axis=0)[rows[d]]):
+            raise ValueError(f"member {d} ends with wrong sums")

@@ -1,0 +1,209 @@
+"""Job-level placement: traffic, ranking, plans and bounds, degraded units."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.hardware.topologies import any_topology
+
+import shardplan as sp
+from shardplan.core.pattern import Groups
+from shardplan.errors import LayoutError, TopologyError
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.placement import count
+from shardplan.hardware.topology import Level
+from shardplan.movement.traffic import OPS, entries, program_traffic
+
+
+def switches(*levels, **options):
+    return sp.Topology("t", tuple(Level(f"l{j}", n, "switch", b, 1e-6, **options) for j, (n, b) in enumerate(levels)))
+
+
+@st.composite
+def jobs(draw):
+    topology = draw(any_topology())
+    n = topology.size
+    a = draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
+    mesh = sp.Mesh(a=a, b=n // a)
+    ops = st.sampled_from(sorted(set(OPS)))
+    rows = st.lists(
+        st.tuples(ops, st.sampled_from([1.0, 1e4, 3e7]), st.sampled_from([1.0, 5.0])), min_size=1, max_size=2
+    )
+    keys = draw(st.lists(st.sampled_from([("a",), ("b",), ("a", "b")]), min_size=1, unique=True))
+    return mesh, topology, {key: draw(st.one_of(st.sampled_from([1e3, 1e8]), rows)) for key in keys}
+
+
+@given(jobs(), st.sampled_from(["auto", "ring"]))
+@settings(max_examples=60, deadline=None)
+def test_ranking(job, algorithm):
+    mesh, topology, traffic = job
+    found = sp.place(mesh, topology, traffic, algorithm=algorithm)
+    assert len(found) == count(mesh, topology)
+    assert [row.seconds for row in found] == sorted(row.seconds for row in found)
+    stock = sp.place(mesh, topology, traffic, programs="stock", algorithm=algorithm)
+    by_matrix = {row.placement.matrix: row for row in stock}
+    for row in found:
+        assert row.seconds <= row.stock_seconds * (1 + 1e-9)
+        assert by_matrix[row.placement.matrix].seconds == pytest.approx(row.stock_seconds, rel=1e-9)
+        assert row.seconds == pytest.approx(sum(share.seconds for share in row.shares))
+        assert row.lower_bound_seconds <= row.seconds * (1 + 1e-9)
+        assert found.mitigation(row) >= 1 - 1e-9
+    assert found.placement_gain >= 1
+
+
+@given(jobs())
+@settings(max_examples=40, deadline=None)
+def test_plans_have_the_prices_of_the_shares(job):
+    mesh, topology, traffic = job
+    for programs in ("best", "stock"):
+        row = sp.place(mesh, topology, traffic, programs=programs)[0]
+        plans = [p for found in row.plans.values() for p in (found if isinstance(found, tuple) else (found,))]
+        shares = [share for axes in row.plans for share in row.shares if share.entry.axes == axes]
+        shares = [share for share in shares if share.entry.op != "permute"]
+        assert len(plans) == len(shares)
+        for plan, share in zip(plans, shares, strict=True):
+            plan.certificate.check()
+            if share.entry.op != "all_to_all":
+                assert plan.seconds * share.entry.count == pytest.approx(share.seconds, rel=1e-9)
+
+
+@given(jobs())
+@settings(max_examples=60, deadline=None)
+def test_stock_prices_are_those_of_all_groups_at_once(job):
+    mesh, topology, traffic = job
+    for row in sp.place(mesh, topology, traffic, programs="stock"):
+        fabric = Fabric(topology, row.placement.position())
+        for share in row.shares:
+            entry = share.entry
+            places = mesh.group_places(entry.axes)
+            if entry.op == "permute" or places.shape[1] == 1:
+                continue
+            # Members in the order of their level digits, as reductions take them.
+            members = np.sort(row.placement.device_mesh().reshape(-1)[places], axis=1)
+            held = entry.nbytes if entry.op == "all_to_all" else _padded(entry, places.shape[1])
+            whole = price(Groups(entry.op, members, np.full(len(members), held)), Fabric(topology)).seconds
+            if len(entry.axes) == 1:
+                assert share.seconds == pytest.approx(entry.count * whole, rel=1e-9)
+            assert fabric.topology is topology
+
+
+def _padded(entry, members):
+    each = entry.nbytes * (members if entry.op == "all_gather" else 1)
+    return 4 * members * max(1, math.ceil(each / (4 * members))) / (members if entry.op == "all_gather" else 1)
+
+
+def test_best_equals_brute_force():
+    topology = switches((2, 5e9), (3, 2e10), (4, 1e11))
+    mesh = sp.Mesh(data=6, tensor=4)
+    traffic = {("data",): 3e8, ("tensor",): [("all_gather", 1e7, 20), ("reduce_scatter", 4e7, 20)]}
+    found = sp.place(mesh, topology, traffic)
+    for row in found:
+        expected = sp.reduce(row.placement, "data", 3e8).seconds
+        expected += 20 * sp.reduce(row.placement, "tensor", 4e7, target="sharded").seconds
+        gather = row.plans["tensor",]
+        assert isinstance(gather, tuple)
+        expected += 20 * gather[0].seconds
+        assert row.seconds == pytest.approx(expected, rel=1e-9)
+    # The heavy, frequent axis stays inside the innermost level.
+    assert found[0].placement.matrix == ((2, 3, 1), (1, 1, 4))
+
+
+def test_a_program_says_its_traffic():
+    mesh = sp.Mesh(data=4, tensor=4)
+    text = """program
+  mesh data=4, tensor=4
+  input %0: f32[64@data, 1024]{+tensor}
+  %1 = all_reduce(%0; axes=(tensor)): f32[64@data, 1024]
+  %2 = all_gather(%1; dim=0, axes=(data)): f32[64, 1024]
+  output %2
+"""
+    program = sp.Program.parse(text)
+    topology = switches((4, 1e9), (4, 1e11))
+    found = sp.place(program, topology)
+    by_hand = sp.place(mesh, topology, {"tensor": 64 * 256 * 4, "data": [("all_gather", 64 * 256 * 4, 1)]})
+    assert [r.placement.matrix for r in found] == [r.placement.matrix for r in by_hand]
+    assert [r.seconds for r in found] == pytest.approx([r.seconds for r in by_hand])
+    assert [str(e) for e in program_traffic(program)[1]] == [
+        "all_reduce over tensor, 65536 bytes", "all_gather over data, 65536 bytes",
+    ]  # fmt: skip
+    moved = sp.redistribute(
+        sp.TensorType("f32", (64, 64), ("data", "tensor"), mesh),
+        sp.TensorType("f32", (64, 64), ("tensor", "data"), mesh),
+    )
+    ranked = sp.place(moved.program, topology)
+    assert ranked[0].shares == ()
+    assert ranked[0].seconds == ranked[0].other_seconds > 0
+    with pytest.raises(LayoutError, match="a program says its own traffic"):
+        sp.place(program, topology, {"data": 1.0})
+
+
+def test_contention_of_all_groups_makes_the_difference():
+    topology = sp.Topology.load("gcp-a100x16", nodes=2)
+    found = sp.place(sp.Mesh(a=2, b=16), topology, {"a": 2**32}, programs="stock", algorithm="ring")
+    ratio = found[-1].seconds / found[0].seconds
+    assert ratio == pytest.approx(540, rel=0.01)
+    assert found.placement_gain == pytest.approx(ratio)
+
+
+def test_a_degraded_unit():
+    topology = switches((4, 1e10), (4, 1e11))
+    slow = replace(topology, levels=(replace(topology.levels[0], degraded=((2, 0.1),)), topology.levels[1]))
+    mesh = sp.Mesh(data=4, tensor=4)
+    assert sp.place(mesh, topology, {"data": 1e9}).degraded is None
+    found = sp.place(mesh, slow, {"data": 1e9, "tensor": 1e9}).degraded
+    assert found is not None
+    assert found.units == ("l0[2]",)
+    assert found.regret >= 1
+    # Every group of an axis across nodes meets every node: no renaming helps.
+    assert found.gain == pytest.approx(1.0)
+    broken = {"data": [("broadcast", 1e9, 1)]}
+    chain = sp.place(mesh, slow, broken, algorithm="ring", bounds={("data", "l0"): (4, 4)}).degraded
+    assert chain is not None
+    # The end of a chain sends nothing on, its start receives nothing: still each must pass the slow port once.
+    assert chain.gain == pytest.approx(1.0)
+    shift = sp.place(mesh, slow, broken, bounds={("data", "l0"): (2, 2)})
+    assert shift[0].seconds > 0
+
+
+def test_a_slow_unit_changes_the_choice():
+    # Two racks of two nodes: healthy, data lies across racks; with a slow rack port it moves inside.
+    topology = switches((2, 4e10), (2, 1e10), (2, 1e11))
+    mesh = sp.Mesh(data=2, tensor=4)
+    traffic = {"data": 4e9, "tensor": [("all_reduce", 1e8, 1)]}
+    slow = replace(topology, levels=(replace(topology.levels[0], degraded=((1, 0.01),)), *topology.levels[1:]))
+    healthy, degraded = sp.place(mesh, topology, traffic), sp.place(mesh, slow, traffic)
+    report = degraded.degraded
+    assert report is not None
+    assert report.healthy == replace(healthy[0].placement, topology=slow)
+    assert report.regret == pytest.approx(
+        next(r.seconds for r in degraded if r.placement.matrix == healthy[0].placement.matrix) / degraded[0].seconds
+    )
+
+
+def test_options_and_errors():
+    mesh, topology = sp.Mesh(data=4, tensor=4), switches((4, 1e9), (4, 1e11))
+    inside = sp.place(mesh, topology, {"data": 1e9}, inside={"tensor": "l1"})
+    assert [r.placement.matrix for r in inside] == [((4, 1), (1, 4))]
+    with pytest.raises(LayoutError, match="a mesh needs its traffic"):
+        sp.place(mesh, topology)
+    with pytest.raises(LayoutError, match=r"traffic over \['pipe'\]: 'pipe' is unknown; the mesh has data=4, tensor=4"):
+        sp.place(mesh, topology, {"pipe": 1e9})
+    with pytest.raises(LayoutError, match="op 'sum' is unknown; legal are all_reduce"):
+        sp.place(mesh, topology, {"data": [("sum", 1e9, 1)]})
+    with pytest.raises(LayoutError, match="there is no traffic to place"):
+        sp.place(mesh, topology, {"data": 0})
+    with pytest.raises(LayoutError, match=r"-1 bytes, 1\.0 times; legal is 0 or more"):
+        sp.place(mesh, topology, {"data": -1})
+    with pytest.raises(LayoutError, match=r"no placement of .* satisfies the options"):
+        sp.place(mesh, topology, {"data": 1}, bounds={("data", "l0"): (3, 3)})
+    with pytest.raises(LayoutError, match="programs='fast' is unknown; legal are 'best' and 'stock'"):
+        sp.place(mesh, topology, {"data": 1}, programs="fast")
+    with pytest.raises(TopologyError, match="a placement needs equal counts"):
+        sp.place(sp.Mesh(data=3), topology, {"data": 1})
+    assert [e.axes for e in entries(mesh, {("tensor", "data"): 5})] == [("data", "tensor")]
+    assert list(itertools.islice(iter(inside), 1)) == [inside[0]]

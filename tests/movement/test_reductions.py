@@ -1,0 +1,477 @@
+"""Reduction programs: the language, the checker, the graph, the types, and what must agree between them."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan as sp
+from shardplan.errors import CertificateError, Infeasible, LayoutError, TopologyError, TypingError
+from shardplan.hardware.factors import factors
+from shardplan.hardware.tariff import tariff
+from shardplan.movement import state_matrix
+from shardplan.movement.hierarchies import hierarchy
+from shardplan.movement.instruction_run import POISON, run_instructions
+from shardplan.movement.instructions import Grouping, Instruction, alphabet, groupings, parse_program
+from shardplan.movement.instructions import program_text as text
+from shardplan.movement.payload import payload, recognise
+from shardplan.movement.reduce import check_path
+from shardplan.movement.reduction_path import cheapest_path
+from shardplan.movement.reduction_space import edge_costs, reduction_space
+from shardplan.movement.state_graph import explore, state_graph
+from shardplan.movement.state_matrix import Checker
+
+RATES = st.sampled_from([1e9, 8e9, 2.5e10, 1e11, 3e11])
+
+
+def switches(*levels, latency=0.0):
+    """A topology of switches from (size, bandwidth), outermost first."""
+    return sp.Topology("t", tuple(_level(f"l{j}", n, b, latency) for j, (n, b) in enumerate(levels)))
+
+
+def _level(name, size, bandwidth, latency):
+    from shardplan.hardware.topology import Level
+
+    return Level(name, size, "switch", bandwidth, latency)
+
+
+@st.composite
+def systems(draw, depth=3, latency=0.0):
+    """A placement of one axis, or of two with the second on one device a level, over levels of random rates."""
+    sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=depth))
+    topology = switches(*((n, draw(RATES)) for n in sizes), latency=latency)
+    return next(sp.placements(sp.Mesh(a=math.prod(sizes)), topology))
+
+
+# The language.
+
+
+def test_groupings_are_depth_squared_disjoint_and_of_one_size():
+    for sizes in [(4,), (2, 3), (2, 2, 2), (3, 2, 2), (2, 3, 2, 2)]:
+        depth, count = len(sizes), math.prod(sizes)
+        seen = set()
+        for grouping in groupings(depth):
+            groups = grouping.members(sizes)
+            flat = groups.reshape(-1).tolist()
+            assert len(set(flat)) == len(flat)
+            assert groups.shape[1] == math.prod(sizes[d] for d in grouping.varies)
+            later = math.prod(sizes[grouping.varies[-1] + 1 :])
+            if grouping.master:
+                assert all(m % later == 0 for m in flat)
+                assert len(flat) == count // later
+            else:
+                assert sorted(flat) == list(range(count))
+            seen.add((groups.shape, groups.tobytes()))
+        assert len(seen) == depth**2
+
+
+def test_the_paper_form_is_read_back():
+    names = ("pod", "node", "gpu")
+    program = alphabet(3)
+    assert parse_program(text(program, 3, names), 3, names) == program
+    assert len(program) == 45
+    with pytest.raises(LayoutError, match=r"'\(gpu, Master\(root\), Sum\)' is no instruction over 3 digits"):
+        parse_program("(gpu, Master(root), Sum)", 3, names)
+
+
+# The checker.
+
+
+def test_hoare_triples():
+    checker = Checker((2, 2))
+    inside, across = Grouping((1,)), Grouping((0,))
+    with pytest.raises(TypingError, match=r"step 1: .*AllReduce.* an addend would be counted twice"):
+        checker.run([Instruction(inside, "all_reduce"), Instruction(inside, "all_reduce")])
+    with pytest.raises(TypingError, match="the row sets overlap"):
+        checker.run([Instruction(inside, "all_gather")])
+    with pytest.raises(TypingError, match="the row sets are empty or differ"):
+        checker.run([Instruction(inside, "reduce_scatter"), Instruction(inside, "all_reduce")])
+    with pytest.raises(TypingError, match="a member holds what the first does not"):
+        checker.run([Instruction(inside, "broadcast")])
+    with pytest.raises(TypingError, match="all hold the same already"):
+        checker.run([Instruction(inside, "all_reduce"), Instruction(inside, "broadcast")])
+    with pytest.raises(TypingError, match="the first member holds nothing"):
+        checker.run([Instruction(Grouping((0, 1)), "reduce"), Instruction(inside, "broadcast")])
+    with pytest.raises(TypingError, match="the goal was reached before"):
+        checker.run([Instruction(Grouping((0, 1)), "all_reduce"), Instruction(across, "all_reduce")])
+    with pytest.raises(TypingError, match="ends before every member holds every addend"):
+        checker.check([Instruction(across, "all_reduce")])
+    with pytest.raises(TypingError, match="3 rows are not cut by 2"):
+        bad = state_matrix._refused("reduce_scatter", [state_matrix.Held(0b111, 1), state_matrix.Held(0b111, 2)])
+        raise TypingError(bad)
+
+
+def apart(sizes, owner=None):
+    """All programs up to 4 instructions by blind search with the checker alone."""
+    checker = Checker(sizes)
+    found = []
+
+    def follow(state, path):
+        for step in alphabet(len(sizes)):
+            try:
+                after = checker.step(state, step)
+            except TypingError:
+                continue
+            if after == checker.goal:
+                found.append((*path, step))
+            elif len(path) < 3:
+                follow(after, (*path, step))
+
+    follow(checker.start, ())
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((2,), 3), ((2, 2), 71), ((2, 3), 71), ((3, 2), 71)])
+def test_the_graph_is_what_the_checker_finds(sizes, count):
+    graph = state_graph(len(sizes))
+    ours = {tuple(graph.edges[e].instruction for e in path) for path in graph.programs(4)}
+    blind = apart(sizes)
+    assert len(blind) == len(ours) == count
+    assert set(blind) == ours
+
+
+def test_pinned_counts():
+    assert [state_graph(n).explored for n in (1, 2, 3, 4)] == [4, 40, 722, 20_285]
+    assert [state_graph(n).states for n in (1, 2, 3, 4)] == [4, 25, 236, 3_571]
+    counted = {n: [sum(1 for _ in state_graph(n).programs(limit)) for limit in (3, 4, 5, 6, 7)] for n in (1, 2, 3)}
+    assert counted == {1: [3] * 5, 2: [29, 71, 93, 93, 93], 3: [66, 385, 1635, 4576, 8749]}
+    for sizes in ((2, 2), (2, 5), (7, 2), (4, 4), (16, 4)):
+        found = explore(sizes)
+        assert (found.count, int(found.live().sum())) == (40, 25)
+        assert [found.count_programs(limit) for limit in (3, 4, 5, 6)] == [29, 71, 93, 93]
+    # Over unequal sizes some states of three digits differ, and at seven instructions two programs fall away.
+    unequal = explore((3, 2, 2))
+    assert unequal.count == 747
+    assert [unequal.count_programs(limit) for limit in (3, 4, 5, 6, 7)] == [66, 385, 1635, 4576, 8747]
+    assert [len(reduction_space(n).reachable("P" * n)) for n in (1, 2, 3, 4)] == [4, 16, 61, 223]
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 2), (2, 3, 2), (2, 2, 3), (4, 2, 2), (2, 4, 4), (2, 2, 8)])
+def test_programs_are_checked_at_the_true_sizes(sizes):
+    placement = next(sp.placements(sp.Mesh(a=math.prod(sizes)), switches(*((n, 1e9) for n in sizes))))
+    assert len(sp.reductions(placement, "a", 1e6)) == 1635
+    seven = {(3, 2, 2): 8747, (2, 3, 2): 8749, (2, 2, 3): 8747}.get(sizes)
+    if seven is not None:
+        assert len(sp.reductions(placement, "a", 1e6, limit=7)) == seven
+
+
+def test_five_instructions_miss_the_best_of_four_levels():
+    placement = next(sp.placements(sp.Mesh(a=16), switches((2, 1e9), (2, 1e10), (2, 1e11), (2, 1e12))))
+    five = sp.reductions(placement, "a", 2**30, limit=5, algorithm="ring")[0]
+    best = sp.reductions(placement, "a", 2**30, limit=None, algorithm="ring", top=3)
+    names = [step.collective for step in best[0].instructions]
+    assert names == ["reduce_scatter"] * 3 + ["all_reduce"] + ["all_gather"] * 3
+    assert best[0].seconds < five.seconds
+    assert sp.reduce(placement, "a", 2**30, algorithm="ring").seconds == pytest.approx(best[0].seconds, rel=1e-9)
+    assert best[0].seconds <= best[1].seconds <= best[2].seconds
+
+
+def test_synthesis_hierarchies():
+    topology = switches((1, 1e9), (2, 1e9), (2, 1e9), (4, 1e9))
+    matrix = ((1, 1, 2, 2), (1, 2, 1, 2))
+    placement = sp.Placement(sp.Mesh(a=4, b=4), topology, matrix)
+    counts = [
+        explore(*hierarchy(placement, "b", kind)).count_programs(5) for kind in ("system", "column", "row", "factors")
+    ]
+    assert counts == [0, 26, 93, 93]
+    with pytest.raises(LayoutError, match="hierarchy 'tree' is unknown; legal are system, column, row, factors"):
+        hierarchy(placement, "b", "tree")
+
+
+# Soundness.
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 2), (2, 2, 2)])
+def test_every_program_gives_the_exact_sums(sizes):
+    graph = state_graph(len(sizes))
+    count = math.prod(sizes)
+    addends = np.random.default_rng(0).integers(-1000, 1000, (count, count))
+    done = 0
+    for path in graph.programs(5):
+        values, rows = run_instructions(sizes, [graph.edges[e].instruction for e in path], addends)
+        assert all(len(r) == count for r in rows)
+        assert (values == addends.sum(axis=0)).all()
+        done += 1
+    assert done == {2: 93, 3: 1635}[len(sizes)]
+
+
+def test_a_wrong_program_gives_wrong_sums():
+    twice = [Instruction(Grouping((1,)), "all_reduce")] * 2
+    assert (run_instructions((1, 2), twice, np.array([[1, 2], [3, 4]]))[0] != [[4, 6], [4, 6]]).any()
+    rooted = [Instruction(Grouping((1,)), "reduce")]
+    assert (run_instructions((1, 2), rooted, np.array([[1, 2], [3, 4]]))[0][1] == POISON).all()
+
+
+PRECONDITIONS = {
+    "an addend would be counted twice": "all_reduce",
+    "the row sets are empty or differ": "all_reduce",
+    "the row sets overlap": "all_gather",
+    "the row sets are empty or of different size": "all_gather",
+    "the first member holds nothing": "broadcast",
+    "a member holds what the first does not": "broadcast",
+}
+
+
+@pytest.mark.parametrize("reason", PRECONDITIONS)
+def test_each_precondition_refuses_a_wrong_program(reason, monkeypatch):
+    """Without it a program passes that gives wrong sums, or none: it is not vacuous."""
+    honest = state_matrix._refused
+    monkeypatch.setattr(state_matrix, "_refused", lambda c, held: "" if honest(c, held) == reason else honest(c, held))
+    sizes = (2, 2)
+    checker, wrong = Checker(sizes), 0
+    addends = np.random.default_rng(1).integers(1, 10**6, (4, 4))
+
+    def follow(state, path):
+        nonlocal wrong
+        for step in alphabet(2):
+            try:
+                after = checker.step(state, step)
+            except TypingError:
+                continue
+            longer = (*path, step)
+            if any(mine.rows.bit_count() != 4 for mine in after) and len(longer) == 3:
+                continue
+            if after == checker.goal or len(longer) == 3:
+                try:
+                    values, rows = run_instructions(sizes, longer, addends)
+                    good = all(len(r) == 4 for r in rows) and bool((values == addends.sum(axis=0)).all())
+                except ValueError:
+                    good = False
+                claimed = after == checker.goal or all(h.rows == 15 for h in after)
+                wrong += claimed and not good
+            else:
+                follow(after, longer)
+
+    follow(checker.start, ())
+    assert wrong > 0
+
+
+# Types and instructions.
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_types_is_a_valid_program_and_which_do_not(depth):
+    sizes = (2,) * depth
+    placement = next(sp.placements(sp.Mesh(a=2**depth), switches(*((2, 1e9),) * depth)))
+    view = payload(placement, "a", 2**20)
+    graph = state_graph(depth)
+    untyped = {}
+    for limit in (4, 5):
+        programs = [[graph.edges[e].instruction for e in path] for path in graph.programs(limit)]
+        untyped[limit] = sum(view.instruction_ops(program) is None for program in programs)
+    assert untyped == {1: {4: 0, 5: 0}, 2: {4: 0, 5: 0}, 3: {4: 7, 5: 102}}[depth]
+    assert Checker(sizes).check([Instruction(Grouping(tuple(range(depth))), "all_reduce")]) is None
+
+
+def test_types_admit_old_values_that_the_checker_refuses():
+    """All 93 programs of two factors type; 8 more sequences type in which stale data would be read."""
+    space, checker = reduction_space(2), Checker((2, 2))
+    typed, refused = 0, 0
+
+    def follow(state, path):
+        nonlocal typed, refused
+        for edge in space.edges:
+            if edge.source != state or len(path) == 5:
+                continue
+            longer = (*path, edge.instruction)
+            if edge.target != "UU":
+                follow(edge.target, longer)
+                continue
+            typed += 1
+            try:
+                checker.check(longer)
+            except TypingError:
+                refused += 1
+
+    follow("PP", ())
+    assert (typed - refused, refused) == (93, 8)
+
+
+@given(systems(), st.sampled_from(["ring", "tree", "halving-doubling", "auto"]), st.floats(1e3, 1e9))
+@settings(max_examples=60, deadline=None)
+def test_typed_best_equals_state_graph_best(placement, algorithm, nbytes):
+    every = sp.reductions(placement, "a", nbytes, limit=None, top=1, algorithm=algorithm)
+    plan = sp.reduce(placement, "a", nbytes, algorithm=algorithm)
+    assert plan.seconds == pytest.approx(every[0].seconds, rel=1e-9)
+    few = sp.reductions(placement, "a", nbytes, limit=4, algorithm=algorithm)
+    assert plan.seconds <= few[0].seconds * (1 + 1e-9)
+    assert [r.seconds for r in few] == pytest.approx(sorted(r.seconds for r in few), rel=1e-9)
+    plan.certificate.check()
+    assert plan.certificate.lower_bound_seconds <= plan.seconds * (1 + 1e-9)
+    loose = sp.reduce(placement, "a", nbytes, algorithm=algorithm, subsets=True)
+    assert loose.seconds <= plan.seconds * (1 + 1e-9)
+    assert loose.certificate.lower_bound_seconds <= loose.seconds * (1 + 1e-9)
+
+
+@given(systems(depth=2, latency=2e-6), st.data())
+@settings(max_examples=25, deadline=None)
+def test_typed_programs_run_and_their_prices_are_the_enumeration_s(placement, data):
+    every = sp.reductions(placement, "a", data.draw(st.integers(1, 5000)))
+    for one in data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=3)):
+        assert one.program is not None
+        assert one.certificate is not None
+        one.certificate.check()
+        assert one.certificate.seconds == pytest.approx(one.seconds, rel=1e-9)
+        source, target = one.program.input_types[0], one.program.output_types[0]
+        shards = [
+            np.random.default_rng(k).integers(-99, 99, source.local_shape(k)).astype(np.float32)
+            for k in range(source.mesh.size)
+        ]
+        out = sp.run(one.program, shards)
+        assert all(np.array_equal(x, sum(shards)) for x in out)
+        assert target.layout.partial == target.layout.root == ()
+
+
+@given(systems(depth=3), st.sampled_from(["replicated", "sharded", "root"]))
+@settings(max_examples=30, deadline=None)
+def test_other_targets(placement, target):
+    plan = sp.reduce(placement, "a", 1000, target=target)
+    plan.certificate.check()
+    source, wanted = plan.program.input_types[0], plan.program.output_types[0]
+    shards = [np.full(source.local_shape(k), k + 1, dtype=np.float32) for k in range(source.mesh.size)]
+    out = sp.run(plan.program, shards)
+    n = placement.mesh.size
+    assert (out[0] == n * (n + 1) / 2).all()
+    assert wanted.local_bytes() * (n if target == "sharded" else 1) == source.local_bytes()
+    assert bool(wanted.layout.root) == (target == "root" and n > 1)
+    whole = sp.reduce(placement, "a", 1000)
+    assert plan.seconds <= whole.seconds * (1 + 1e-9)
+
+
+@given(systems(depth=3, latency=1e-6), st.sampled_from(["f32"]), st.integers(1, 10**7))
+@settings(max_examples=30, deadline=None)
+def test_reduce_is_redistribute(placement, dtype, nbytes):
+    plan = sp.reduce(placement, ("a",), nbytes)
+    source, target = plan.program.input_types[0], plan.program.output_types[0]
+    assert source.shape[:-1] == tuple(f.size for f in factors(placement, "a"))
+    assert nbytes <= source.local_bytes() < nbytes + 4 * math.prod(source.shape[:-1])
+    again = sp.redistribute(source, target, topology=placement)
+    assert str(again.program) == str(plan.program)
+    assert again.seconds == plan.seconds
+
+
+def test_several_axes_and_interleaved_digits():
+    topology = switches((2, 1e9), (8, 1e11))
+    mesh = sp.Mesh(data=4, tensor=2, pipe=2)
+    for placement in sp.placements(mesh, topology):
+        for count in (1, 2, 3):
+            for axes in itertools.combinations(mesh.axes, count):
+                plan = sp.reduce(placement, axes, 2**20, algorithm="ring")
+                every = sp.reductions(placement, axes, 2**20, algorithm="ring")
+                assert plan.seconds == pytest.approx(every[0].seconds, rel=1e-9)
+                uncollapsed = sp.reduce(placement, axes, 2**20, algorithm="ring", uncollapsed=True)
+                assert uncollapsed.seconds <= plan.seconds * (1 + 1e-9)
+                source = plan.program.input_types[0]
+                shards = [np.full(source.local_shape(k), 3**k, dtype=np.float32) for k in range(16)]
+                small = sp.reduce(placement, axes, 64)
+                inputs = [x.reshape(-1)[: math.prod(small.program.input_types[0].local_shape())] for x in shards]
+                inputs = [x.reshape(small.program.input_types[0].local_shape()) for x in inputs]
+                out = sp.run(small.program, inputs)
+                groups = mesh.group_places(axes)
+                for group in groups:
+                    total = sum(float(3 ** int(m)) for m in group)
+                    assert all(np.allclose(out[m], total) for m in group)
+
+
+def test_recognise_reads_only_payloads():
+    placement = next(sp.placements(sp.Mesh(a=4), switches((2, 1e9), (2, 1e10))))
+    view = payload(placement, "a", 4096)
+    known = recognise(view.type("PP"), view.type("SU"), placement)
+    assert known is not None
+    assert known[1:] == ("PP", "SU")
+    flat = sp.TensorType("f32", (64,), (None,), view.mesh, partial={"a": "sum"})
+    assert recognise(flat, flat.with_layout(replace(flat.layout, partial=(), reduction=None)), placement) is None
+    assert recognise(view.type("UU"), view.type("UU"), placement) is None
+
+
+# Prices.
+
+
+@given(systems(depth=3), st.floats(2.0, 16.0))
+@settings(max_examples=30, deadline=None)
+def test_bandwidth_scales_and_bytes_are_monotone(placement, factor):
+    levels = tuple(replace(level, bandwidth=level.bandwidth * factor) for level in placement.topology.levels)
+    fast = replace(placement, topology=replace(placement.topology, levels=levels))
+    nbytes = 4 * placement.mesh.size * 1000
+    base = sp.reduce(placement, "a", nbytes).seconds
+    assert sp.reduce(fast, "a", nbytes).seconds == pytest.approx(base / factor, rel=1e-9)
+    assert sp.reduce(placement, "a", nbytes * 2).seconds >= base
+
+
+@pytest.mark.parametrize(("n", "g"), [(2, 4), (2, 16), (4, 8), (8, 2)])
+def test_closed_form(n, g):
+    inner, outer = 135e9, 8e9
+    placement = next(sp.placements(sp.Mesh(a=n * g), switches((n, outer), (g, inner))))
+    nbytes = 4 * n * g * 1000
+    found = {str(r): r.seconds for r in sp.reductions(placement, "a", nbytes, algorithm="ring")}
+    k, s = n * g, 1
+    flat = max(s * 2 * (k - 1) / k * nbytes / outer, 2 * (k - 1) / k * nbytes / inner)
+    assert found["(root, InsideGroup, AllReduce)"] == pytest.approx(flat, rel=1e-9)
+    name = "(l0, InsideGroup, ReduceScatter); (l0, Parallel(root), AllReduce); (l0, InsideGroup, AllGather)"
+    three = 2 * (g - 1) / g * nbytes / inner + g * 2 * (n - 1) / n * (nbytes / g) / outer
+    assert found[name] == pytest.approx(three, rel=1e-9)
+    # Volume alone caps the ratio at n (ng - 1) / (ng (n - 1)).
+    assert flat / three < n * (k - 1) / (k * (n - 1))
+
+
+def test_one_group_alone_would_err_by_the_groups_on_a_port():
+    topology = switches((2, 8e9), (8, 135e9))
+    placement = sp.Placement(sp.Mesh(data=2, tensor=8), topology, ((2, 1), (1, 8)))
+    digits = factors(placement, "data")[0].digits
+    rate = tariff(topology, "ring").offers("all_reduce", digits)[0][1]
+    assert rate == pytest.approx(8 / 8e9)
+
+
+# Mistakes.
+
+
+def test_a_wrong_path_is_refused():
+    placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (4, 1e10))))
+    view = payload(placement, "a", 4096)
+    path = cheapest_path(view, placement.topology, "PP", "UU", "ring")
+    assert path is not None
+    check_path(view, path, "UU")
+    with pytest.raises(CertificateError, match="the state-matrix checker refuses the program found"):
+        check_path(view, path[:-1], "UU")
+
+
+def test_errors_say_what_is_legal():
+    placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (4, 1e10))))
+    with pytest.raises(LayoutError, match="limit is 0 instructions; legal are 1 or more"):
+        sp.reductions(placement, "a", 1e6, limit=0)
+    with pytest.raises(LayoutError, match="a reduction of 0 bytes: the payload of a device is above 0"):
+        sp.reduce(placement, "a", 0)
+    with pytest.raises(LayoutError, match="target 'half' is unknown; legal are replicated, sharded, root"):
+        sp.reduce(placement, "a", 1e6, target="half")
+    with pytest.raises(TopologyError, match="cannot reduce over 'b': the mesh has a=8"):
+        sp.reduce(placement, "b", 1e6)
+    deep = next(sp.placements(sp.Mesh(a=32), switches(*((2, 1e9),) * 5)))
+    with pytest.raises(Infeasible, match="over 5 levels are not enumerated, at most 4 levels are"):
+        sp.reductions(deep, "a", 1e6)
+    assert len(sp.reduce(deep, "a", 1e6).program.steps) >= 1
+    with pytest.raises(TopologyError, match="algorithm 'magic' is unknown"):
+        sp.reduce(placement, "a", 1e6, algorithm="magic")
+
+
+def test_axes_of_size_one_need_nothing():
+    placement = sp.Placement(sp.Mesh(a=4, b=1), switches((4, 1e9)), ((4,), (1,)))
+    assert sp.reduce(placement, "b", 100).program.steps == ()
+    assert sp.reductions(placement, "b", 100)[0].instructions == ()
+
+
+def test_edge_costs_are_those_of_the_typed_steps():
+    placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (2, 1e10), (2, 1e11), latency=1e-6)))
+    view = payload(placement, "a", 2**16)
+    space = reduction_space(3)
+    costs = edge_costs(space, view.factors, view.nbytes, tariff(placement.topology))
+    from shardplan.hardware.cost import price
+    from shardplan.hardware.where import fabric_of
+
+    fabric = fabric_of(placement, (view.mesh,))
+    for edge, cost in zip(space.edges, costs, strict=True):
+        pattern = view.op(edge.instruction).pattern(view.type(edge.entered))
+        assert cost == pytest.approx(price(pattern, fabric).seconds, rel=1e-9)
