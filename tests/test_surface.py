@@ -16,12 +16,16 @@ NAMES = (
     "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
+    "place", "reduce", "reductions",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
     "distribute": [("array", "-"), ("t", "-")],
     "collect": [("shards", "-"), ("t", "-")],
     "placements": [("mesh", "-"), ("topology", "-")],
+    "place": [("mesh", "-"), ("topology", "-"), ("traffic", None)],
+    "reductions": [("placement", "-"), ("axes", "-"), ("nbytes", "-"), ("limit", 5)],
+    "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }
 DROP_INS = {
@@ -110,6 +114,27 @@ def test_topologies() -> None:
         c = sp.redistribute(t, u, topology=where).certificate
         c.check()
         assert len(c.level_bytes) == 2 and 0 < c.lower_bound_seconds <= c.seconds
+
+
+def test_placing_and_reducing() -> None:
+    topo = sp.Topology.load("dgx-a100", nodes=2)
+    mesh = sp.Mesh(data=4, tensor=4)
+    best = sp.place(mesh, topo, traffic={("data",): 2e9, ("tensor",): 5e8})
+    assert len(best) == len(list(sp.placements(mesh, topo)))
+    assert isinstance(best[0].placement, sp.Placement) and isinstance(best[0].seconds, float)
+    assert set(best[0].plans) == {("data",), ("tensor",)}
+    assert all(isinstance(p, sp.Plan) for p in best[0].plans.values())
+    assert 0 < best[0].lower_bound_seconds <= best[0].seconds <= best[-1].seconds
+    listed = sp.place(mesh, topo, traffic={("data",): [("all_gather", 1e6, 3), ("all_reduce", 1e6, 1)]})
+    assert isinstance(listed[0].plans["data",], tuple)
+    placement = best[-1].placement
+    plans = sp.reductions(placement, axes=("data",), nbytes=2**26, limit=5)
+    assert all(hasattr(plans[0], name) for name in ("instructions", "seconds", "program", "certificate"))
+    plan = sp.reduce(placement, axes=("data",), nbytes=2**26)
+    assert isinstance(plan, sp.Plan) and plan.seconds <= plans[0].seconds * (1 + 1e-9)
+    assert plan.program.input_types[0].local_bytes() == 2**26
+    plan.certificate.check()
+    assert sp.place(plan.program, topo)[0].seconds > 0
 
 
 def test_texts_parse_back() -> None:

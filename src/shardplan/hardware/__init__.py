@@ -11,7 +11,9 @@ Reading order:
 - `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
 - `aggregate`      all-to-all and in-network reduction, priced without listing flows
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
-- `bounds`         lower bounds in seconds: cut, count and gather
+- `bounds`         lower bounds in seconds: cut, count and gather; `reduction_bound` those of moves that reduce
+- `factors`        what a placement makes of the axes of a reduction; `tariff` prices of collectives over them
+- `launch`         a launch that exists; `verdict` what kind of placement it is; `hostfile` and `megatron` read launches
 
 This room imports `core` and the errors, and numpy.
 """

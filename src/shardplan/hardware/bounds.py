@@ -134,11 +134,16 @@ def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: In
             entry = entry + entry_bytes(src_boxes, dst_boxes, row.reshape(-1), itemsize)
         if bool((entry > 0).any()):
             outermost = j if outermost < 0 else outermost
-            worst = max(worst, float((entry / fabric.capacity(j)[unit]).max()))
+            worst = max(worst, most_over(entry, fabric.capacity(j)[unit]))
     if outermost < 0:
         return 0.0
     # Some message crosses level `outermost` or one further out.
     return fabric.launch + float(fabric.latencies()[: outermost + 1].min()) + worst
+
+
+def most_over(load: Floats, capacity: Floats) -> float:
+    """Return the largest load over capacity; what carries nothing needs none (a ring of one has no links)."""
+    return float(np.divide(load, capacity, out=np.zeros(len(load)), where=load > 0).max(initial=0.0))
 
 
 Share = Callable[[Ints, int], NDArray[np.floating[Any]]]
@@ -215,7 +220,7 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
         capacity = fabric.capacity(j)
         for share in (enter, leave):
             load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units)
-            worst = max(worst, float((load / capacity).max()))
+            worst = max(worst, most_over(load, capacity))
         crossing = float(((spanned[j] - 1) * total * nbytes).sum())
         worst = max(worst, crossing / summed_capacity(fabric, j, np.unique(unit[split])))
         if wires.level.link == "ring" and len(keys) * wires.level.size**2 <= _ARCS:

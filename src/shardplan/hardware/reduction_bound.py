@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.bounds import all_reduce_bound, reduce_scatter_bound, summed_capacity
+from shardplan.hardware.bounds import all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
 from shardplan.hardware.fabric import Fabric, Floats, Ints
 
 
@@ -56,7 +56,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
     single = len(demand.addends) == int(demand.need.sum())
     worst = 0.0
     for j, wires in enumerate(fabric.wires):
-        worst = max(worst, float((_cut(demand, wires.stride, wires.units) / fabric.capacity(j)).max()))
+        worst = max(worst, most_over(_cut(demand, wires.stride, wires.units), fabric.capacity(j)))
         if single and not any(w.level.reduces for w in fabric.wires):
             worst = max(worst, _count(demand, j, fabric))
     if single and not source.layout.root and not target.layout.root:

@@ -12,7 +12,7 @@ from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TopologyError
-from shardplan.hardware.bounds import batch_lower_bound_seconds
+from shardplan.hardware.bounds import batch_lower_bound_seconds, most_over
 from shardplan.hardware.cost import Fabric, Price, price
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.reduction_bound import reduction_bound
@@ -66,8 +66,8 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    worst = np.max(least / fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)], initial=0.0)
-    best = float(worst) + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)])
+    best = worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:

@@ -35,22 +35,22 @@ from shardplan.movement.fit import chain
 from shardplan.movement.instructions import Grouping, Instruction
 from shardplan.movement.payload import payload
 from shardplan.movement.reduction_path import cheapest_path, least_seconds
-from shardplan.movement.traffic import OPS, Entry, Traffic, entries, program_traffic
+from shardplan.movement.traffic import OPS, Demand, Traffic, demands_of, program_traffic
 
 Programs = Literal["best", "stock"]
-ELEMENT = 4  # bytes: payloads are padded to whole f32 elements for each member
+ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
 # Devices up to which renamings around a degraded unit are tried.
 MOST_RENAMED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one entry of the traffic costs a step on a placement, its count included, in seconds.
+    """What one demand of the traffic costs a step on a placement, its count included, in seconds.
 
     `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken.
     """
 
-    entry: Entry
+    demand: Demand
     seconds: float
     stock_seconds: float
 
@@ -62,7 +62,7 @@ class Placed:
     Args:
         placement: Where the mesh lies.
         seconds: Of a step's traffic.
-        shares: Of each entry.
+        shares: Of each demand.
         other_seconds: Of communication that is no collective over whole axes (of a program).
         programs: `"best"` or `"stock"`.
         algorithm: What collectives are priced under.
@@ -82,21 +82,21 @@ class Placed:
 
     @cached_property
     def plans(self) -> Mapping[tuple[str, ...], Plan | tuple[Plan, ...]]:
-        """The program of every entry, by axes: a plan, or several where the axes have several entries.
+        """The program of every demand, by axes: a plan, or several where the axes have several demands.
 
         A permute to the next member has no plan: it is one message.
         """
         found: dict[tuple[str, ...], list[Plan]] = {}
         for share in self.shares:
-            plan = entry_plan(self.placement, share.entry, self.programs, self.algorithm)
+            plan = demand_plan(self.placement, share.demand, self.programs, self.algorithm)
             if plan is not None:
-                found.setdefault(share.entry.axes, []).append(plan)
+                found.setdefault(share.demand.axes, []).append(plan)
         return {axes: plans[0] if len(plans) == 1 else tuple(plans) for axes, plans in found.items()}
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """What no point-to-point algorithm can beat on this placement: the sum over the entries."""
-        return sum(share.entry.count * entry_bound(self.placement, share.entry) for share in self.shares)
+        """What no point-to-point algorithm can beat on this placement: the sum over the demands."""
+        return sum(share.demand.count * demand_bound(self.placement, share.demand) for share in self.shares)
 
 
 @dataclass(frozen=True)
@@ -201,48 +201,68 @@ def place(
     elif traffic is None:
         raise LayoutError('a mesh needs its traffic: such as {("data",): 2e9}, all-reduce bytes a step')
     else:
-        found = entries(mesh, traffic)
+        found = tuple(d for d in demands_of(traffic, mesh) if d.nbytes > 0 and d.count > 0)
+        if not found:
+            raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
     if programs not in ("best", "stock"):
         raise LayoutError(f"programs={programs!r} is unknown; legal are 'best' and 'stock'")
     places = list(placements(mesh, topology, bounds, inside))
     if not places:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    shares = [_prices(places, entry, programs, algorithm) for entry in found]
-    rest = [sum(price(p, Fabric(topology, place.position()), algorithm).seconds for p in others) for place in places]
+    return rank(places, found, programs, algorithm, others)
+
+
+def rank(
+    places: Sequence[Placement],
+    demands: Sequence[Demand],
+    programs: Programs = "best",
+    algorithm: str = "auto",
+    others: Sequence[Pattern] = (),
+) -> Ranking:
+    """Rank placements of one mesh on one topology.
+
+    Args:
+        places: At least one.
+        demands: The collectives of a step.
+        programs: As for `place`.
+        algorithm: As for `place`.
+        others: All other communication of a step; device ids are the mesh's.
+
+    Returns:
+        The placements, best first.
+    """
+    shares = [_prices(places, demand, programs, algorithm) for demand in demands]
     rows: list[Placed] = []
     for k, where in enumerate(places):
-        own = tuple(Share(e, best[k], stock[k]) for e, (best, stock) in zip(found, shares, strict=True))
-        rows.append(Placed(where, sum(s.seconds for s in own) + rest[k], own, rest[k], programs, algorithm))
-    rows.sort(key=lambda row: row.seconds)
-    return Ranking(rows)
+        fabric = Fabric(where.topology, where.position()) if others else None
+        rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
+        own = tuple(Share(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
+        rows.append(Placed(where, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
+    return Ranking(sorted(rows, key=lambda row: row.seconds))
 
 
 def _prices(
-    places: Sequence[Placement], entry: Entry, programs: Programs, algorithm: str
+    places: Sequence[Placement], demand: Demand, programs: Programs, algorithm: str
 ) -> tuple[list[float], list[float]]:
-    """Seconds of an entry on every placement: as the program taken, and stock."""
+    """Seconds of a demand on every placement: as the program taken, and stock."""
     topology = places[0].topology
-    found = [factors(p, entry.axes) for p in places]
-    stock = [entry.count * stock_seconds(f, topology, entry, algorithm) for f in found]
-    letters = OPS[entry.op]
+    found = [factors(p, demand.axes) for p in places]
+    stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
+    letters = OPS[demand.op]
     if programs == "stock" or letters is None:
         return stock, stock
-    amounts = [_padded(entry.payload(math.prod(x.size for x in f)), math.prod(x.size for x in f)) for f in found]
+    amounts = [demand.payload(math.prod(x.size for x in f)) for f in found]
     best = least_seconds(found, topology, amounts, *letters, algorithm)
-    return [entry.count * s for s in best], stock
+    return [demand.count * s for s in best], stock
 
 
-def _padded(nbytes: float, members: int) -> int:
-    return ELEMENT * members * max(1, math.ceil(nbytes / (ELEMENT * members)))
-
-
-def stock_seconds(found: tuple[Factor, ...], topology: Topology, entry: Entry, algorithm: str = "auto") -> float:
-    """Price an entry as the one collective that it is.
+def stock_seconds(found: tuple[Factor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
+    """Price a demand as the one collective that it is.
 
     Args:
         found: The factors of its axes on a placement.
         topology: The hardware.
-        entry: The collective; its count is not applied.
+        demand: The collective; its count is not applied.
         algorithm: As for `hardware.cost.price`.
 
     Returns:
@@ -252,11 +272,10 @@ def stock_seconds(found: tuple[Factor, ...], topology: Topology, entry: Entry, a
     members = math.prod(d.size for d in digits)
     if members == 1:
         return 0.0
-    if OPS[entry.op] is None:
-        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, entry.op)
-        return fixed + rate * entry.nbytes
-    held = _padded(entry.payload(members), members) / (members if entry.op == "all_gather" else 1)
-    return tariff(topology, algorithm).seconds(entry.op, digits, (), held)
+    if OPS[demand.op] is None:
+        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
+        return fixed + rate * demand.nbytes
+    return tariff(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
 
 
 @lru_cache(maxsize=4096)
@@ -274,52 +293,54 @@ def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: 
     return one.alpha, one.transfer
 
 
-def entry_plan(placement: Placement, entry: Entry, programs: Programs = "best", algorithm: str = "auto") -> Plan | None:
-    """Return the program of an entry on a placement; None for a permute, which is one message.
+def demand_plan(
+    placement: Placement, demand: Demand, programs: Programs = "best", algorithm: str = "auto"
+) -> Plan | None:
+    """Return the program of a demand on a placement; None for a permute, which is one message.
 
     Args:
         placement: Where.
-        entry: The collective.
+        demand: The collective.
         programs: `"best"`, or `"stock"` for the one collective.
         algorithm: As for `hardware.cost.price`.
 
     Returns:
         A plan on the types of the payload.
     """
-    members = math.prod(placement.mesh.span(a).size for a in entry.axes)
-    if entry.op == "permute":
+    members = math.prod(placement.mesh.span(a).size for a in demand.axes)
+    if demand.op == "permute":
         return None
-    letters = OPS[entry.op]
+    letters = OPS[demand.op]
     if letters is None:
         mesh = placement.mesh_split()
-        each = max(1, math.ceil(entry.nbytes / (ELEMENT * members)))
-        others = tuple(a for a in mesh.axes if a not in entry.axes)
+        each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
+        others = tuple(a for a in mesh.axes if a not in demand.axes)
         groups = mesh.size // members
-        axes = tuple(a for f in factors(placement, entry.axes) for a in f.axes)
+        axes = tuple(a for f in factors(placement, demand.axes) for a in f.axes)
         source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
         ops = [AllToAll(0, 1, axes)] if members > 1 else []
         program = chain(ops, source)
         return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
-    view = payload(placement, entry.axes, entry.payload(members))
+    view = payload(placement, demand.axes, demand.payload(members))
     before, after = (letter * len(view.factors) for letter in letters)
     source, target = view.type(before), view.type(after)
     if programs == "stock" and view.factors:
-        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), entry.op))]
+        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
     else:
         ops = view.path_ops(cheapest_path(view, placement.topology, before, after, algorithm) or [])
     program = chain(ops, source)
     return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
 
 
-def entry_bound(placement: Placement, entry: Entry) -> float:
-    """Return a lower bound in seconds of an entry, all groups together, by cut, count and gather; see `bounds`."""
+def demand_bound(placement: Placement, demand: Demand) -> float:
+    """Return a lower bound in seconds of a demand, all groups together, by cut, count and gather; see `bounds`."""
     fabric = Fabric(placement.topology)
     ids = placement.device_mesh()
-    at = [placement.mesh.axes.index(a) for a in entry.axes]
+    at = [placement.mesh.axes.index(a) for a in demand.axes]
     rest = [i for i in range(ids.ndim) if i not in at]
     members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
-    nbytes = np.full(len(members), entry.nbytes)
-    match entry.op:
+    nbytes = np.full(len(members), demand.nbytes)
+    match demand.op:
         case "all_reduce":
             least = all_reduce_bound(members, nbytes, fabric)
         case "reduce_scatter":
@@ -339,12 +360,12 @@ def _degraded(ranking: Ranking) -> Degraded | None:
         return None
     levels = tuple(replace(level, degraded=()) for level in topology.levels)
     sound = replace(topology, levels=levels)
-    entries_ = [share.entry for share in best.shares]
-    healthy = min(ranking, key=lambda row: _total(replace(row.placement, topology=sound), entries_, row))
+    demands = [share.demand for share in best.shares]
+    healthy = min(ranking, key=lambda row: _total(replace(row.placement, topology=sound), demands, row))
     names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
     renaming, seconds = None, best.seconds
     if topology.size <= MOST_RENAMED:
-        plans = [(entry_plan(best.placement, e, best.programs, best.algorithm), e.count) for e in entries_]
+        plans = [(demand_plan(best.placement, e, best.programs, best.algorithm), e.count) for e in demands]
         for ids in _swaps(topology):
             fabric = Fabric(topology, ids[best.placement.position()])
             total = sum(
@@ -359,7 +380,7 @@ def _degraded(ranking: Ranking) -> Degraded | None:
     return Degraded(names, healthy.placement, regret, renaming, gain)
 
 
-def _total(placement: Placement, found: Sequence[Entry], row: Placed) -> float:
+def _total(placement: Placement, found: Sequence[Demand], row: Placed) -> float:
     return sum(sum(_prices([placement], e, row.programs, row.algorithm)[0]) for e in found)
 
 

@@ -18,7 +18,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.plan import Plan
 from shardplan.movement.fit import chain
 from shardplan.movement.instruction_run import run_instructions
-from shardplan.movement.instructions import Instruction
+from shardplan.movement.instructions import Instruction, program_text
 from shardplan.movement.payload import Payload, payload
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.reduction_path import cheapest_path
@@ -26,7 +26,13 @@ from shardplan.movement.reduction_space import Edge, State
 from shardplan.movement.reductions import CHECKED_MEMBERS
 from shardplan.movement.state_matrix import MOST_MEMBERS, Checker
 
-TARGETS = {"replicated": "U", "sharded": "S", "root": "R"}
+Target = Literal["replicated", "sharded", "root"]
+# The letter of every factor at the end, and the one collective that leads there.
+TARGETS: dict[str, tuple[str, str]] = {
+    "replicated": ("U", "all_reduce"),
+    "sharded": ("S", "reduce_scatter"),
+    "root": ("R", "reduce"),
+}
 
 
 def reduce(
@@ -34,7 +40,7 @@ def reduce(
     axes: str | Sequence[str],
     nbytes: float,
     *,
-    target: Literal["replicated", "sharded", "root"] = "replicated",
+    target: Target = "replicated",
     algorithm: str = "auto",
     subsets: bool = False,
     uncollapsed: bool = False,
@@ -66,19 +72,50 @@ def reduce(
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
-    if target not in TARGETS:
-        raise LayoutError(f"target {target!r} is unknown; legal are {', '.join(TARGETS)}")
-    view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
-    before, after = "P" * len(view.factors), TARGETS[target] * len(view.factors)
-    source, wanted = view.type(before), view.type(after)
-    path = cheapest_path(view, placement.topology, before, after, algorithm, subsets)
-    if path is None:  # an op over all factors leads to every target
-        raise AssertionError(f"no program from {source} to {wanted}")
-    check_path(view, path, after)
+    view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
+    source, wanted = view.type("P" * len(view.factors)), view.type(after)
     if algorithm == "auto" and not subsets:
         return redistribute(source, wanted, topology=placement)
     program = chain(view.path_ops(path), source)
     return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
+
+
+def _best(
+    placement: Placement,
+    axes: str | Sequence[str],
+    nbytes: float,
+    target: str,
+    algorithm: str,
+    subsets: bool,
+    uncollapsed: bool,
+) -> tuple[Payload, list[Edge], State]:
+    """Return the payload, the cheapest path, checked, and the state it ends in."""
+    if target not in TARGETS:
+        raise LayoutError(f"target {target!r} is unknown; legal are {', '.join(TARGETS)}")
+    view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
+    before, after = (letter * len(view.factors) for letter in ("P", TARGETS[target][0]))
+    path = cheapest_path(view, placement.topology, before, after, algorithm, subsets) or []
+    check_path(view, path, after)
+    return view, path, after
+
+
+def instructions_text(
+    placement: Placement,
+    axes: str | Sequence[str],
+    nbytes: float,
+    *,
+    target: Target = "replicated",
+    algorithm: str = "auto",
+    subsets: bool = False,
+) -> str:
+    """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
+    view, path, _ = _best(placement, axes, nbytes, target, algorithm, subsets, False)
+    return program_text([edge.instruction for edge in path], len(view.factors), view.names)
+
+
+def stock_op(target: Target) -> str:
+    """Name the one collective that leads to a target."""
+    return TARGETS[target][1]
 
 
 def check_path(view: Payload, path: Sequence[Edge], after: State) -> None:

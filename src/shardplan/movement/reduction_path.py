@@ -56,7 +56,7 @@ def least_seconds(
     Args:
         choices: Factors on the topology, one entry for each placement.
         topology: The hardware.
-        nbytes: Payload of a device for each, with its padding.
+        nbytes: Payload of a device for each.
         before: The letter of every factor before.
         after: The letter of every factor after.
         algorithm: As for `hardware.cost.price`.

@@ -10,10 +10,10 @@ A factor that is sharded is so on a dim of its own, so a type is one state a fac
 | reduce | partial -> root |
 | broadcast | root or replicated, at least one root -> replicated |
 
-An op runs while no other factor is root (`InsideGroup`, `Parallel`), or, in the Master form, while all factors inside of
-A are and no other: those of them that are replicated are made root before, which costs nothing. In the paper's language
-A is contiguous. The cheapest path is exact: costs of edges are affine in the payload (`hardware.tariff`) and no bound on
-steps is set.
+An op runs while no other factor is root (`InsideGroup`, `Parallel`), or, in the Master form, while all factors inside
+of A are and no other: those of them that are replicated are made root before, which costs nothing. In the paper's
+language A is contiguous. The cheapest path is exact: costs of edges are affine in the payload (`hardware.tariff`) and
+no bound on steps is set.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The graph of all state matrices that reduction programs reach, and the programs in it (arXiv 2110.10548, section 4).
 
 `explore` is the semantics of `state_matrix`, over many states at once in numpy; the two are written apart and compared
-in tests. Programs hardly depend on the sizes of the digits (up to six instructions over three digits not at all), so the
-graph is explored on sizes (2, .., 2), once, and what is taken from it is checked at the true ones. Of its states only the live ones lie on a way to the goal; the live part has no cycles, so the k best programs
-without a bound on their size are found by one sweep in topological order.
+in tests. Programs hardly depend on the sizes of the digits (up to six instructions over three digits not at all), so
+the graph is explored on sizes (2, .., 2), once, and what is taken from it is checked at the true ones. Of its states
+only the live ones lie on a way to the goal; the live part has no cycles, so the k best programs without a bound on
+their size are found by one sweep in topological order.
 
 What an instruction moves depends on how its groups' rows were cut before: every live edge carries, for each group, the
 digits that were scattered. Groups differ in that where devices that idled in a Master form hold old values.

@@ -1,18 +1,25 @@
-"""The traffic of a job: which collectives run over which mesh axes, with how many bytes, how often a step."""
+"""The traffic of a job: what a step communicates, one collective over some axes of a mesh at a time.
+
+Traffic, as `place` and `audit` take it, maps axes to the bytes of one all-reduce a step, or to a list of
+`(op, bytes, count)`; bytes are what a member holds before the op.
+"""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
 from shardplan.core.pattern import Groups, Local, Pattern
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, ParseError
+from shardplan.hardware.units import format_bytes, parse_bytes
 
-# Of each op the letters of every factor before and after (see `reduction_space`); None where it is no reduction.
+# Of each op the letters of every factor before and after (see `reduction_space`); None where it is no reduction. A
+# permute sends to the next member.
 OPS: dict[str, tuple[str, str] | None] = {
     "all_reduce": ("P", "U"),
     "reduce_scatter": ("P", "S"),
@@ -22,19 +29,24 @@ OPS: dict[str, tuple[str, str] | None] = {
     "all_to_all": None,
     "permute": None,
 }
-Entries = float | Sequence[tuple[str, float, float]]
-Traffic = Mapping[tuple[str, ...] | str, Entries]
+Rows = float | Sequence[tuple[str, float, float]]
+Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
+_TERM = re.compile(
+    r"\s*(?P<axes>[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*)\s*=\s*(?:(?P<op>[a-z_]+)\s*:)?"
+    r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?\s*"
+)
+_NUMBERS = get_args(float | int)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A collective of every step.
+class Demand:
+    """One collective of a step.
 
     Args:
-        axes: Mesh axes of its groups, in mesh order.
-        op: all_reduce, reduce_scatter, all_gather, reduce, broadcast, all_to_all or permute (to the next member).
-        nbytes: Bytes that a member holds before.
-        count: How often a step.
+        axes: The axes it runs over, in mesh order.
+        op: A member of `OPS`.
+        nbytes: Bytes a member holds before it.
+        count: How often a step runs it.
     """
 
     axes: tuple[str, ...]
@@ -43,55 +55,96 @@ class Entry:
     count: float = 1.0
 
     def __str__(self) -> str:
-        """Say the entry in a line."""
-        times = f" x {self.count:g}" if self.count != 1 else ""
-        return f"{self.op} over {','.join(self.axes)}, {self.nbytes:g} bytes{times}"
+        """Say the demand in a line."""
+        times = "" if self.count == 1 else f" x {self.count:g}"
+        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}"
 
     def payload(self, members: int) -> float:
         """Return the bytes of the payload that the op is a part of: of an all-gather those held after."""
         return self.nbytes * (members if self.op == "all_gather" else 1)
 
 
-def entries(mesh: Mesh, traffic: Traffic) -> tuple[Entry, ...]:
-    """Read the traffic of a job.
+def demands_of(traffic: Traffic, mesh: Mesh) -> tuple[Demand, ...]:
+    """Read traffic.
 
     Args:
-        mesh: Its axes.
-        traffic: For a tuple of axes the bytes of an all-reduce a step, or a list of (op, bytes, count).
+        traffic: Axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`.
+        mesh: Its axes are those that may be named.
 
     Returns:
-        The entries, in order.
+        The demands in the order given, the axes of each in mesh order.
 
     Raises:
-        LayoutError: An axis, an op or a number is illegal, or there is no traffic.
+        LayoutError: An axis is unknown or stands twice, an op is unknown, bytes or a count are no number of 0 or more.
 
-    >>> [str(e) for e in entries(Mesh(data=4, tensor=2), {("data",): 2e9, "tensor": [("all_gather", 1e6, 48)]})]
-    ['all_reduce over data, 2e+09 bytes', 'all_gather over tensor, 1e+06 bytes x 48']
+    Example:
+        >>> [str(d) for d in demands_of({("data",): 2e9}, Mesh(data=4, tensor=2))]
+        ['all_reduce over data: 2 GB']
     """
-    found: list[Entry] = []
+    found: list[Demand] = []
     for key, value in traffic.items():
         axes = (key,) if isinstance(key, str) else tuple(key)
-        for axis in axes:
-            if axis not in mesh.axes or axes.count(axis) > 1:
-                wrong = "is named twice" if axis in mesh.axes else "is unknown"
-                raise LayoutError(f"traffic over {list(axes)}: {axis!r} {wrong}; {mesh.legal()}")
-        ordered = tuple(a for a in mesh.axes if a in axes)
-        rows = [("all_reduce", value, 1.0)] if isinstance(value, (int, float)) else value
-        for op, nbytes, count in rows:
+        if not axes or len(set(axes)) < len(axes):
+            raise LayoutError(f"traffic over {axes}: legal are distinct axes, one or more; {mesh.legal()}")
+        mesh.expand(axes)
+        rows = [("all_reduce", value, 1.0)] if isinstance(value, _NUMBERS) else value
+        for row in rows:  # pyright: ignore[reportGeneralTypeIssues]
+            if len(row) != 3:
+                raise LayoutError(f"traffic over {axes}: {row!r}; legal are bytes, or rows (op, bytes, count)")
+            op, nbytes, count = row
             if op not in OPS:
-                raise LayoutError(f"traffic over {list(axes)}: op {op!r} is unknown; legal are {', '.join(OPS)}")
-            if not (math.isfinite(nbytes) and nbytes >= 0 and math.isfinite(count) and count >= 0):
+                raise LayoutError(f"traffic over {axes}: op {op!r} is unknown; legal: {', '.join(OPS)}")
+            if not all(isinstance(x, _NUMBERS) and 0 <= x < float("inf") for x in (nbytes, count)):
                 raise LayoutError(
-                    f"traffic over {list(axes)}: {op} of {nbytes} bytes, {count} times; legal is 0 or more"
+                    f"traffic over {axes}: {op} of {nbytes!r} bytes, {count!r} times; legal are finite numbers of 0 "
+                    "or more"
                 )
-            if nbytes > 0 and count > 0:
-                found.append(Entry(ordered, op, float(nbytes), float(count)))
-    if not found:
-        raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
+            found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count)))
     return tuple(found)
 
 
-def program_traffic(program: Program) -> tuple[Mesh, tuple[Entry, ...], tuple[Pattern, ...]]:
+def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, float]]]:
+    """Read traffic as the command line takes it.
+
+    Args:
+        text: Terms `axes=bytes` with commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`,
+            another op than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`.
+
+    Returns:
+        Traffic; terms over the same axes add up to a list.
+
+    Raises:
+        ParseError: A term is malformed, its unit or its op unknown; it points at the term.
+
+    Example:
+        >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
+        {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
+    """
+    found: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
+    start = 0
+    for term in text.split(","):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            raise ParseError(
+                f"expected axes=bytes, such as data=2GB or data+tensor=all_gather:64MB*24, got {term.strip()!r}",
+                text,
+                start,
+            )
+        op = match["op"] or "all_reduce"
+        if op not in OPS:
+            raise ParseError(f"op {op!r} is unknown; legal: {', '.join(OPS)}", text, start + match.start("op"))
+        try:
+            nbytes = parse_bytes(match["bytes"])
+        except ParseError as error:
+            reason = str(error).split("\n", 1)[0]
+            raise ParseError(reason, text, start + match.start("bytes")) from None
+        axes = tuple(axis.strip() for axis in match["axes"].split("+"))
+        found.setdefault(axes, []).append((op, nbytes, float(match["count"] or 1)))
+        start += len(term) + 1
+    return found
+
+
+def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[Pattern, ...]]:
     """Fold over a program's collectives.
 
     Returns:
@@ -119,4 +172,4 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Entry, ...], tuple[Pa
             found[key] = found.get(key, 0.0) + 1
         else:
             others.append(pattern)
-    return mesh, tuple(Entry(axes, op, nbytes, n) for (axes, op, nbytes), n in found.items()), tuple(others)
+    return mesh, tuple(Demand(axes, op, nbytes, n) for (axes, op, nbytes), n in found.items()), tuple(others)

@@ -6,5 +6,7 @@
 - `verify`  a plan against its certificate and, executed, against the reference
 - `launched` a program on a real backend against the reference, under a launcher
 - `timeline` timelines as tables, predicted beside measured
+- `place`   rankings of placements, and reduction programs
+- `audit`   what a launch's audit says; `placement_picture` and `placement_svg` draw where a mesh lies
 - `text`    the print-outs and JSON objects of the commands
 """

@@ -1,102 +1,32 @@
-"""The command line: every verb as a command, with `--json` on each, and one line for every mistake.
-
-Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device or memory is missing; 4 a failure while
-running. What the commands print is made in `report`.
-"""
+"""The commands about plans: redistribute, check, show, run."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.errors import BackendError, Infeasible, LayoutError, ParseError, ShardplanError, TimedOut
+from shardplan.cli.options import (
+    MESH_HELP,
+    TOPOLOGY_HELP,
+    Json,
+    Nodes,
+    Svg,
+    check_writable,
+    read_bytes,
+    read_mesh,
+    read_topology,
+    read_types,
+)
+from shardplan.errors import BackendError, LayoutError, ParseError
 
 if TYPE_CHECKING:
-    from shardplan.core.mesh import Mesh
     from shardplan.core.program import Program
     from shardplan.core.tensor import TensorType
     from shardplan.hardware.plan import Plan
-    from shardplan.hardware.topology import Topology
-
-MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
-
-app = typer.Typer(
-    name="shardplan",
-    help="Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or devices=[3,1] for other device ids."
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture to FILE.")]
 
 
-def main() -> NoReturn:
-    """Run the command line and exit with its status."""
-    sys.exit(run_command(sys.argv[1:]))
-
-
-def run_command(arguments: Sequence[str]) -> int:
-    """Run one command.
-
-    Args:
-        arguments: What stands after `shardplan`; none of it asks for help.
-
-    Returns:
-        The exit status; errors are printed to stderr.
-    """
-    try:
-        status = app(list(arguments) or ["--help"], prog_name="shardplan", standalone_mode=False)
-        sys.stdout.flush()
-        return status if isinstance(status, int) else 0
-    except (BrokenPipeError, SystemExit):
-        # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return BROKEN_PIPE
-    except (Infeasible, MemoryError) as error:
-        return _complain(error, IMPOSSIBLE, "not enough memory for what was asked")
-    except (TimedOut, BackendError) as error:
-        return _complain(error, FAILED)
-    except ShardplanError as error:
-        return _complain(error, MISTAKE)
-    except _USAGE_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)()
-        return _complain(str(message).replace("\n", " "), MISTAKE)
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{name}{error.strerror or error}", MISTAKE)
-    except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", INTERRUPTED)
-
-
-def _complain(error: object, status: int, default: str = "failed") -> int:
-    print(f"shardplan: {str(error) or default}", file=sys.stderr)
-    return status
-
-
-@app.callback(invoke_without_command=True)
-def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    """Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators."""
-    if version:
-        from shardplan import __version__
-
-        print(f"shardplan {__version__}")
-        raise typer.Exit
-
-
-@app.command()
 def redistribute(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A type, as f32[64@data, 48@tensor]; several with ';'.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="A type of the same dtype and shape.")],
@@ -104,10 +34,8 @@ def redistribute(
     dst_mesh: Annotated[
         str | None, typer.Option("--dst-mesh", metavar="MESH", help="The destination's mesh, if it is another.")
     ] = None,
-    topology: Annotated[
-        str | None, typer.Option("--topology", metavar="NAME|FILE", help="A preset, a .toml file or NCCL's .xml file.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="The size of the topology's level called node.")] = None,
+    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    nodes: Nodes = None,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="BYTES", help="Workspace of a device: 4GB, 512 MiB.")
     ] = None,
@@ -122,15 +50,17 @@ def redistribute(
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
 
-    _writable(out, svg)
-    sources = _types(source, _mesh("--mesh", mesh))
-    targets = _types(destination, _mesh("--mesh", mesh) if dst_mesh is None else _mesh("--dst-mesh", dst_mesh))
+    check_writable(out, svg)
+    sources = read_types(source, read_mesh("--mesh", mesh))
+    targets = read_types(
+        destination, read_mesh("--mesh", mesh) if dst_mesh is None else read_mesh("--dst-mesh", dst_mesh)
+    )
     single = len(sources) == len(targets) == 1
     plan = plan_move(
         sources[0] if single else sources,
         targets[0] if single else targets,
-        topology=_topology(topology, nodes),
-        memory_limit=_memory(memory_limit),
+        topology=read_topology(topology, nodes),
+        memory_limit=None if memory_limit is None else int(read_bytes("--memory-limit", memory_limit)),
         portable=portable,
     )
     if out is not None:
@@ -149,7 +79,6 @@ def redistribute(
         print(plan)
 
 
-@app.command()
 def check(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     as_json: Json = False,
@@ -164,7 +93,6 @@ def check(
     print(json_text(check_object(path, plan, verdict)) if as_json else check_text(plan, verdict))
 
 
-@app.command()
 def show(
     what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM|TYPE", help="A plan file, a program file, or a type.")],
     mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=f"A type's mesh. {MESH_HELP}")] = None,
@@ -176,16 +104,16 @@ def show(
     from shardplan.hardware.plan import Plan
     from shardplan.report.text import json_text, plan_object, program_object, shown, type_object
 
-    _writable(svg)
+    check_writable(svg)
     subject: Plan | Program | TensorType
     if "[" in what and not Path(what).exists():
         if mesh is None:
             raise LayoutError(f"a type needs a mesh: shardplan show {what!r} --mesh data=4,tensor=2")
-        subject = TensorType.parse(what, _mesh("--mesh", mesh))
+        subject = TensorType.parse(what, read_mesh("--mesh", mesh))
     else:
         if mesh is not None:
             raise LayoutError("--mesh belongs to a type; a plan or a program says itself what its mesh is")
-        subject = _load(what)
+        subject = load_plan(what)
     program = subject.program if isinstance(subject, Plan) else subject
     if svg is not None:
         _write_svg(svg, program, what if isinstance(subject, TensorType) else Path(what).name, subject)
@@ -197,7 +125,6 @@ def show(
         print(json_text((plan_object(subject) if isinstance(subject, Plan) else {}) | program_object(program)))
 
 
-@app.command()
 def run(
     what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM", help="A plan file or a program file.")],
     backend: Annotated[
@@ -226,8 +153,8 @@ def run(
         raise LayoutError(
             "--trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi"
         )
-    _writable(trace)
-    subject = _load(what)
+    check_writable(trace)
+    subject = load_plan(what)
     program = subject.program if isinstance(subject, Plan) else subject
     if backend != "reference":
         _run_launched(subject, backend, timeout, trace, as_json)
@@ -267,49 +194,7 @@ def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: 
     print(comparison_text(predicted, found.timeline))
 
 
-def _mesh(option: str, text: str) -> Mesh:
-    from shardplan.core.mesh import Mesh
-
-    try:
-        mesh = Mesh.parse(text)
-    except ParseError as error:
-        raise ParseError(f"{option}: {error}") from None
-    except LayoutError as error:
-        raise LayoutError(f"{option}: {error}") from None
-    except OverflowError:
-        raise LayoutError(f"{option}: {text!r} is too large") from None
-    return mesh
-
-
-def _types(text: str, mesh: Mesh) -> list[TensorType]:
-    """Read one type, or several with ';' between them."""
-    from shardplan.core.tensor import TensorType
-
-    return [TensorType.parse(part.strip(), mesh) for part in text.split(";")]
-
-
-def _topology(name: str | None, nodes: int | None) -> Topology | None:
-    from shardplan.hardware.topology import Topology
-
-    if name is None:
-        if nodes is not None:
-            raise LayoutError("--nodes sets a size of a topology; give --topology too")
-        return None
-    return Topology.load(name) if nodes is None else Topology.load(name, nodes=nodes)
-
-
-def _memory(text: str | None) -> int | None:
-    from shardplan.hardware.units import parse_bytes
-
-    if text is None:
-        return None
-    try:
-        return int(parse_bytes(text))
-    except ParseError as error:
-        raise ParseError(f"--memory-limit: {error}") from None
-
-
-def _load(what: str) -> Plan | Program:
+def load_plan(what: str) -> Plan | Program:
     """Read a plan file (JSON) or a program file (text)."""
     from shardplan.core.program import Program
     from shardplan.hardware.plan import Plan
@@ -327,17 +212,6 @@ def _load(what: str) -> Plan | Program:
         except ParseError as error:
             raise ParseError(f"{what}: {error}") from None
     return Plan.load(path)
-
-
-def _writable(*paths: Path | None) -> None:
-    """Refuse files that cannot be written before any work is done."""
-    for path in paths:
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise ParseError(f"cannot write {path}: there is no folder {path.parent}")
-        if path.is_dir():
-            raise ParseError(f"cannot write {path}: it is a folder")
 
 
 def _write_svg(path: Path, program: Program | TensorType, title: str, subject: Plan | Program | TensorType) -> None:

@@ -1,0 +1,91 @@
+"""The command line: every verb as a command, with `--json` on each, and one line for every mistake.
+
+Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device or memory is missing; 4 a failure while
+running. `plans` holds the commands about plans, `placing` those about placements, `options` what they share; what they
+print is made in `report`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from shardplan.cli.placing import audit, place, reduce
+from shardplan.cli.plans import check, redistribute, run, show
+from shardplan.errors import BackendError, Infeasible, ShardplanError, TimedOut
+
+MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
+
+app = typer.Typer(
+    name="shardplan",
+    help="Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its status."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        arguments: What stands after `shardplan`; none of it asks for help.
+
+    Returns:
+        The exit status; errors are printed to stderr.
+    """
+    try:
+        status = app(list(arguments) or ["--help"], prog_name="shardplan", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except (BrokenPipeError, SystemExit):
+        # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    except (Infeasible, MemoryError) as error:
+        return _complain(error, IMPOSSIBLE, "not enough memory for what was asked")
+    except (TimedOut, BackendError) as error:
+        return _complain(error, FAILED)
+    except ShardplanError as error:
+        return _complain(error, MISTAKE)
+    except _USAGE_ERROR as error:
+        message = getattr(error, "format_message", error.__str__)()
+        return _complain(str(message).replace("\n", " "), MISTAKE)
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{name}{error.strerror or error}", MISTAKE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+
+
+def _complain(error: object, status: int, default: str = "failed") -> int:
+    print(f"shardplan: {str(error) or default}", file=sys.stderr)
+    return status
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    """Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators."""
+    if version:
+        from shardplan import __version__
+
+        print(f"shardplan {__version__}")
+        raise typer.Exit
+
+
+for _command in (redistribute, check, show, run, place, reduce, audit):
+    app.command()(_command)

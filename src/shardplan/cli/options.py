@@ -1,0 +1,74 @@
+"""What the commands share: options, and how their texts are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardplan.errors import LayoutError, ParseError
+
+if TYPE_CHECKING:
+    from shardplan.core.mesh import Mesh
+    from shardplan.core.tensor import TensorType
+    from shardplan.hardware.topology import Topology
+
+MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or devices=[3,1] for other device ids."
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture to FILE.")]
+Nodes = Annotated[int | None, typer.Option("--nodes", help="The size of the topology's level called node.")]
+TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
+
+
+def read_mesh(option: str, text: str) -> Mesh:
+    """Read a mesh; an error names the option."""
+    from shardplan.core.mesh import Mesh
+
+    try:
+        return Mesh.parse(text)
+    except ParseError as error:
+        raise ParseError(f"{option}: {error}") from None
+    except LayoutError as error:
+        raise LayoutError(f"{option}: {error}") from None
+    except OverflowError:
+        raise LayoutError(f"{option}: {text!r} is too large") from None
+
+
+def read_types(text: str, mesh: Mesh) -> list[TensorType]:
+    """Read one type, or several with ';' between them."""
+    from shardplan.core.tensor import TensorType
+
+    return [TensorType.parse(part.strip(), mesh) for part in text.split(";")]
+
+
+def read_topology(name: str | None, nodes: int | None) -> Topology | None:
+    """Load a topology with as many nodes."""
+    from shardplan.hardware.topology import Topology
+
+    if name is None:
+        if nodes is not None:
+            raise LayoutError("--nodes sets a size of a topology; give --topology too")
+        return None
+    return Topology.load(name) if nodes is None else Topology.load(name, nodes=nodes)
+
+
+def read_bytes(option: str, text: str) -> float:
+    """Read an amount such as 4GB or 64 MiB; an error names the option."""
+    from shardplan.hardware.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ParseError as error:
+        raise ParseError(f"{option}: {error}") from None
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written before any work is done."""
+    for path in paths:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise ParseError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ParseError(f"cannot write {path}: it is a folder")

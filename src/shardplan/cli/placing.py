@@ -1,0 +1,240 @@
+"""The commands about placements: place, reduce, audit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from shardplan.cli.options import (
+    MESH_HELP,
+    TOPOLOGY_HELP,
+    Json,
+    Nodes,
+    Svg,
+    check_writable,
+    read_bytes,
+    read_mesh,
+    read_topology,
+)
+from shardplan.cli.plans import load_plan
+from shardplan.errors import LayoutError, ParseError
+
+if TYPE_CHECKING:
+    from shardplan.core.mesh import Mesh
+    from shardplan.hardware.placement import Placement
+    from shardplan.hardware.topology import Topology
+    from shardplan.movement.place import Programs
+    from shardplan.movement.reduce import Target
+    from shardplan.movement.traffic import Traffic
+
+NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)]
+NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
+TRAFFIC_HELP = "All-reduce bytes a step by axes, data=2GB,tensor=500MB; or data+tensor=all_gather:64MB*24."
+TrafficText = Annotated[str | None, typer.Option("--traffic", metavar="TRAFFIC", help=TRAFFIC_HELP)]
+Algorithm = Annotated[str, typer.Option("--algorithm", help="auto, ring, tree or halving-doubling.")]
+
+
+def place(
+    program: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROGRAM]", help="A program or plan, whose collectives are the traffic."),
+    ] = None,
+    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    nodes: Nodes = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)] = None,
+    traffic: TrafficText = None,
+    programs: Annotated[str, typer.Option("--programs", help="best, or stock: every collective as one op.")] = "best",
+    algorithm: Algorithm = "auto",
+    inside: Annotated[
+        str | None, typer.Option("--inside", metavar="AXIS=LEVEL", help="Keep axes inside a level: tensor=gpu.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", help="How many placements to print.")] = 10,
+    show_picture: Annotated[bool, typer.Option("--show", help="Draw the best placement.")] = False,
+    svg: Svg = None,
+    as_json: Json = False,
+) -> None:
+    """Rank every placement of a mesh on a topology for the traffic of a job."""
+    from shardplan.core.program import Program
+    from shardplan.hardware.planfile import write_atomic
+    from shardplan.movement.place import place as rank
+    from shardplan.report.place import ranking_object, ranking_text
+    from shardplan.report.placement_picture import text_placement
+    from shardplan.report.placement_svg import svg_placement
+    from shardplan.report.text import json_text
+
+    check_writable(svg)
+    where = _needed(topology, nodes)
+    subject: Mesh | Program
+    if program is not None:
+        if mesh is not None or traffic is not None:
+            raise LayoutError("a program says its own mesh and traffic; give it, or --mesh with --traffic")
+        loaded = load_plan(program)
+        subject, demands = (loaded if isinstance(loaded, Program) else loaded.program), None
+    elif mesh is None or traffic is None:
+        raise LayoutError("place needs --mesh with --traffic, such as --traffic data=2GB,tensor=500MB, or a program")
+    else:
+        subject, demands = read_mesh("--mesh", mesh), _traffic(traffic)
+    if top < 1:
+        raise LayoutError(f"--top {top}: at least 1 placement is printed")
+    kind = cast("Programs", programs)
+    found = rank(subject, where, demands, programs=kind, algorithm=algorithm, inside=_pairs(inside))
+    if svg is not None:
+        write_atomic(svg, svg_placement(found[0].placement, demands).encode())
+    if as_json:
+        print(json_text(ranking_object(found, top)))
+        return
+    print(ranking_text(found, top))
+    if show_picture:
+        print(f"\n{text_placement(found[0].placement, demands)}")
+
+
+def reduce(
+    axes: Annotated[str, typer.Argument(metavar="AXES", help="Axes to reduce over: data, or data,tensor.")],
+    topology: NeededTopology,
+    mesh: NeededMesh,
+    nbytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Payload of every device: 64MiB, 2GB.")],
+    nodes: Nodes = None,
+    placement: Annotated[
+        str | None,
+        typer.Option("--placement", metavar="MATRIX", help="data=[2,4],tensor=[1,2]; by default the best for this."),
+    ] = None,
+    target: Annotated[str, typer.Option("--target", help="replicated, sharded or root.")] = "replicated",
+    algorithm: Algorithm = "auto",
+    subsets: Annotated[bool, typer.Option("--subsets", help="Collectives over any set of levels.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every valid program up to --limit instructions.")] = False,
+    limit: Annotated[int, typer.Option("--limit", help="Most instructions of a program of --all; 0 for any.")] = 5,
+    top: Annotated[int, typer.Option("--top", help="How many programs of --all to print.")] = 10,
+    export: Annotated[
+        str | None, typer.Option("--export", metavar="FORMAT", help="Print as torch, jax, mpi or msccl code instead.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a plan file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best program that reduces over some axes of a placement."""
+    from shardplan.hardware.factors import factors
+    from shardplan.movement.place import stock_seconds
+    from shardplan.movement.reduce import instructions_text, stock_op
+    from shardplan.movement.reduce import reduce as best
+    from shardplan.movement.reductions import reductions
+    from shardplan.movement.traffic import Demand
+    from shardplan.report import place as told
+    from shardplan.report.text import json_text
+
+    check_writable(out)
+    where, amount = _needed(topology, nodes), read_bytes("--bytes", nbytes)
+    names = tuple(a.strip() for a in axes.split(","))
+    spot = _placement(placement, read_mesh("--mesh", mesh), where, names, amount, algorithm)
+    if every:
+        if top < 1:
+            raise LayoutError(f"--top {top}: at least 1 program is printed")
+        found = reductions(spot, names, amount, limit or None, top=None if limit else top, algorithm=algorithm)
+        print(json_text(told.reductions_object(found, top)) if as_json else told.reductions_text(found, top))
+        return
+    wanted = cast("Target", target)
+    plan = best(spot, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
+    if out is not None:
+        plan.save(out)
+    if export is not None:
+        from shardplan.interop.export import export_text
+
+        print(export_text(export, plan.program, spot))
+        return
+    paper = instructions_text(spot, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
+    one = Demand(names, stock_op(wanted), amount)
+    stock = stock_seconds(factors(spot, names), where, one, algorithm)
+    if as_json:
+        print(json_text(told.reduction_object(plan, paper, stock, spot)))
+    else:
+        print(told.reduction_text(plan, paper, stock))
+
+
+def audit(
+    topology: NeededTopology,
+    mesh: NeededMesh,
+    nodes: Nodes = None,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts in the order of the topology's units.")
+    ] = None,
+    rank_order: Annotated[
+        str | None,
+        typer.Option("--rank-order", metavar="ORDER", help="block, cyclic, the ranks' devices 0,8,1,.., or a file."),
+    ] = None,
+    megatron: Annotated[
+        str | None, typer.Option("--megatron", metavar="ORDER", help="Numbers the ranks: tp-cp-ep-dp-pp.")
+    ] = None,
+    traffic: TrafficText = None,
+    fail_above: Annotated[
+        float | None, typer.Option("--fail-above", metavar="RATIO", help="Exit 1 if the launch takes longer than that.")
+    ] = None,
+    framework: Annotated[
+        str, typer.Option("--fix", help="Whose fix to print: torch, jax, megatron, mpi, nccl-tests or all.")
+    ] = "all",
+    show_picture: Annotated[bool, typer.Option("--show", help="Draw the launch.")] = False,
+    svg: Svg = None,
+    as_json: Json = False,
+) -> int:
+    """Say how a launch that exists is placed, what that costs, and how to do better."""
+    from shardplan.hardware.planfile import write_atomic
+    from shardplan.report.audit import audit_command
+    from shardplan.report.text import json_text
+
+    check_writable(svg)
+    found = audit_command(
+        topology,
+        mesh,
+        nodes,
+        hostfile,
+        rank_order,
+        megatron,
+        traffic,
+        fail_above,
+        framework,
+        show_picture,
+        svg is not None,
+    )
+    if svg is not None:
+        write_atomic(svg, found.svg.encode())
+    print(json_text(found.object) if as_json else found.text)
+    return found.status
+
+
+def _needed(name: str | None, nodes: int | None) -> Topology:
+    found = read_topology(name, nodes)
+    if found is None:
+        raise LayoutError("--topology is needed: a preset, a .toml file or NCCL's .xml file")
+    return found
+
+
+def _traffic(text: str) -> Traffic:
+    from shardplan.movement.traffic import parse_traffic
+
+    try:
+        return parse_traffic(text)
+    except ParseError as error:
+        raise ParseError(f"--traffic: {error}") from None
+
+
+def _pairs(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(sep and name.strip() and level.strip() for name, sep, level in pairs):
+        raise LayoutError(f"--inside {text!r}: legal is AXIS=LEVEL, such as tensor=gpu, several with commas between")
+    return {name.strip(): level.strip() for name, _, level in pairs}
+
+
+def _placement(
+    text: str | None, mesh: Mesh, topology: Topology, axes: tuple[str, ...], nbytes: float, algorithm: str
+) -> Placement:
+    from shardplan.hardware.placement import Placement
+    from shardplan.movement.place import place as rank
+
+    if text is None:
+        return rank(mesh, topology, {axes: nbytes}, algorithm=algorithm)[0].placement
+    try:
+        return Placement.parse(f"mesh {mesh}\nplacement {text}\n{topology}")
+    except ParseError as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ParseError(f"--placement {text!r}: {reason}; legal is such as data=[2,4], tensor=[1,2]") from None

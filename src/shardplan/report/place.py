@@ -1,0 +1,178 @@
+"""What `place` and `reduce` print, and their JSON objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.plan import Plan
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.movement.place import Degraded, Placed, Ranking
+from shardplan.movement.reductions import Reduction
+from shardplan.report.text import plan_object
+
+SHOWN = 10  # placements printed unless more are asked for
+
+
+def ranking_text(found: Ranking, top: int = SHOWN) -> str:
+    """Print a ranking: a line a placement, then what placing well is worth.
+
+    Args:
+        found: The ranking.
+        top: Placements printed.
+
+    Returns:
+        Lines of text.
+    """
+    best = found[0]
+    rows = [("", "seconds", "x best", "bound", "stock", "placement")]
+    for number, row in enumerate(found[:top]):
+        over = row.seconds / best.seconds if best.seconds > 0 else 1.0
+        cells = (row.seconds, row.lower_bound_seconds, row.stock_seconds)
+        seconds, bound, stock = map(format_seconds, cells)
+        rows.append((str(number + 1), seconds, f"{over:.2f}", bound, stock, row.placement.describe()))
+    widths = [max(len(r[k]) for r in rows) for k in range(5)]
+    lines = ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[5]]) for r in rows]
+    if len(found) > top:
+        lines.append(f"... and {len(found) - top} more, the last {found[-1].seconds / best.seconds:.3g} x the best")
+    lines += ["", f"best       {best.placement.describe()} on {best.placement.topology.describe()}"]
+    for share in best.shares:
+        part = f"{share.seconds / best.seconds:.0%}" if best.seconds > 0 else "-"
+        cost = f"{format_seconds(share.seconds)} ({part}), as one op {format_seconds(share.stock_seconds)}"
+        lines.append(f"  {share.demand}: {cost}")
+    if best.other_seconds > 0:
+        lines.append(f"  other communication: {format_seconds(best.other_seconds)}")
+    lines.append(
+        f"gain       the worst placement takes {found.placement_gain:.3g} x the best with every collective as one op; "
+        f"{found.mitigation(max(found, key=lambda r: r.seconds)):.3g} x with the best programs"
+    )
+    if found.degraded is not None:
+        lines += _degraded(found.degraded)
+    return "\n".join(lines)
+
+
+def _degraded(found: Degraded) -> list[str]:
+    units = ", ".join(found.units)
+    lines = [f"degraded   {units}: the choice of the healthy cluster would take {found.regret:.3g} x the best"]
+    if found.renaming is not None:
+        moved = [(k, d) for k, d in enumerate(found.renaming) if k != d]
+        shown = ", ".join(f"{a}->{b}" for a, b in moved[:8]) + (", ..." if len(moved) > 8 else "")
+        lines.append(f"renaming   devices {shown} make the best {found.gain:.3g} x faster")
+    return lines
+
+
+def ranking_object(found: Ranking, top: int | None = None) -> dict[str, Any]:
+    """Return a ranking as an object; `placements` holds the rows, best first, the first with its programs."""
+    degraded = found.degraded
+    return {
+        "placements": [
+            placed_object(row) | ({"plans": _plans(row)} if number == 0 else {})
+            for number, row in enumerate(found[:top])
+        ],
+        "count": len(found),
+        "placement_gain": found.placement_gain,
+        "degraded": None
+        if degraded is None
+        else {
+            "units": list(degraded.units),
+            "healthy": [list(row) for row in degraded.healthy.matrix],
+            "regret": degraded.regret,
+            "renaming": None if degraded.renaming is None else list(degraded.renaming),
+            "gain": degraded.gain,
+        },
+    }
+
+
+def _plans(row: Placed) -> dict[str, list[str]]:
+    """The programs of the best placement, by axes, as text."""
+    return {
+        ",".join(axes): [str(p.program) for p in (plans if isinstance(plans, tuple) else (plans,))]
+        for axes, plans in row.plans.items()
+    }
+
+
+def placed_object(row: Placed) -> dict[str, Any]:
+    """Return one placement as an object."""
+    return {
+        "placement": row.placement.describe(),
+        "matrix": [list(r) for r in row.placement.matrix],
+        "seconds": row.seconds,
+        "stock_seconds": row.stock_seconds,
+        "lower_bound_seconds": row.lower_bound_seconds,
+        "other_seconds": row.other_seconds,
+        "shares": [
+            {
+                "axes": list(share.demand.axes),
+                "op": share.demand.op,
+                "bytes": share.demand.nbytes,
+                "count": share.demand.count,
+                "seconds": share.seconds,
+                "stock_seconds": share.stock_seconds,
+            }
+            for share in row.shares
+        ],
+    }
+
+
+def reduction_text(plan: Plan, paper: str, stock: float) -> str:
+    """Print the plan of a reduction, its instructions, and what the one collective would take.
+
+    Args:
+        plan: The best program.
+        paper: The same in the paper's language.
+        stock: Seconds of the one collective.
+
+    Returns:
+        Lines of text.
+    """
+    lines = [str(plan)]
+    if paper:
+        lines.append(f"paper      {paper}")
+    if plan.seconds > 0:
+        lines.append(f"stock      one collective takes {format_seconds(stock)}, {stock / plan.seconds:.3g} x this")
+    return "\n".join(lines)
+
+
+def reductions_text(found: Sequence[Reduction], top: int) -> str:
+    """Print a list of programs, cheapest first: seconds, how they type, instructions."""
+    if not found:
+        return "no program"
+    placement, view = found[0].placement, found[0].payload
+    lines = [
+        f"{len(found)} programs, {format_bytes(view.nbytes)} a device over "
+        f"{' x '.join(f'{f.name}={f.size}' for f in view.factors)} of {placement.describe()}"
+    ]
+    for number, one in enumerate(found[:top]):
+        mark = "" if one.payload.instruction_ops(one.instructions) is not None else "  (instructions only)"
+        lines.append(f"{number + 1:>4}  {format_seconds(one.seconds):>8}  {one}{mark}")
+    if len(found) > top:
+        lines.append(
+            f"... and {len(found) - top} more, the dearest {found[-1].seconds / found[0].seconds:.3g} x the best"
+        )
+    return "\n".join(lines)
+
+
+def reduction_object(plan: Plan, paper: str, stock: float, placement: Placement) -> dict[str, Any]:
+    """Return the plan of a reduction as an object."""
+    return plan_object(plan) | {
+        "placement": placement.describe(),
+        "matrix": [list(r) for r in placement.matrix],
+        "instructions": paper,
+        "stock_seconds": stock,
+    }
+
+
+def reductions_object(found: Sequence[Reduction], top: int | None) -> dict[str, Any]:
+    """Return a list of programs as an object."""
+    return {
+        "count": len(found),
+        "reductions": [
+            {
+                "instructions": str(one),
+                "seconds": one.seconds,
+                "program": None if one.program is None else str(one.program),
+            }
+            for one in found[:top]
+        ],
+    }

@@ -1,0 +1,239 @@
+"""A placement as text: a box for every host, a cell for every device with its rank and its coordinates in the mesh.
+
+Above the boxes stand the matrix and what each axis crosses; on the boxes, what leaves them in a step, on rings.
+`scene` gathers it for this picture and for the SVG (`placement_svg`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.hostfile import host_level
+from shardplan.hardware.launch import Launch, sharing
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Level
+from shardplan.hardware.units import format_bytes
+from shardplan.hardware.verdict import Findings, analyse
+from shardplan.movement.audit import leaving_bytes, uplink_word
+from shardplan.movement.traffic import Demand, Traffic, demands_of
+
+WIDTH = 80  # characters of a line
+MOST_BOXES = 6  # hosts drawn
+MOST_CELLS = 32  # devices drawn of a host
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A device: its rank and coordinates; for each axis the number of its group, and whether that leaves the host."""
+
+    rank: int
+    coordinates: tuple[int, ...]
+    groups: tuple[int, ...]
+    leaves: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A host: its name, its devices in order, and the bytes that leave it in a step for each demand."""
+
+    unit: int
+    name: str
+    cells: tuple[Cell, ...]
+    out: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a picture of a placement shows.
+
+    Args:
+        launch: What is drawn.
+        findings: What it is as a placement.
+        demands: What a step communicates.
+        level: The level whose units are boxes; None where all devices are in one.
+        boxes: The hosts drawn: the first ones and the last.
+        hidden: Hosts left out before the last box.
+        crossing: For each axis and level the groups that leave the busiest unit.
+    """
+
+    launch: Launch
+    findings: Findings
+    demands: tuple[Demand, ...]
+    level: Level | None
+    boxes: tuple[Box, ...]
+    hidden: int
+    crossing: tuple[tuple[int, ...], ...]
+
+
+def scene(
+    subject: Placement | Launch, traffic: Traffic | Sequence[Demand] | None = None, most: int = MOST_BOXES
+) -> Scene:
+    """Gather what a picture of a placement shows.
+
+    Args:
+        subject: A placement, or a launch.
+        traffic: What a step communicates, for the loads.
+        most: Hosts to draw; of more the first ones and the last.
+
+    Returns:
+        The scene.
+
+    Raises:
+        LayoutError: Traffic is malformed.
+    """
+    launch = Launch.of(subject) if isinstance(subject, Placement) else subject
+    mesh, topology = launch.mesh, launch.topology
+    if traffic is None:
+        demands: tuple[Demand, ...] = ()
+    else:
+        demands = tuple(traffic) if isinstance(traffic, Sequence) else demands_of(traffic, mesh)
+    j = host_level(topology, len(launch.hosts) or None)
+    room = topology.size if j < 0 else topology.strides[j]
+    count = topology.size // room
+    units = list(range(count)) if count <= most else [*range(most - 1), count - 1]
+    place = np.empty(topology.size, dtype=np.int64)
+    place[list(launch.ids)] = np.arange(mesh.size)
+    group = np.empty((len(mesh.axes), mesh.size), dtype=np.int64)
+    leaves = np.zeros((len(mesh.axes), mesh.size), dtype=bool)
+    for i, axis in enumerate(mesh.axes):
+        places = launch.places((axis,))
+        group[i][places] = np.arange(len(places))[:, None]
+        inside = launch.groups((axis,)) // room
+        leaves[i][places] = (inside != inside[:, :1]).any(axis=1)[:, None]
+    fabric = Fabric(topology)
+    out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros(1) for d in demands]
+    boxes: list[Box] = []
+    for unit in units:
+        here: list[int] = place[unit * room : (unit + 1) * room].tolist()
+        cells = tuple(
+            Cell(mesh.devices[p], mesh.coordinates(p), tuple(group[:, p].tolist()), tuple(leaves[:, p].tolist()))
+            for p in here
+        )
+        name = launch.hosts[unit] if launch.hosts else ""
+        boxes.append(Box(unit, name, cells, tuple(float(x[unit]) for x in out)))
+    crossing = tuple(sharing(launch.groups((axis,)), topology) for axis in mesh.axes)
+    level = topology.levels[j] if j >= 0 else None
+    return Scene(launch, analyse(launch), demands, level, tuple(boxes), count - len(units), crossing)
+
+
+def heading(drawn: Scene) -> str:
+    """Say what is drawn: the mesh, the topology, the verdict."""
+    launch = drawn.launch
+    axes = ", ".join(f"{axis}={size}" for axis, size in launch.mesh.shape.items())
+    return f"{axes} on {launch.topology.name or 'topology'} ({launch.topology.describe()}): {drawn.findings.verdict}"
+
+
+def crossed(drawn: Scene) -> list[str]:
+    """Say for each axis what it crosses, of the levels down to the boxes'."""
+    launch, rows = drawn.launch, list[str]()
+    for shared, spans in zip(drawn.crossing, drawn.findings.spans, strict=True):
+        words: list[str] = []
+        for level, n, (low, high) in zip(launch.topology.levels, shared, spans, strict=True):
+            if n and level.size > 1 and level is not launch.topology.levels[-1]:
+                ports = f" over {level.uplinks} {uplink_word(level)}s" if level.uplinks > 1 else ""
+                several = str(high) if low == high else f"{low} to {high}"
+                words.append(f"spans {several} {level.name}s, {n} group{'s leave' if n > 1 else ' leaves'} each{ports}")
+        rows.append("; ".join(words) or "stays inside")
+    return rows
+
+
+def load_text(box: Box, drawn: Scene) -> str:
+    """Say what leaves a box in a step, and how much of it an uplink carries; empty without traffic."""
+    if drawn.level is None or not drawn.demands:
+        return ""
+    total, ports = sum(box.out), drawn.level.uplinks
+    each = f", {format_bytes(total / ports)} a {uplink_word(drawn.level)}" if ports > 1 and total else ""
+    return f"{format_bytes(total)} out{each}"
+
+
+def box_name(box: Box, drawn: Scene) -> str:
+    """Name a box: the unit's number with the host's name."""
+    word = drawn.level.name if drawn.level is not None else drawn.launch.topology.name or "all devices"
+    number = f" {box.unit}" if drawn.level is not None else ""
+    return f"{word}{number}" + (f" ({box.name})" if box.name else "")
+
+
+def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Demand] | None = None) -> str:
+    """Draw where a mesh lies.
+
+    Args:
+        subject: A placement, or a launch.
+        traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`.
+
+    Returns:
+        Lines of at most 80 characters, but for long names.
+
+    Raises:
+        LayoutError: Traffic is malformed.
+
+    Example:
+        >>> from shardplan.core.mesh import Mesh
+        >>> from shardplan.hardware.topology import Topology
+        >>> small = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+        >>> print(text_placement(Placement(Mesh(data=2, tensor=2), small, ((2, 1), (1, 2)))))
+        data=2, tensor=2 on dgx-a100 (node=2 x gpu=2): canonical
+        <BLANKLINE>
+        axis    node  gpu
+        data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
+        tensor     1    2  stays inside
+        <BLANKLINE>
+        + node 0 ------+
+        | 0:0,0  1:0,1 |
+        +--------------+
+        + node 1 ------+
+        | 2:1,0  3:1,1 |
+        +--------------+
+        a cell is rank:data,tensor
+    """
+    drawn = scene(subject, traffic)
+    mesh = drawn.launch.mesh
+    lines = [*textwrap.wrap(heading(drawn), WIDTH), "", *_matrix(drawn), ""]
+    labels = [[f"{c.rank}:{','.join(map(str, c.coordinates))}" for c in box.cells[:MOST_CELLS]] for box in drawn.boxes]
+    width = max(len(text) for row in labels for text in row)
+    across = max(1, (WIDTH - 4 + 2) // (width + 2))
+    longest = max(len(row) for row in labels)
+    # As many rows as needed, of equal length; a power of two reads best on 8 or 16 devices.
+    across = (
+        next((n for n in (16, 8, 4, 2) if n <= across and longest % n == 0), across) if longest > across else longest
+    )
+    tops = [(box_name(box, drawn), load_text(box, drawn)) for box in drawn.boxes]
+    wide = max(across * (width + 2) - 2, *(len(name) + 2 + (len(load) + 2 if load else 0) for name, load in tops))
+    for box, row, (name, load) in zip(drawn.boxes, labels, tops, strict=True):
+        if drawn.hidden and box is drawn.boxes[-1]:
+            word = drawn.level.name if drawn.level is not None else "host"
+            lines.append(f"... {drawn.hidden} more {word}s")
+        end = f" {load} +" if load else "+"
+        lines.append(f"+ {name} " + "-" * (wide + 4 - len(name) - 3 - len(end)) + end)
+        for start in range(0, len(row), across):
+            cells = "  ".join(f"{text:<{width}}" for text in row[start : start + across])
+            lines.append(f"| {cells:<{wide}} |")
+        if len(box.cells) > MOST_CELLS:
+            more = f"... {len(box.cells) - MOST_CELLS} more devices"
+            lines.append(f"| {more:<{wide}} |")
+        lines.append("+" + "-" * (wide + 2) + "+")
+    lines.append(f"a cell is rank:{','.join(mesh.axes)}")
+    return "\n".join(lines)
+
+
+def _matrix(drawn: Scene) -> list[str]:
+    """The matrix, or the units spanned where there is none, with what each axis crosses."""
+    mesh, levels = drawn.launch.mesh, drawn.launch.topology.levels
+    if drawn.findings.matrix is not None:
+        table = [[str(x) for x in row] for row in drawn.findings.matrix]
+    else:
+        table = [[f"{a}" if a == b else f"{a}-{b}" for a, b in row] for row in drawn.findings.spans]
+    widths = [max(len(level.name), *(len(row[j]) for row in table)) for j, level in enumerate(levels)]
+    first = max(4, *(len(axis) for axis in mesh.axes))
+    head = f"{'axis':<{first}}" + "".join(f"  {x.name:>{w}}" for x, w in zip(levels, widths, strict=True))
+    lines = [head + ("" if drawn.findings.matrix is not None else "  (units spanned: no matrix)")]
+    for axis, row, words in zip(mesh.axes, table, crossed(drawn), strict=True):
+        cells = "".join(f"  {x:>{w}}" for x, w in zip(row, widths, strict=True))
+        start = f"{axis:<{first}}{cells}  "
+        indent = " " * min(len(start), WIDTH // 2)
+        lines += textwrap.wrap(start + words, WIDTH, subsequent_indent=indent, drop_whitespace=True)
+    return lines

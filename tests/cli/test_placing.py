@@ -1,0 +1,133 @@
+"""The commands place, reduce and audit: what they print and write, and one line for every mistake."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+import shardplan as sp
+from shardplan.cli import run_command
+
+WHERE = ("--topology", "gcp-a100x16", "--nodes", "2", "--mesh", "data=16,tensor=2")
+
+
+def call(capsys, *arguments):
+    capsys.readouterr()
+    status = run_command([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_place_prints_the_ranking(capsys, tmp_path):
+    path = tmp_path / "best.svg"
+    status, out, err = call(capsys, "place", *WHERE, "--traffic", "data=2GB,tensor=500MB", "--show", "--svg", path)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["seconds", "x", "best", "bound", "stock", "placement"]
+    assert lines[1].endswith("data=[2, 8], tensor=[1, 2]")
+    assert "all_reduce over data: 2 GB" in out and "a cell is rank:data,tensor" in out
+    assert ET.fromstring(path.read_text()).tag.endswith("svg")
+
+
+def test_place_as_json_has_the_attribute_names(capsys):
+    _, out, _ = call(capsys, "place", *WHERE, "--traffic", "data=2GB", "--json", "--top", "1")
+    found = json.loads(out)
+    (row,) = found["placements"]
+    assert {"placement", "seconds", "plans", "lower_bound_seconds"} <= set(row)
+    best = sp.place(sp.Mesh(data=16, tensor=2), sp.Topology.load("gcp-a100x16", nodes=2), {"data": 2e9})
+    assert row["seconds"] == best[0].seconds
+    assert found["count"] == len(best) and found["placement_gain"] == best.placement_gain
+    assert [sp.Program.parse(p) for p in row["plans"]["data"]] == [best[0].plans["data",].program]
+
+
+def test_place_takes_a_program(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert call(capsys, "reduce", "data", *WHERE, "--bytes", "1MiB", "--out", plan)[0] == 0
+    status, out, _ = call(capsys, "place", plan, "--topology", "gcp-a100x16", "--nodes", "2")
+    assert status == 0 and "all_reduce over data: 1.05 MB" in out
+
+
+def test_reduce_prints_plan_paper_and_stock(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "256MiB", "--algorithm", "ring")
+    status, out, err = call(capsys, "reduce", "data", *WHERE, *more, "--out", path)
+    assert (status, err) == (0, "")
+    assert "paper      (node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, Ins" in out
+    assert "stock      one collective takes 126 ms, 1.83 x this" in out
+    plan = sp.Plan.load(path)
+    plan.certificate.check()
+    assert plan.certificate.algorithm == "ring"
+    assert call(capsys, "check", path)[0] == 0
+    _, text, _ = call(capsys, "reduce", "data", *WHERE, *more, "--json")
+    found = json.loads(text)
+    assert found["seconds"] == plan.seconds and found["matrix"] == [[2, 8], [1, 2]]
+
+
+def test_reduce_lists_programs(capsys):
+    more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "1MiB", "--all", "--top", "3")
+    _, out, _ = call(capsys, "reduce", "data", *WHERE, *more)
+    assert out.startswith("93 programs, 1.05 MB a device over node=2 x gpu=8")
+    assert len(out.splitlines()) == 5
+    _, out, _ = call(capsys, "reduce", "data", *WHERE, *more, "--limit", "0", "--json")
+    assert json.loads(out)["count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("torch", "def "), ("jax", "shard_map"), ("mpi", "Split"), ("msccl", "<algo ")]
+)
+def test_reduce_exports(name, part, capsys):
+    more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "1MiB", "--export", name)
+    status, out, _ = call(capsys, "reduce", "data", *WHERE, *more)
+    assert status == 0 and part in out
+
+
+def test_audit_and_its_status(capsys, tmp_path):
+    path = tmp_path / "launch.svg"
+    launch = ("audit", "--topology", "gcp-a100x16", "--nodes", "2", "--mesh", "data=2,tensor=16")
+    more = ("--rank-order", "cyclic", "--traffic", "tensor=2GB,data=100MB")
+    status, out, err = call(capsys, *launch, *more, "--svg", path)
+    assert (status, err) == (0, "")
+    assert out.startswith("verdict  interleaved")
+    assert ET.fromstring(path.read_text()).tag.endswith("svg")
+    assert call(capsys, *launch, *more, "--fail-above", "2")[0] == 1
+    assert call(capsys, *launch, *more, "--fail-above", "3")[0] == 0
+    status, out, _ = call(capsys, *launch, *more, "--json", "--fail-above", "2")
+    assert status == 1 and json.loads(out)["verdict"] == "interleaved"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("place", *WHERE), "place needs --mesh with --traffic"),
+        (("place", "--mesh", "data=4", "--traffic", "data=1GB"), "--topology is needed"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--top", "0"), "--top 0: at least 1 placement is printed"),
+        (("place", *WHERE, "--traffic", "data"), "--traffic: expected axes=bytes"),
+        (("place", *WHERE, "--traffic", "pipe=1GB"), "unknown axis 'pipe': the mesh has data=16, tensor=2"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--inside", "data"), "--inside 'data': legal is AXIS=LEVEL"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--programs", "x"), "programs='x' is unknown; legal are 'best'"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--svg", "no/such/file"), "there is no folder no/such"),
+        (("reduce", "pipe", *WHERE, "--bytes", "1MB"), "the mesh has data=16, tensor=2"),
+        (("reduce", "data", *WHERE, "--bytes", "much"), "--bytes: "),
+        (
+            ("reduce", "data", *WHERE, "--bytes", "1MB", "--placement", "data=16"),
+            "--placement 'data=16': expected data=[",
+        ),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--placement", "data=[2,2], tensor=[1,2]"), "has product 4"),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--target", "half"), "target 'half' is unknown"),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--algorithm", "magic"), "algorithm 'magic' is unknown"),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--all", "--top", "0"), "--top 0: at least 1 program is printed"),
+        (("audit", *WHERE, "--fail-above", "2"), "--fail-above compares seconds, which need --traffic"),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("shardplan: ") and message in err
+    assert len(err.splitlines()) <= 3
+
+
+def test_an_unknown_export(capsys):
+    more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "1MiB", "--export", "nccl")
+    status, out, err = call(capsys, "reduce", "data", *WHERE, *more)
+    assert status in (2, 4) and out == ""
+    assert "torch" in err and "msccl" in err

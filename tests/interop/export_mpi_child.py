@@ -1,0 +1,48 @@
+"""Run under mpiexec on eight ranks: exports of every case beside the reference; rank 0 prints one JSON object."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from export_cases import RANKS, cases
+from mpi4py import MPI
+
+from shardplan.interop.export_mpi import bind, mpi_text
+
+
+def main() -> None:
+    world = MPI.COMM_WORLD
+    rank = world.Get_rank()
+    assert world.Get_size() == RANKS
+    wrong: list[str] = []
+    for case in cases():
+        ranks = list(case.input_type.mesh.devices)
+        text: dict = {}
+        exec(compile(mpi_text(case.program, case.placement), "<exported>", "exec"), text)
+        groups = text["make_groups"](text["MOVES"], text["SIZES"], text["RANKS"], world)
+        bound = bind(case.program)
+        if rank in ranks:
+            place = ranks.index(rank)
+            payload, want = case.payloads()[place], case.expected()[place]
+            before = payload.copy()
+            for way, got in (("bound", bound(payload)), ("text", text["reduce_payload"](payload, groups))):
+                if want is not None and not np.array_equal(got, want):
+                    wrong.append(f"{case.name}, {way}: {got[:6].tolist()} for {want[:6].tolist()}")
+            mine = {m.label for m in bound.recipe.moves for group in bound.recipe.groups(m) if rank in group}
+            if not mine == set(bound.groups) == set(groups):
+                wrong.append(f"{case.name}: takes part in {set(bound.groups)}, not {mine}")
+            if not np.array_equal(payload, before):
+                wrong.append(f"{case.name}: the payload was written to")
+        for group in groups.values():
+            group.Free()
+        bound.free()
+    gathered = world.gather(wrong, root=0)
+    if gathered is not None:
+        print(json.dumps({"wrong": [x for part in gathered for x in part]}))
+
+
+if __name__ == "__main__":
+    main()

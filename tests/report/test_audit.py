@@ -1,0 +1,173 @@
+"""What `audit` prints: the text, the JSON object, the exit status, the options of the command."""
+
+import doctest
+
+import msgspec
+import pytest
+
+from shardplan.core.mesh import Mesh
+from shardplan.errors import LayoutError, ParseError, ShardplanError, TopologyError
+from shardplan.hardware import Topology
+from shardplan.movement.audit import audit
+from shardplan.report.audit import audit_command, audit_object, audit_text
+
+SMALL = Topology.load("gcp-a100x16", nodes=2)
+
+
+def test_examples():
+    import shardplan.hardware.hostfile
+    import shardplan.hardware.launch
+    import shardplan.hardware.megatron
+    import shardplan.hardware.verdict
+    import shardplan.movement.audit
+    import shardplan.movement.fixes
+    import shardplan.movement.traffic
+    import shardplan.report.audit
+    import shardplan.report.placement_picture
+    import shardplan.report.placement_svg
+
+    for module in (
+        shardplan.hardware.hostfile,
+        shardplan.hardware.launch,
+        shardplan.hardware.megatron,
+        shardplan.hardware.verdict,
+        shardplan.movement.audit,
+        shardplan.movement.traffic,
+        shardplan.movement.fixes,
+        shardplan.report.audit,
+        shardplan.report.placement_picture,
+        shardplan.report.placement_svg,
+    ):
+        found = doctest.testmod(module)
+        assert found.attempted > 0 and found.failed == 0, module.__name__
+
+
+def test_text_with_a_fix():
+    found = audit(range(32), Mesh(tensor=2, data=16), SMALL, {"tensor": 2e9, "data": 1e6})
+    lines = audit_text(found, "torch").splitlines()
+    assert lines[:2] == ["verdict  canonical", "matrix   tensor=[2, 1], data=[1, 16]"]
+    assert lines[3].split() == ["axes", "node", "gpu", "groups", "a", "NIC", "a", "step", "(all_reduce)"]
+    assert lines[4].startswith("tensor     2    1            16  2 GB in ") and "(best " in lines[4]
+    assert lines[7].startswith("cost     ") and " times the " in lines[7]
+    assert lines[8:] == [
+        "cause    `tensor` spans 2 nodes: 16 groups share each NIC",
+        "best     tensor=[1, 2], data=[2, 8]",
+        "",
+        "torch:",
+        "  import torch",
+        "  from torch.distributed.device_mesh import DeviceMesh",
+        '  mesh = DeviceMesh("cuda", torch.arange(32).reshape(2, 2, 8).permute(1, 0, 2).reshape(2, 16), '
+        "mesh_dim_names=('tensor', 'data'))",
+    ]
+    every = audit_text(found)
+    for name in ("torch:", "jax:", "megatron:", "mpi:", "nccl-tests:"):
+        assert f"\n{name}\n" in every
+    assert "... 22 more lines (--json has all)" in every
+
+
+def test_text_of_no_placement():
+    found = audit(range(48), Mesh(data=16, tensor=3), Topology.load("dgx-a100", nodes=6))
+    assert audit_text(found).splitlines() == [
+        "verdict  not a placement",
+        "why      4 of the 16 groups over `tensor` span 2 nodes where a placement has 1",
+        "         tensor: ranks 6, 7, 8 span 2 nodes, not 1",
+        "         tensor: ranks 15, 16, 17 span 2 nodes, not 1",
+        "         tensor: ranks 30, 31, 32 span 2 nodes, not 1",
+        "         tensor: ranks 39, 40, 41 span 2 nodes, not 1",
+        "",
+        "axes    node  gpu  groups a NIC",
+        "data       6   16             1",
+        "tensor   1-2    3             1",
+        "        (units of each level that a group spans: there is no matrix)",
+        "",
+        "cause    4 of the 16 groups over `tensor` span 2 nodes where a placement has 1",
+    ]
+
+
+def test_object():
+    found = audit_object(audit(range(32), Mesh(tensor=2, data=16), SMALL, {"tensor": 2e9, ("tensor", "data"): 1e6}))
+    found = msgspec.json.decode(msgspec.json.encode(found))
+    assert (found["verdict"], found["matrix"], found["best"]) == (
+        "canonical", [[2, 1], [1, 16]], [[1, 2], [2, 8]],
+    )  # fmt: skip
+    assert found["ratio"] == found["seconds"] / found["best_seconds"]
+    assert found["ids"] == list(range(32)) and found["mesh"] == "tensor=2, data=16"
+    assert [row["axes"] for row in found["rows"]] == [["tensor"], ["data"], ["tensor", "data"]]
+    assert set(found["fix"]["nccl_tests"]) == {"tensor", "data", "tensor,data"}
+    assert found["fix"]["rankfile"].count("\n") == 32
+
+
+def test_options(tmp_path):
+    hosts, ranks = tmp_path / "hosts", tmp_path / "ranks"
+    hosts.write_text("alpha\nbeta\n")
+    base = audit_command("gcp-a100x16", "data=16, tensor=2", hostfile=hosts, traffic="data=1GB")
+    assert base.status == 0 and base.object["verdict"] == "canonical"
+    assert base.object["topology"] == "node=2 x gpu=16"
+    # Ranks in turn on the hosts: by word, by number, by rankfile, by hostfile, as one.
+    cyclic = [r % 2 * 16 + r // 2 for r in range(32)]
+    ranks.write_text("".join(f"rank {r}={('alpha', 'beta')[r % 2]} slot={r // 2}\n" for r in range(32)))
+    lines = tmp_path / "lines"
+    lines.write_text("alpha\nbeta\n" * 16)
+    for order in ("cyclic", ",".join(map(str, cyclic)), ranks, lines):
+        for hostfile in (hosts, None):
+            found = audit_command("gcp-a100x16", "data=16, tensor=2", hostfile=hostfile, rank_order=order)
+            assert found.object["ids"] == cyclic and found.object["matrix"] == [[1, 16], [2, 1]]
+    assert audit_command("gcp-a100x16", "data=16, tensor=2", rank_order="block").object["ids"] == list(range(32))
+    assert audit_command("gcp-a100x16", "data=32", hostfile=lines).object["ids"] == cyclic
+
+
+def test_megatron():
+    found = audit_command("dgx-a100", "dp=4, tp=4, pp=2", megatron="tp-cp-ep-dp-pp", nodes=4)
+    assert found.object["matrix"] == [[2, 2], [1, 4], [2, 1]] and found.object["verdict"] == "equivalent"
+    found = audit_command("dgx-a100", "dp=4, tp=4, pp=2", megatron="dp-tp-pp")
+    assert found.object["matrix"] == [[1, 4], [2, 2], [2, 1]]
+
+
+def test_fail_above():
+    options = {"topology": "gcp-a100x16", "mesh": "tensor=2, data=16", "traffic": "tensor=2GB"}
+    assert audit_command(**options).status == 0
+    bad = audit_command(**options, fail_above=1.5)
+    assert bad.status == bad.object["status"] == 1 and bad.object["fail_above"] == 1.5
+    assert bad.text.splitlines()[-1].startswith("above    the ratio ") and "--fail-above 1.5" in bad.text
+    assert audit_command(**options, fail_above=1e6).status == 0
+    good = audit_command("gcp-a100x16", "data=16, tensor=2", traffic="tensor=2GB", fail_above=1.0)
+    assert good.status == 0 and "cause    no matrix is faster for this traffic" in good.text
+
+
+def test_pictures():
+    found = audit_command("dgx-a100", "data=16, tensor=2", traffic="tensor=1GB", show=True, svg=True)
+    assert "\na cell is rank:data,tensor" in found.text and found.svg.startswith("<svg ")
+    assert audit_command("dgx-a100", "data=16, tensor=2").svg == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"fail_above": 1.2}, LayoutError,
+         "--fail-above compares seconds, which need --traffic, such as data=2GB,tensor=500MB"),
+        ({"fail_above": 0.5, "traffic": "data=1GB"}, LayoutError,
+         "--fail-above 0.5 is below 1, the ratio of the best matrix; legal is 1 or more"),
+        ({"traffic": "data=1"}, ParseError, "--traffic: a number of bytes needs a unit; legal: B, kB, MB"),
+        ({"traffic": "pipe=1GB"}, LayoutError, "unknown axis 'pipe': the mesh has data=16, tensor=2"),
+        ({"mesh": "data=16,"}, TopologyError, "mesh data=16 has 16 devices, topology 'dgx-a100' has 32"),
+        ({"mesh": "data;16"}, ParseError, "--mesh: "),
+        ({"hostfile": "nowhere.txt"}, ParseError, "cannot read nowhere.txt: No such file or directory"),
+        ({"rank_order": "cyclical"}, ParseError, "cannot read cyclical: No such file or directory"),
+        ({"rank_order": "0,1,1"}, TopologyError,
+         "--rank-order 0,1,1: legal is the device of every rank, each of 0 to 31 once"),
+        ({"megatron": "tp-pp"}, ParseError, "order 'tp-pp' leaves out dp, but axis 'data' has size 16"),
+        ({"mesh": f"data=16, tensor=2 devices=[{','.join(map(str, range(31, -1, -1)))}]", "megatron": "tp-dp"},
+         LayoutError, "--megatron numbers the ranks of the mesh; give no devices= with it"),
+        ({"framework": "tf"}, LayoutError,
+         "fix for 'tf' is unknown; legal: all, torch, jax, megatron, mpi, nccl-tests"),
+        ({"nodes": 2}, TopologyError, "mesh data=16, tensor=2 has 32 devices, topology 'dgx-a100' has 16"),
+    ],
+)  # fmt: skip
+def test_errors(options, kind, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = {"topology": "dgx-a100", "mesh": "data=16, tensor=2"}
+    if options.get("mesh") == "data=16,":
+        options = {"mesh": "data=16", "nodes": 4}
+    with pytest.raises(ShardplanError) as caught:
+        audit_command(**(base | options))
+    assert isinstance(caught.value, kind) and str(caught.value).startswith(message)

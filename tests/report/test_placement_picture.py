@@ -1,0 +1,129 @@
+"""Pictures of placements: every cell stands on its device, bytes and crossings are the audit's, nothing is too wide."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardware.launches import placed, plain_groups
+from hardware.topologies import switches
+from shardplan.core.mesh import Mesh
+from shardplan.hardware import Fabric, Placement, Topology
+from shardplan.hardware.launch import Launch
+from shardplan.movement.audit import leaving_bytes
+from shardplan.movement.traffic import demands_of
+from shardplan.report.placement_picture import WIDTH, crossed, scene, text_placement
+from shardplan.report.placement_svg import svg_placement
+
+TRAFFIC = {"data": 2e9, "tensor": 5e8}
+
+
+@given(placed(most=48), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_the_scene_is_the_launch(placement, random):
+    ids = list(range(placement.topology.size))
+    random.shuffle(ids)
+    launch = Launch(placement.mesh, placement.topology, tuple(ids))
+    mesh, topology = launch.mesh, launch.topology
+    drawn = scene(launch, {mesh.axes[0]: 1e6}, most=64)
+    seen = {}
+    room = topology.size if drawn.level is None else topology.strides[topology.index(drawn.level.name)]
+    for box in drawn.boxes:
+        assert len(box.cells) == room
+        for k, cell in enumerate(box.cells):
+            device = box.unit * room + k
+            seen[device] = cell
+            place = launch.ids.index(device)
+            assert (cell.rank, cell.coordinates) == (mesh.devices[place], mesh.coordinates(place))
+    assert sorted(seen) == list(range(topology.size))
+    for i, axis in enumerate(mesh.axes):
+        by_number = {}
+        for device, cell in seen.items():
+            by_number.setdefault(cell.groups[i], set()).add(device)
+            group = next(g for g in plain_groups(mesh, launch.ids, (axis,)) if device in g)
+            assert cell.leaves[i] == (len({d // room for d in group}) > 1)
+        assert sorted(map(sorted, by_number.values())) == sorted(map(sorted, plain_groups(mesh, launch.ids, (axis,))))
+    if drawn.level is not None:
+        demand = drawn.demands[0]
+        out = leaving_bytes(launch.groups(demand.axes), demand, Fabric(topology))[topology.index(drawn.level.name)]
+        assert [box.out[0] for box in drawn.boxes] == out.tolist()
+
+
+@given(placed(most=48), st.booleans())
+@settings(max_examples=60)
+def test_pictures_are_narrow_and_well_formed(placement, loaded):
+    traffic = {placement.mesh.axes[0]: 1e6} if loaded else None
+    assert max(map(len, text_placement(placement, traffic).splitlines())) <= WIDTH
+    ET.fromstring(svg_placement(placement, traffic))
+
+
+def test_text():
+    topology = Topology.load("dgx-a100").resize(nodes=2, gpus=4)
+    launch = Launch(Mesh(data=4, tensor=2), topology, tuple(range(8)), hosts=("alpha", "beta"))
+    assert text_placement(launch, TRAFFIC) == (
+        "data=4, tensor=2 on dgx-a100 (node=2 x gpu=4): canonical\n"
+        "\n"
+        "axis    node  gpu\n"
+        "data       2    2  spans 2 nodes, 2 groups leave each over 8 NICs\n"
+        "tensor     1    2  stays inside\n"
+        "\n"
+        "+ node 0 (alpha) -- 6 GB out, 750 MB a NIC +\n"
+        "| 0:0,0  1:0,1  2:1,0  3:1,1               |\n"
+        "+------------------------------------------+\n"
+        "+ node 1 (beta) --- 6 GB out, 750 MB a NIC +\n"
+        "| 4:2,0  5:2,1  6:3,0  7:3,1               |\n"
+        "+------------------------------------------+\n"
+        "a cell is rank:data,tensor"
+    )
+
+
+def test_no_placement_shows_what_groups_span():
+    drawn = scene(Launch(Mesh(data=8, tensor=3), Topology.load("dgx-a100", nodes=3), tuple(range(24))))
+    assert crossed(drawn) == [
+        "spans 3 nodes, 3 groups leave each over 8 NICs",
+        "spans 1 to 2 nodes, 2 groups leave each over 8 NICs",
+    ]
+    text = text_placement(drawn.launch)
+    assert "axis    node  gpu  (units spanned: no matrix)" in text and "\ntensor   1-2    3  " in text
+
+
+def test_large_clusters_are_elided():
+    placement = Placement(Mesh(data=64, tensor=8), Topology.load("dgx-a100", nodes=64), ((64, 1), (1, 8)))
+    text = text_placement(placement, TRAFFIC)
+    assert "... 58 more nodes" in text and "+ node 63 " in text and len(text.splitlines()) < 40
+    assert "... 56 more nodes" in svg_placement(placement)
+    wide = text_placement(Placement(Mesh(data=9, tensor=8), Topology.load("nvl72"), ((1, 9), (1, 8))))
+    assert "... 40 more devices" in wide
+
+
+def test_one_level_is_one_box():
+    text = text_placement(Placement(Mesh(x=4), Topology.load("nominal", devices=4), ((4,),)), {"x": 1e6})
+    assert "+ nominal -----------+\n| 0:0  1:1  2:2  3:3 |" in text and " out" not in text
+
+
+@pytest.mark.parametrize("title", ["", "tensor < data & more"])
+def test_svg(title):
+    launch = Launch(Mesh(data=8, tensor=3), Topology.load("dgx-a100", nodes=3), tuple(range(24)), ("a<", "b", "c"))
+    root = ET.fromstring(svg_placement(launch, TRAFFIC, title))
+    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert title in texts or not title
+    assert [t for t in texts if t and t.startswith("rank ")] == [f"rank {k}" for k in range(24)]
+    assert "node 0 (a<)" in texts and "all_reduce over data: 2 GB" in texts
+    out = [sum(x) for x in zip(*(leaving_bytes(launch.groups(d.axes), d, Fabric(launch.topology))[0].tolist()
+                                 for d in demands_of(TRAFFIC, launch.mesh)), strict=True)]  # fmt: skip
+    bars = [float(r.get("width")) for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("height") == "12"]
+    bars = [w for w in bars if w != 30]
+    assert len(bars) == 6
+    scaled = [a + b for a, b in zip(bars[::2], bars[1::2], strict=True)]
+    assert [w / max(scaled) for w in scaled] == pytest.approx([x / max(out) for x in out], abs=1e-3)
+    # Two groups of three straddle a boundary: six dark strips; data's cross everywhere.
+    edges = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("stroke") == "#7b1e1e"]
+    assert len(edges) == 24 + 6 + 1
+    assert not re.search(r"(href|url\()", svg_placement(launch))
+
+
+def test_uplinks_of_deeper_levels():
+    drawn = scene(Placement(Mesh(a=8), switches(2, 2, 2), ((2, 2, 2),)))
+    assert crossed(drawn) == ["spans 2 l0s, 1 group leaves each; spans 4 l1s, 1 group leaves each"]
