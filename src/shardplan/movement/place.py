@@ -191,7 +191,7 @@ def place(
 
     >>> best = place(Mesh(data=4, tensor=4), Topology.load("gcp-v100x8", nodes=2), {("data",): 2e9, ("tensor",): 5e8})
     >>> best[0].placement.describe(), round(best.placement_gain, 2)
-    ('data=[1, 4], tensor=[2, 2]', 3.74)
+    ('data=[1, 4], tensor=[2, 2]', 3.41)
     """
     others: tuple[Pattern, ...] = ()
     if isinstance(mesh, Program):
