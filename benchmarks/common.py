@@ -88,12 +88,14 @@ def record(parameters: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]
     return head | result
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
     """Write a result as JSON, lists of rows with one row a line; an interrupted write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
     draft.write_text(_json(result, 0) + "\n", encoding="utf-8")
     draft.replace(path)
+    if quiet:
+        return
     print(f"\nwritten: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}")
 
 

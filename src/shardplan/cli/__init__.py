@@ -1,8 +1,8 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
 Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device or memory is missing; 4 a failure while
-running. `plans` holds the commands about plans, `placing` those about placements, `options` what they share; what they
-print is made in `report`.
+running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the lab, `options`
+what they share; what they print is made in `report`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from shardplan.cli import labs
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.errors import BackendError, Infeasible, ShardplanError, TimedOut
@@ -89,3 +90,4 @@ def options(
 
 for _command in (redistribute, check, show, run, place, reduce, audit):
     app.command()(_command)
+app.add_typer(labs.app)

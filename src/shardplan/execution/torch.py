@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardplan.core.accounting import relabels
+from shardplan.core.ops.base import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
@@ -31,15 +32,17 @@ from shardplan.execution.torch_steps import Bound, bind
 from shardplan.execution.torch_wire import Wire
 
 Values = dict[str, torch.Tensor]
+Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound]
 
 
 class Executable:
     """A program bound to the process of one device: everything that follows from types is worked out once.
 
-    `device` is the device id (global rank). Raises `BackendError` for an op that torch cannot run.
+    `device` is the device id (global rank), `bind` makes its steps: the lab has an engine of its own. Raises
+    `BackendError` for an op that torch cannot run.
     """
 
-    def __init__(self, program: Program, device: int) -> None:
+    def __init__(self, program: Program, device: int, bind: Binder = bind) -> None:
         """Bind every step that the device takes part in."""
         self.program = program
         self.device = device

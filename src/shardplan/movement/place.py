@@ -251,8 +251,8 @@ def _prices(
     letters = OPS[demand.op]
     if programs == "stock" or letters is None:
         return stock, stock
-    amounts = [demand.payload(math.prod(x.size for x in f)) for f in found]
-    best = least_seconds(found, topology, amounts, *letters, algorithm)
+    amount = demand.payload(math.prod(f.size for f in found[0]))
+    best = least_seconds(found, topology, amount, *letters, algorithm)
     return [demand.count * s for s in best], stock
 
 

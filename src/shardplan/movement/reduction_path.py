@@ -43,10 +43,13 @@ def reduction_ops(view: Payload, topology: Topology, before: State, after: State
     return None if path is None else view.path_ops(path)
 
 
+Key = tuple[tuple[tuple[int, int], ...], ...]
+
+
 def least_seconds(
     choices: Sequence[tuple[Factor, ...]],
     topology: Topology,
-    nbytes: Sequence[float],
+    nbytes: float,
     before: str,
     after: str,
     algorithm: str = "auto",
@@ -56,7 +59,7 @@ def least_seconds(
     Args:
         choices: Factors on the topology, one entry for each placement.
         topology: The hardware.
-        nbytes: Payload of a device for each.
+        nbytes: Payload of a device.
         before: The letter of every factor before.
         after: The letter of every factor after.
         algorithm: As for `hardware.cost.price`.
@@ -65,18 +68,16 @@ def least_seconds(
         Seconds, in the order of the choices; 0 without factors.
     """
     prices = tariff(topology, algorithm)
-    known: dict[tuple[object, ...], float] = {}
+    known: dict[Key, float] = {}
     for depth in sorted({len(factors) for factors in choices} - {0}):
         space = reduction_space(depth)
-        fresh: dict[tuple[object, ...], tuple[tuple[Factor, ...], float]] = {}
-        for factors, payload in zip(choices, nbytes, strict=True):
-            if len(factors) == depth:
-                fresh.setdefault(_key(factors, payload), (factors, payload))
-        table = np.array([edge_costs(space, factors, payload, prices) for factors, payload in fresh.values()])
+        fresh = {_key(factors): factors for factors in choices if len(factors) == depth}
+        table = np.array([edge_costs(space, factors, nbytes, prices) for factors in fresh.values()])
         reach = space.distances(before * depth, table)[:, space.index[after * depth]]
         known |= zip(fresh, reach.tolist(), strict=True)
-    return [known[_key(f, p)] if f else 0.0 for f, p in zip(choices, nbytes, strict=True)]
+    return [known[_key(factors)] if factors else 0.0 for factors in choices]
 
 
-def _key(factors: tuple[Factor, ...], nbytes: float) -> tuple[object, ...]:
-    return (nbytes, *(tuple((d.size, d.stride) for d in f.digits) for f in factors))
+def _key(factors: tuple[Factor, ...]) -> Key:
+    """Return what the prices of a placement depend on."""
+    return tuple(tuple((d.size, d.stride) for d in f.digits) for f in factors)

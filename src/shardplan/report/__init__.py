@@ -8,5 +8,6 @@
 - `timeline` timelines as tables, predicted beside measured
 - `place`   rankings of placements, and reduction programs
 - `audit`   what a launch's audit says; `placement_picture` and `placement_svg` draw where a mesh lies
+- `lab`     the commands of the lab; `lab_text` what they print, `lab_picture` what they draw
 - `text`    the print-outs and JSON objects of the commands
 """

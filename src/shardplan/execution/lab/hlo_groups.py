@@ -1,0 +1,93 @@
+"""The devices that an HLO collective names, in the three spellings of `replica_groups`.
+
+Explicit lists (`{{0,1},{2,3}}`), iota (`[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`), and named meshes with sub-axes
+(`mesh['x'=2,'y'=4], device_ids=([2,2,2]T(0,2,1)) {'y':(2)2}`, as `MeshAxesReplicaGroupList::ToString` writes them).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import numpy as np
+
+from shardplan.errors import ParseError
+
+Groups = tuple[tuple[int, ...], ...]
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
+_IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}")
+_IOTA_IDS = re.compile(r"\s*\[([\d,]+)\]\s*(?:T\(([\d,]+)\))?\s*")
+
+
+def parse_groups(attributes: str, devices: int) -> Groups:
+    """Return the groups that the attributes of an instruction name, members in order; all devices where they name none.
+
+    >>> parse_groups("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 8)
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+    """
+    everyone = (tuple(range(devices)),)
+    if found := _LISTS.search(attributes):
+        return tuple(numbers(inner) for inner in re.findall(r"\{([^}]*)\}", found[1])) or everyone
+    if found := _IOTA.search(attributes):
+        return _rows(_iota(found[1]))
+    if found := _MESH.search(attributes):
+        return _mesh_groups(found[1], found[2], found[3])
+    if "replica_groups=" in attributes:
+        place = attributes.index("replica_groups=")
+        raise ParseError("replica_groups in an unknown spelling", attributes.strip(), place)
+    return everyone
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the integers in a text.
+
+    >>> numbers("{1,2}")
+    (1, 2)
+    """
+    return tuple(int(n) for n in re.findall(r"\d+", text))
+
+
+def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
+    """Groups over some axes of a named mesh, sub-axes `'x':(m)k` being k chunks below m chunks of x."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^,'=\s]+)'?=(\d+)", mesh)}
+    wanted = [
+        (name, int(major or 1), int(size) if size else sizes[name])
+        for name, major, size in re.findall(r"'?([^,':\s]+)'?(?::\((\d+)\)(\d+))?", group_axes)
+    ]
+    # Every axis becomes the run of its parts, cut at the ends of the wanted sub-axes; a group then spans whole parts.
+    parts: list[tuple[str, int]] = []
+    lengths: list[int] = []
+    for name, size in sizes.items():
+        ends = sorted({1, size} | {end for axis, major, k in wanted if axis == name for end in (major, major * k)})
+        for start, stop in itertools.pairwise(ends):
+            parts.append((name, start))
+            lengths.append(stop // start)
+    if device_ids is None:
+        ids = np.arange(math.prod(sizes.values()))
+    else:
+        ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(numbers(device_ids))
+    chosen: list[int] = []
+    for axis, major, k in wanted:
+        chosen += [i for i, (name, start) in enumerate(parts) if name == axis and major <= start < major * k]
+    rest = [i for i in range(len(parts)) if i not in chosen]
+    q = math.prod(lengths[i] for i in chosen)
+    return _rows(ids.reshape(lengths).transpose(rest + chosen).reshape(-1, q))
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[g,q]<=[d0,d1,...]T(p0,...)`: the ids 0.. in shape d, transposed by p, in shape [g,q] (where one is given)."""
+    shape, _, source = text.rpartition("<=")
+    found = _IOTA_IDS.fullmatch(source)
+    if not found:
+        raise ParseError(f"{text!r} is no iota list of devices, such as [4,2]<=[2,4]T(1,0)")
+    dims = numbers(found[1])
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    if found[2]:
+        ids = ids.transpose(numbers(found[2]))
+    return ids.reshape(numbers(shape.strip("[] "))) if shape else ids
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in ids)

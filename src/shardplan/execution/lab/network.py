@@ -1,0 +1,121 @@
+"""The cluster's links inside the lab's own namespaces: built, entered, and read.
+
+Runs only below `needs.inside()`. Counters are read without a process each: a `net/dev` file and a netlink socket stay
+bound to the namespace in which they were opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+from pathlib import Path
+
+from shardplan.errors import BackendError
+from shardplan.execution.lab.cluster import Cluster
+
+BUILD_TIMEOUT = 60.0  # seconds of one command
+_NEWNET = 0x40000000  # CLONE_NEWNET
+_GET_QDISC, _DONE, _ERROR, _DUMP = 38, 3, 2, 0x301  # rtnetlink
+_KIND, _STATS, _QUEUE = 1, 7, 3  # TCA_KIND, TCA_STATS2, TCA_STATS_QUEUE
+RUN = Path("/run")  # covered by a private tmpfs, so that nothing written there outlives the lab
+
+
+def build(cluster: Cluster) -> None:
+    """Make the namespaces and links of a cluster.
+
+    Raises:
+        BackendError: A command failed; its text and what it said.
+    """
+    _call(["mount", "-t", "tmpfs", "none", str(RUN)], "")
+    (RUN / "netns").mkdir()
+    for tool, space, batch in cluster.commands():
+        _call([tool, *(("-n", space) if space else ()), "-batch", "-"], batch)
+
+
+def _call(command: list[str], text: str) -> None:
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"building the cluster: {' '.join(command)}: {error}") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise BackendError(f"building the cluster: {' '.join(command)}: {said}; it was to do:\n{text}")
+
+
+def enter(space: str) -> None:
+    """Move this thread into a network namespace."""
+    _set_namespace(RUN / "netns" / space)
+
+
+def _set_namespace(path: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(fd, _NEWNET):
+            code = ctypes.get_errno()
+            raise BackendError(f"cannot enter the network namespace {path.name}: {os.strerror(code)}")
+    finally:
+        os.close(fd)
+
+
+class Meters:
+    """The counters of a cluster's edges, from outside of its namespaces."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Open what is read: this thread visits every namespace once."""
+        self._meters = cluster.meters()
+        self._devices: dict[str, int] = {}
+        self._sockets: dict[str, socket.socket] = {}
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for space in dict.fromkeys(name for name, _ in self._meters):
+                enter(space)
+                self._devices[space] = os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
+                self._sockets[space] = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
+        finally:
+            _set_namespace(Path(f"/proc/self/fd/{home}"))
+            os.close(home)
+
+    def sent(self) -> tuple[int, ...]:
+        """Return the bytes that the interface of every edge has sent so far, packet headers included."""
+        tables = {space: _sent(os.pread(fd, 2**16, 0).decode()) for space, fd in self._devices.items()}
+        return tuple(tables[space][device] for space, device in self._meters)
+
+    def dropped(self) -> int:
+        """Return the packets that all shapers have dropped so far."""
+        return sum(_dropped(s) for s in self._sockets.values())
+
+
+def _sent(text: str) -> dict[str, int]:
+    rows = (line.partition(":") for line in text.splitlines()[2:])
+    return {name.strip(): int(rest.split()[8]) for name, _, rest in rows}
+
+
+def _dropped(s: socket.socket) -> int:
+    s.send(struct.pack("=IHHII", 36, _GET_QDISC, _DUMP, 1, 0) + struct.pack("=BxxxiIII", 0, 0, 0, 0, 0))
+    total = 0
+    while True:
+        data = s.recv(2**17)
+        while len(data) >= 16:
+            length, kind = struct.unpack_from("=IH", data)
+            if kind in (_DONE, _ERROR):
+                return total
+            found = _attributes(data[36:length])
+            if found.get(_KIND, b"").startswith(b"tbf"):
+                queue = _attributes(found.get(_STATS, b"")).get(_QUEUE, bytes(12))
+                total += struct.unpack_from("=I", queue, 8)[0]
+            data = data[-(-length // 4) * 4 :]
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    out: dict[int, bytes] = {}
+    while len(data) >= 4:
+        length, kind = struct.unpack_from("=HH", data)
+        if length < 4:
+            break
+        out[kind & 0x3FFF] = data[4:length]
+        data = data[-(-length // 4) * 4 :]
+    return out

@@ -1,0 +1,179 @@
+"""A rank: one process in its own namespace, which runs its part of programs and scripts when it is told to.
+
+Forked from the host after torch is imported. It answers every order of the host by one message, what was asked for or a
+`Failure`. The orders: `load` (bind a program or a script under a key), `prepare` (make the inputs), `go`
+(run at an instant of CLOCK_MONOTONIC), `forget`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardplan.core.program import Program
+from shardplan.errors import ShardplanError
+from shardplan.execution.lab import gloo, network, ring
+from shardplan.execution.lab.cluster import Cluster
+from shardplan.execution.lab.item import Failure, Item, Outcome, WrongResult
+from shardplan.execution.lab.replay import Replay
+from shardplan.execution.lab.wire import LabWire
+from shardplan.execution.lower import place_of, shape_of
+from shardplan.execution.record import Record
+from shardplan.execution.torch import Executable, Values, finish
+from shardplan.execution.torch_dtypes import to_numpy, to_torch, torch_dtype
+from shardplan.execution.torch_faults import Watch
+
+STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a rank knows of one item."""
+
+    item: Item
+    device: int | None  # the device id that this rank stands in for; None where the item has none for it
+    bound: Executable | Replay | None = None
+    inputs: Values = field(default_factory=dict)
+    expected: list[np.ndarray | None] | None = None
+
+
+def main(cluster: Cluster, rank: int, pipe: Connection, timeout: float) -> None:
+    """Join the others, then do what the host says until it hangs up."""
+    try:
+        network.enter(cluster.home(rank))
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = cluster.interface()
+        store = dist.FileStore(str(STORE), cluster.ranks)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=cluster.ranks, timeout=timedelta(seconds=timeout)
+        )
+    except Exception as error:
+        pipe.send(Failure("BackendError", f"rank {rank} did not start: {error}", True))
+        return
+    pipe.send(None)
+    worker = Worker(rank, timeout)
+    while True:
+        try:
+            order, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(worker, order)(*arguments))
+        except WrongResult as error:
+            pipe.send(Failure("WrongResult", str(error), False))
+        except ShardplanError as error:
+            pipe.send(Failure(type(error).__name__, str(error), order == "go"))
+        except Exception as error:
+            pipe.send(Failure("BackendError", f"rank {rank}: {type(error).__name__}: {error}", True))
+
+
+class Worker:
+    """The orders of a rank."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        """Start without items."""
+        self.rank = rank
+        self.timeout = timeout
+        self.items: dict[int, Loaded] = {}
+
+    def load(self, key: int, item: Item) -> None:
+        """Bind an item; every rank does this for every item, in one order, since groups are made here."""
+        device = next((d for d, r in item.ranks.items() if r == self.rank), None)
+        found = Loaded(item, device)
+        if item.script is not None:
+            found.bound = None if device is None else Replay(item.script, device)
+        else:
+            program = Program.parse(item.program)
+            if item.engine == "gloo":
+                gloo.make_groups(program, item.ranks, self.timeout)
+            if device is not None and device in program.devices:
+                bind = ring.bind if item.engine == "ring" else gloo.binder(item.ranks, self.timeout)
+                found.bound = Executable(program, device, bind)
+        self.items[key] = found
+
+    def forget(self, key: int) -> None:
+        """Drop an item."""
+        self.items.pop(key, None)
+
+    def prepare(
+        self, key: int, data: Mapping[str, np.ndarray] | None, expected: list[np.ndarray | None] | None
+    ) -> None:
+        """Make the inputs: `data` by input, or zeros; results are compared with `expected`, one a result."""
+        found = self.items[key]
+        found.expected = expected
+        bound, device = found.bound, found.device
+        if not isinstance(bound, Executable) or device is None:
+            return
+        found.inputs = {}
+        for name, t in bound.program.inputs:
+            if data is None or place_of(t, device) is None:
+                found.inputs[name] = torch.zeros(shape_of(t, device), dtype=torch_dtype(t.dtype))
+            else:
+                found.inputs[name] = to_torch(data[name])
+
+    def go(self, key: int, instant: float) -> Outcome:
+        """Run once, from an instant of the monotonic clock on."""
+        found = self.items[key]
+        bound, device = found.bound, found.device
+        record = Record()
+        if bound is None or device is None:
+            return Outcome(device, 0.0, instant, 0.0)
+        ranks = found.item.ranks
+        texts = bound.texts if isinstance(bound, Executable) else found.item.names
+        watch = Watch(tuple(sorted(ranks)), device, found.item.title, texts, self.timeout, posts=False)
+        group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+        wire = LabWire(group, watch.tag, timedelta(seconds=self.timeout), torch.device("cpu"), watch, ranks=ranks)
+        while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
+            time.sleep(instant - start)
+        busy = time.process_time()
+        results: list[torch.Tensor] = []
+        if isinstance(bound, Executable):
+            results = finish(bound.drive(found.inputs, wire, watch, record))
+        else:
+            bound.run(wire, record)
+        end = time.monotonic()
+        found.inputs = {}
+        outcome = Outcome(
+            device, start - instant, end, time.process_time() - busy, tuple(record.spans), dict(wire.payload)
+        )
+        if found.expected is not None:
+            _compare(results, found.expected, found.item, device)
+            found.expected = None
+        return outcome
+
+
+def _compare(results: list[torch.Tensor], expected: list[np.ndarray | None], item: Item, device: int) -> None:
+    for number, (result, want) in enumerate(zip(results, expected, strict=True)):
+        if want is None:
+            continue
+        got = to_numpy(result)
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise WrongResult(
+                f"{item.title}, result {number}: device {device} holds {got.dtype}{list(got.shape)}, the reference "
+                f"{want.dtype}{list(want.shape)}"
+            )
+        if not np.array_equal(got, want):
+            index = tuple(int(k) for k in np.argwhere(np.asarray(got != want))[0])
+            raise WrongResult(
+                f"{item.title}, result {number}: device {device} holds {got[index]} at index {index} of its shard, the "
+                f"reference {want[index]}; the engine {item.engine!r} is wrong"
+            )
+
+
+def run_rank(arguments: tuple[Any, ...]) -> None:
+    """Run `main` in a forked child, and end the process without the parent's clean-up."""
+    status = 1
+    try:
+        main(*arguments)
+        status = 0
+    finally:
+        os._exit(status)

@@ -1,0 +1,388 @@
+"""`Lab`: a cluster that is up, and measures many programs one after another on the same ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from shardplan.core.program import Program
+from shardplan.errors import BackendError, TimedOut, TopologyError
+from shardplan.execution.lab import needs
+from shardplan.execution.lab.cluster import Cluster
+from shardplan.execution.lab.item import Engine, Failure, Item, Run
+from shardplan.execution.lab.record import Measurement, Repetition, variation
+from shardplan.execution.measure import timeline_of
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.where import fabric_of
+from shardplan.simulation.predict import step_names
+from shardplan.simulation.ring import script_of
+from shardplan.simulation.script import Script
+from shardplan.simulation.timeline import Interval, Timeline
+
+ENGINES: dict[Engine, str] = {
+    "ring": "collectives composed from point-to-point messages in member order",
+    "gloo": "gloo's own collectives",
+}
+HOST = ("-m", "shardplan.execution.lab.host")  # what Python runs inside the namespaces
+REPETITIONS = 5
+MOST_VARIATION = 0.05  # a set of repetitions that varies more is taken again, once
+MOST_VOID = 10  # runs in a row that may be thrown away because a rank was late, before a repetition is given up
+START_TIMEOUT = 120.0  # seconds, importing torch included
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure.
+
+    Args:
+        what: A program; or a script, whose bytes are replayed without values.
+        where: A placement on the lab's topology; None where device ids are its positions.
+        title: For people; the default is the program's steps.
+    """
+
+    what: Program | Script
+    where: Placement | None = None
+    title: str = ""
+
+
+class Lab:
+    """A running cluster; a context manager.
+
+    Args:
+        cluster: What to build; a topology is one with `leaf="ns"`.
+        engine: `"ring"` or `"gloo"`, where a measurement does not say another.
+        timeout: Seconds that any wait of a rank for another may take.
+        most_late: Seconds by which a rank may miss the agreed start; a run with a later one does not count.
+
+    Raises:
+        Unavailable: This machine cannot run it; on entering.
+        TopologyError: The topology is no tree of switches with one uplink.
+        BackendError: The ranks did not start.
+
+    Example:
+        >>> from shardplan.execution.lab import Cluster, Lab
+        >>> def fastest(programs):
+        ...     with Lab(Cluster.of("2x4", (200, 1000))) as lab:
+        ...         return min(lab.measure(programs), key=lambda m: m.seconds)
+    """
+
+    def __init__(
+        self, cluster: Cluster | Topology, *, engine: Engine = "ring", timeout: float = 60.0, most_late: float = 0.01
+    ) -> None:
+        """Check what can be checked before anything is built."""
+        _known(engine)
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise BackendError(f"timeout={timeout!r}; legal is a positive number of seconds")
+        self.cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
+        self.engine: Engine = engine
+        self.timeout = timeout
+        self.most_late = most_late
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._said: Any = None
+        self._keys = 0
+
+    def __enter__(self) -> Self:
+        """Build the cluster and start the ranks: a few seconds, most of them for torch."""
+        needs.require()
+        here, there = Pipe()
+        source = str(Path(__file__).resolve().parents[3])
+        paths = [source, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        self._said = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [*needs.inside(), sys.executable, *HOST, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+            env=environment,
+            start_new_session=True,  # an interrupt from the terminal is for us: the ranks go with the host
+        )
+        there.close()
+        self._pipe = here
+        try:
+            here.send((self.cluster, self.timeout))
+            self._answer(START_TIMEOUT, "the start of the cluster")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take everything down."""
+        self.close()
+
+    def close(self) -> None:
+        """Take everything down: the host ends when the pipe does, and all else with it."""
+        pipe, process = self._pipe, self._process
+        self._pipe = self._process = None
+        if pipe is not None:
+            pipe.close()
+        if process is not None:
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10.0)
+        if self._said is not None:
+            self._said.close()
+            self._said = None
+
+    def measure(
+        self,
+        tasks: Sequence[Task | Program | Script],
+        repetitions: int = REPETITIONS,
+        *,
+        engine: Engine | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Measurement]:
+        """Run every task once on verified integers, then all of them in turn, `repetitions` times.
+
+        A task whose times vary by more than `MOST_VARIATION` is taken once more, and the calmer set is kept.
+
+        Args:
+            tasks: Programs, scripts, or either with a placement.
+            repetitions: Timed runs of each, at least 1.
+            engine: Another engine than the lab's; scripts are replayed whatever it is.
+            progress: Called with the runs done and the runs to do.
+
+        Returns:
+            One measurement a task.
+
+        Raises:
+            BackendError: A result differs from the reference, a rank failed, or ranks were late again and again.
+            TimedOut: A rank did not arrive.
+            TopologyError: A device is not on the cluster.
+        """
+        chosen = engine or self.engine
+        _known(chosen)
+        if repetitions < 1:
+            raise BackendError(f"repetitions={repetitions}; legal are 1 and more")
+        cells = [_Cell(*self._item(t if isinstance(t, Task) else Task(t), chosen)) for t in tasks]
+        done, total = 0, len(cells) * (repetitions + 1)
+
+        def tell() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(min(done, total), total)
+
+        try:
+            for cell in cells:
+                self._keys += 1
+                cell.key = self._keys
+                self._call("load", cell.key, cell.item)
+                cell.verified = cell.item.script is None
+                self._call("run", cell.key, True)
+                tell()
+            self._repeat(cells, repetitions, tell)
+            for cell in cells:
+                cell.first, cell.runs = cell.runs, []
+                if not cell.first:
+                    raise BackendError(
+                        f"{cell.item.title}: in all of {cell.voided} runs a rank started late, in the last by "
+                        f"{cell.latest * 1e3:.1f} ms (legal are {self.most_late * 1e3:g} ms); the machine is too busy"
+                    )
+            restless = [c for c in cells if variation([_seconds(r) for r in c.first]) > MOST_VARIATION]
+            total += len(restless) * repetitions
+            self._repeat(restless, repetitions, tell)
+        finally:
+            if self._pipe is not None:
+                for cell in cells:
+                    if cell.key:
+                        self._call("forget", cell.key)
+        return [self._measurement(cell) for cell in cells]
+
+    def _repeat(self, cells: Sequence[_Cell], repetitions: int, tell: Callable[[], None]) -> None:
+        """Runs of all cells, taking turns, so that none has the quiet minute for itself."""
+        for _ in range(repetitions):
+            for cell in cells:
+                self._once(cell)
+                tell()
+
+    def _once(self, cell: _Cell) -> None:
+        """Add one run to a cell; after `MOST_VOID` in which a rank started late, none."""
+        for attempt in range(MOST_VOID):
+            run: Run = self._call("run", cell.key, False)
+            cell.latest = max((o.lateness for o in run.outcomes), default=0.0)
+            if cell.latest <= self.most_late:
+                cell.runs.append(run)
+                return
+            cell.voided += 1
+            time.sleep(0.01 * 2 ** min(attempt, 5))  # what kept the ranks from the cores may pass
+
+    def _item(self, task: Task, engine: Engine) -> tuple[Task, Item]:
+        what = task.what
+        if isinstance(what, Program):
+            devices, names = what.devices, step_names(what)
+            title = task.title or "; ".join(step.op.name for step in what.steps) or "program without steps"
+            item = Item(title, engine, self._ranks(task, devices), names, program=str(what))
+        else:
+            title = task.title or what.title or "script"
+            item = Item(title, engine, self._ranks(task, what.devices), what.names, script=what.checked())
+        return task, item
+
+    def _ranks(self, task: Task, devices: Sequence[int]) -> dict[int, int]:
+        topology = self.cluster.topology
+        where = topology if task.where is None else task.where
+        if isinstance(where, Placement) and where.topology.level_sizes != topology.level_sizes:
+            raise TopologyError(
+                f"the placement is on {where.topology.describe()}, but the lab's cluster is {topology.describe()}"
+            )
+        laid = (where.mesh,) if isinstance(where, Placement) else ()
+        fabric = fabric_of(where, task.what.meshes if isinstance(task.what, Program) else laid)
+        found = fabric.place(np.array(devices, dtype=np.int64)).tolist()
+        return dict(zip(devices, found, strict=True))
+
+    def _measurement(self, cell: _Cell) -> Measurement:
+        sets = [s for s in (cell.first, cell.runs) if s]
+        runs = min(sets, key=lambda s: variation([_seconds(r) for r in s]))
+        item, tree = cell.item, self.cluster.tree
+        middle = sorted(runs, key=_seconds)[(len(runs) - 1) // 2]
+        payload: Counter[tuple[int, int]] = Counter()
+        for outcome in middle.outcomes:
+            payload.update({(outcome.device or 0, peer): n for peer, n in outcome.payload.items()})
+        what = cell.task.what
+        script = what if isinstance(what, Script) else script_of(what) if item.engine == "ring" else None
+
+        def edges(traffic: dict[tuple[int, int], int]) -> tuple[int, ...]:
+            return tree.edge_bytes({(item.ranks[a], item.ranks[b]): n for (a, b), n in traffic.items()})
+
+        predicted = None if script is None else script.payload()
+        return Measurement(
+            item.title,
+            "replay" if isinstance(what, Script) else item.engine,
+            tuple(e.name for e in tree.edges),
+            tuple(_repetition(r) for r in runs),
+            len(sets) > 1,
+            cell.voided,
+            cell.verified,
+            dict(sorted(payload.items())),
+            edges(payload),
+            predicted,
+            None if predicted is None else edges(predicted),
+            cell.load,
+            _timeline(what, middle, item),
+        )
+
+    def _call(self, *order: Any) -> Any:
+        if self._pipe is None:
+            raise BackendError("the lab is not running; use it as a context manager: with Lab(...) as lab: ...")
+        self._pipe.send(order)
+        return self._answer(5 * self.timeout + 60.0, str(order[0]))
+
+    def _answer(self, timeout: float, what: str) -> Any:
+        pipe = self._pipe
+        assert pipe is not None
+        try:
+            if not pipe.poll(timeout):
+                self.close()
+                raise TimedOut(f"the lab did not answer ({what}) within {timeout:g} s")
+            answer = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            said = self._last_words()
+            self.close()
+            raise BackendError(f"the lab's first process died during {what}: {said}") from None
+        except KeyboardInterrupt:
+            self.close()  # an answer that nobody reads would be taken for that to the next order
+            raise
+        if isinstance(answer, Failure):
+            if answer.fatal:
+                self.close()
+            raise answer.error()
+        return answer
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+class _Cell:
+    """A task, and its runs so far."""
+
+    def __init__(self, task: Task, item: Item) -> None:
+        self.task = task
+        self.item = item
+        self.key = 0
+        self.verified = False
+        self.first: list[Run] = []
+        self.runs: list[Run] = []
+        self.voided = 0
+        self.latest = 0.0  # seconds by which a rank was late, in the last run
+        self.load = os.getloadavg()[0]
+
+
+def measure(
+    program: Program | Script | Task,
+    cluster: Cluster | Topology,
+    *,
+    engine: Engine = "ring",
+    repetitions: int = REPETITIONS,
+) -> Timeline:
+    """Run one program on a cluster of its own, and return the timeline of the repetition with the median time.
+
+    Args:
+        program: What to run.
+        cluster: What to build; device ids are positions on its topology.
+        engine: `"ring"` or `"gloo"`.
+        repetitions: Timed runs.
+
+    Raises:
+        Unavailable: This machine cannot run it.
+        BackendError: A result differs from the reference, or a rank failed.
+    """
+    with Lab(cluster, engine=engine) as lab:
+        return lab.measure([program], repetitions)[0].timeline
+
+
+def _known(engine: str) -> None:
+    if engine not in ENGINES:
+        raise BackendError(f"engine={engine!r}; legal are {', '.join(ENGINES)}")
+
+
+def _seconds(run: Run) -> float:
+    return max((o.end for o in run.outcomes), default=run.instant) - run.instant
+
+
+def _repetition(run: Run) -> Repetition:
+    busy = sum(o.busy for o in run.outcomes) + run.softirq
+    late = max((o.lateness for o in run.outcomes), default=0.0)
+    share = busy / (run.elapsed * (os.cpu_count() or 1))
+    return Repetition(_seconds(run), late, share, run.drops, run.edge_bytes)
+
+
+def _timeline(what: Program | Script, run: Run, item: Item) -> Timeline:
+    spans = [s for o in run.outcomes for s in o.spans]
+    title = f"lab, {item.engine} engine: {item.title}"
+    if isinstance(what, Program):
+        return timeline_of(what, spans, title)
+    origin = min((s.start for s in spans), default=0.0)
+    rows = sorted(spans, key=lambda s: (s.start, s.device, s.step))
+    return Timeline(
+        tuple(
+            Interval(s.device, "comm", s.start - origin, s.end - origin, what.names[s.step], what.kinds[s.step], s.step,
+                     s.received)
+            for s in rows
+        ),
+        source="measured",
+        title=title,
+    )  # fmt: skip

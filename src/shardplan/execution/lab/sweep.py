@@ -1,0 +1,201 @@
+"""The sweep: every pair of every experiment measured on real links, alternating, with its predictions beside.
+
+A result grows by one experiment at a time, so that a sweep which was interrupted goes on where it stopped. At its end a
+tenth of the pairs is measured again: the noise floor is the median absolute log ratio to the first time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from shardplan.errors import BackendError, TimedOut
+from shardplan.execution.lab.experiments import Experiment, Key, Pair, pairs
+from shardplan.execution.lab.item import Engine, WrongResult
+from shardplan.execution.lab.record import Measurement
+from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
+from shardplan.execution.lab.session import REPETITIONS, Lab
+
+OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
+MOST_LATE = 0.01  # seconds by which a rank may miss the agreed start
+AGAIN = 10  # of so many pairs one is measured again at the end
+Progress = Callable[[float, float, str], None]  # seconds of work done, of all, and what is being done
+
+
+def sweep(
+    experiments: Sequence[Experiment],
+    *,
+    engine: Engine = "ring",
+    repetitions: int = REPETITIONS,
+    before: Sweep | None = None,
+    keep: Callable[[Sweep], None] | None = None,
+    progress: Progress | None = None,
+    most_late: float = MOST_LATE,
+    floor: bool = True,
+) -> Sweep:
+    """Measure every pair of every experiment, alternating their repetitions.
+
+    An experiment that fails twice, because the machine is too busy, is kept with its error and tried again on resuming.
+
+    Args:
+        experiments: Those of one cluster one after another: each change of cluster builds one.
+        engine: `"ring"` or `"gloo"`.
+        repetitions: Timed runs of every pair.
+        before: What an earlier call found; its experiments are not measured again.
+        keep: Called with the result so far after every experiment.
+        progress: Called often, for a bar.
+        most_late: As for `Lab`.
+        floor: Whether to measure a tenth again at the end.
+
+    Returns:
+        The result, with the experiments of `before`.
+
+    Raises:
+        Unavailable: This machine cannot run it.
+        WrongResult: A result differs from the reference.
+        BackendError: `before` is of another engine or another number of repetitions.
+    """
+    found = before or Sweep(engine, repetitions)
+    if (found.engine, found.repetitions) != (engine, repetitions):
+        raise BackendError(
+            f"the result to go on with is of engine={found.engine!r}, repetitions={found.repetitions}; asked are "
+            f"{engine!r}, {repetitions}"
+        )
+    found = replace(found, experiments=tuple(d for d in found.experiments if not d.error))
+    have = {d.experiment for d in found.experiments}
+    todo = [(e, pairs(e)) for e in dict.fromkeys(experiments) if e not in have]
+    second = floor and (bool(todo) or not found.again)
+    work = sum(_work(own, repetitions) for _, own in todo)
+    share = 1 + 1 / AGAIN if second else 1.0
+    meter = _Meter(progress, work * share)
+    with _Labs(engine, most_late) as labs:
+        for experiment, own in todo:
+            done = _experiment(labs, experiment, own, repetitions, meter)
+            found = replace(found, experiments=(*found.experiments, done), again=())
+            if keep is not None:
+                keep(found)
+        if second:
+            found = replace(found, again=tuple(_again(labs, found, repetitions, meter)))
+            if keep is not None:
+                keep(found)
+    return found
+
+
+class _Labs(ExitStack):
+    """The lab that is running, of the cluster asked for last."""
+
+    def __init__(self, engine: Engine, most_late: float) -> None:
+        super().__init__()
+        self.engine: Engine = engine
+        self.most_late = most_late
+        self.key: Key | None = None
+        self.lab: Lab | None = None
+
+    def of(self, experiment: Experiment) -> Lab:
+        """Return a lab of an experiment's cluster."""
+        if self.lab is None or self.key != experiment.key:
+            self.stop()
+            lab = Lab(experiment.build(), engine=self.engine, most_late=self.most_late)
+            self.lab, self.key = self.enter_context(lab), experiment.key
+        return self.lab
+
+    def stop(self) -> None:
+        """Take it down; the next is built anew."""
+        self.close()
+        self.lab = self.key = None
+
+
+class _Meter:
+    """Seconds of predicted work done, for a bar."""
+
+    def __init__(self, progress: Progress | None, total: float) -> None:
+        self.progress, self.total, self.done = progress, total, 0.0
+
+    def part(self, work: float, what: str) -> Callable[[int, int], None]:
+        """Return what a measurement calls with the runs done and to do, and count the work in."""
+        start = self.done
+        self.done += work
+
+        def tell(done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress(min(start + work * done / max(total, 1), self.total), self.total, what)
+
+        return tell
+
+
+def _work(own: Iterable[Pair], repetitions: int) -> float:
+    return sum((p.events + OVERHEAD) * (repetitions + 1) for p in own)
+
+
+def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _Meter) -> Done:
+    tell = meter.part(_work(own, repetitions), experiment.name)
+    started, load = time.monotonic(), os.getloadavg()[0]
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    error, rows = "", ()
+    for _ in range(2):
+        try:
+            measured = labs.of(experiment).measure([p.task() for p in own], repetitions, progress=tell)
+            error, rows = "", tuple(_row(p, m) for p, m in zip(own, measured, strict=True))
+            break
+        except WrongResult:
+            raise
+        except (BackendError, TimedOut) as problem:
+            error = str(problem)
+            labs.stop()
+    return Done(experiment, date, time.monotonic() - started, load, rows, error)
+
+
+def _row(pair: Pair, m: Measurement) -> Row:
+    said = m.predicted_edge_bytes
+    most = max(said, default=0) if said else 0
+    busy = [k / n for k, n in zip(m.kernel_edge_bytes, said, strict=True) if n and n >= BUSY * most] if said else []
+    return Row(
+        placement=pair.placement.describe(),
+        program=pair.text,
+        ops=pair.ops,
+        events=pair.events,
+        barrier=pair.barrier,
+        seconds=tuple(r.seconds for r in m.repetitions),
+        repeated=m.repeated,
+        voided=m.voided,
+        lateness=tuple(r.lateness for r in m.repetitions),
+        cpu_share=tuple(r.cpu_share for r in m.repetitions),
+        drops=tuple(r.drops for r in m.repetitions),
+        load=m.load,
+        exact=None if said is None else m.payload_edge_bytes == said and m.payload == m.predicted_payload,
+        payload=most,
+        kernel=(min(busy), max(busy)) if busy else None,
+    )
+
+
+def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _Meter) -> Iterator[Again]:
+    """Every tenth pair of the sweep, once more."""
+    number = 0
+    for done in sorted(found.experiments, key=lambda d: d.experiment.key):
+        wanted: list[Row] = []
+        for row in done.rows:
+            if number % AGAIN == AGAIN // 2:
+                wanted.append(row)
+            number += 1
+        if not wanted:
+            continue
+        known = {(p.placement.describe(), p.text): p for p in pairs(done.experiment)}
+        own = [known[row.placement, row.program] for row in wanted]
+        tell = meter.part(_work(own, repetitions), f"again: {done.experiment.name}")
+        try:
+            measured = labs.of(done.experiment).measure([p.task() for p in own], repetitions, progress=tell)
+        except (BackendError, TimedOut):
+            labs.stop()
+            continue
+        for row, m in zip(wanted, measured, strict=True):
+            times = tuple(r.seconds for r in m.repetitions)
+            yield Again(done.experiment.name, row.placement, row.program, row.median, m.seconds, times)
+
+
+def estimate(experiments: Sequence[Experiment], repetitions: int = REPETITIONS) -> float:
+    """Return about how many seconds a sweep takes, the noise floor included."""
+    return sum(_work(pairs(e), repetitions) for e in experiments) * (1 + 1 / AGAIN)

@@ -1,0 +1,219 @@
+"""The models against result files: scores of every field, the targets they are held to, and the cells that miss."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.errors import ParseError
+from shardplan.execution.lab.results import Done, Row, Sweep
+from shardplan.execution.lab.scores import MODELS, Score, Summary, score, summarize
+
+DEFAULT_FLOOR = 0.03  # where a result has none
+CROSSOVERS = ("2x4 lo 200/1000", "2x2x2 ns 400/200/800")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A claim, its bar, what was found, and whether it holds; None where the results do not say."""
+
+    claim: str
+    bar: str
+    found: str
+    holds: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A cell that a target misses."""
+
+    target: str
+    experiment: str
+    placement: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What results say about the models.
+
+    Args:
+        experiments: Measured ones.
+        floor: The noise floor used.
+        scores: Of every field and model.
+    """
+
+    experiments: tuple[Done, ...]
+    floor: float
+    scores: tuple[Score, ...]
+
+    def summary(self, model: str, pooled: bool = False) -> Summary:
+        """Return the scores of one model, over placements or over whole experiments."""
+        return summarize([s for s in self.scores if s.model == model and bool(s.placement) != pooled], model, pooled)
+
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """The bars of the specification."""
+        return tuple(_targets(self))
+
+    @cached_property
+    def misses(self) -> tuple[Miss, ...]:
+        """The cells behind what is missed: orders (events, per placement), bytes, and large errors."""
+        return tuple(_misses(self))
+
+
+def validate(results: Sequence[Sweep]) -> Verdict:
+    """Score both models on results of sweeps.
+
+    Args:
+        results: As `sweep` returned them, or read from files. An experiment in several counts once in each.
+
+    Returns:
+        Scores, summaries and targets; the noise floor is that of all results together, `DEFAULT_FLOOR` without any.
+
+    Raises:
+        ParseError: No result has a measured experiment.
+    """
+    done = tuple(d for r in results for d in r.experiments if d.rows)
+    if not done:
+        raise ParseError("no result has a measured experiment; run 'shardplan lab sweep' first")
+    twice = [abs(math.log(a.second / a.first)) for r in results for a in r.again]
+    floor = statistics.median(twice) if twice else DEFAULT_FLOOR
+    scores = [s for d in done for model in MODELS for s in _fields(d, model, floor)]
+    return Verdict(done, floor, tuple(scores))
+
+
+def _fields(done: Done, model: str, floor: float) -> Iterator[Score]:
+    by_placement: dict[str, list[Row]] = {}
+    for row in done.rows:
+        by_placement.setdefault(row.placement, []).append(row)
+    for placement, rows in by_placement.items():
+        yield score(rows, model, floor, done.experiment.name, placement)
+    yield score(done.rows, model, floor, done.experiment.name)
+
+
+# The targets of section 7 of the specification.
+
+KERNEL = (1.0, 1.05)
+PLACEMENT_RATIO = 10.0
+PLACEMENT_ERROR = 0.1
+OVER_FLAT = 1.3
+FLAT_RATES = 0.1  # outer over inner rate, at most
+MANY = 40
+SHAPES = 4
+
+
+def _targets(v: Verdict) -> Iterator[Target]:
+    events = v.summary("events")
+    rows = [r for d in v.experiments for r in d.rows]
+    counted = [r for r in rows if r.exact is not None]
+    wrong = sum(not r.exact for r in counted)
+    yield Target(
+        "payload on every link, every program",
+        "equal to prediction",
+        f"{len(counted) - wrong} of {len(counted)} equal",
+        wrong == 0 if counted else None,
+    )
+    kernel = [r.kernel for r in rows if r.kernel]
+    if kernel:
+        low, high = min(k[0] for k in kernel), max(k[1] for k in kernel)
+        holds = KERNEL[0] <= low and high <= KERNEL[1]
+        yield Target("kernel's count over payload, busy links", "1.00 to 1.05", f"{low:.3f} to {high:.3f}", holds)
+    clusters = {d.experiment.cluster_name for d in v.experiments}
+    crossed = [c for c in CROSSOVERS if c in clusters]
+    yield Target(
+        "experiments",
+        f"at least {MANY} on {SHAPES} clusters, both crossovers",
+        f"{len(v.experiments)} on {len(clusters)}, {len(crossed)} crossovers",
+        len(v.experiments) >= MANY and len(clusters) >= SHAPES and len(crossed) == len(CROSSOVERS),
+    )
+    for k, bar in ((10, 0.9), (3, 0.8)):
+        top = next(t for t in events.top if t.k == k)
+        if top.fields:
+            yield Target(
+                f"measured best in predicted top {k}, per placement",
+                f"at least {bar:.0%}",
+                f"{top.share:.1%} of {top.fields}; within noise {top.tied_share:.1%}; by chance {top.chance:.1%}",
+                top.share >= bar,
+            )
+    yield Target("median top-1 regret", "at most 5 %", f"{events.median_regret:.2%}", events.median_regret <= 0.05)
+    yield Target("mean absolute error", "at most 10 %", f"{events.mean_error:.2%}", events.mean_error <= 0.1)
+    yield from _flat(v)
+    yield from _ratio(v)
+
+
+def _flat(v: Verdict) -> Iterator[Target]:
+    """The best program over a flat all_reduce of the whole mesh, on 2x4 with a slow outer link."""
+    gains: list[tuple[float, str]] = []
+    for d in v.experiments:
+        e = d.experiment
+        slow = e.leaf == "ns" and e.cluster == "2x4" and e.rates[0] / e.rates[1] <= FLAT_RATES
+        flat = [r for r in d.rows if r.ops == ("all_reduce",)]
+        if slow and e.whole and flat:
+            best = min(d.rows, key=lambda r: r.median)
+            gains.append((min(r.median for r in flat) / best.median, e.name))
+    if gains:
+        least, name = min(gains)
+        yield Target("best program against a flat all_reduce, 2x4", "at least 1.3x", f"{least:.2f}x ({name})",
+                     least >= OVER_FLAT)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """What placing matters: an all_reduce on the worst placement over that on the best."""
+
+    experiment: str
+    measured: float
+    predicted: float
+
+
+def placement_ratios(v: Verdict) -> list[Ratio]:
+    """Return, for every experiment with several placements, the ratio of a flat all_reduce on the worst and best."""
+    out: list[Ratio] = []
+    for d in v.experiments:
+        flat = [r for r in d.rows if r.ops == ("all_reduce",)]
+        if len({r.placement for r in flat}) > 1:
+            worst, best = max(flat, key=lambda r: r.median), min(flat, key=lambda r: r.median)
+            out.append(Ratio(d.experiment.name, worst.median / best.median, worst.events / best.events))
+    return out
+
+
+def _ratio(v: Verdict) -> Iterator[Target]:
+    named = {d.experiment.name: d.experiment for d in v.experiments}
+    wanted = [r for r in placement_ratios(v) if (e := named[r.experiment]).cluster_name == "2x4 ns 200/1000"
+              and e.nbytes == max(x.nbytes for x in named.values() if x.cluster_name == e.cluster_name)]  # fmt: skip
+    if wanted:
+        most = max(wanted, key=lambda r: r.predicted)
+        off = most.predicted / most.measured - 1
+        yield Target(
+            "placement ratio, measured",
+            "at least 10x, within 10 % of predicted",
+            f"{most.measured:.1f}x, predicted {most.predicted:.1f}x ({off:+.1%}; {most.experiment})",
+            most.measured >= PLACEMENT_RATIO and abs(off) <= PLACEMENT_ERROR,
+        )
+
+
+def _misses(v: Verdict) -> Iterator[Miss]:
+    for d in v.experiments:
+        for r in d.rows:
+            if r.exact is False:
+                yield Miss("payload", d.experiment.name, r.placement, r.program)
+            if r.kernel and not KERNEL[0] <= r.kernel[0] <= r.kernel[1] <= KERNEL[1]:
+                text = f"{r.program}: kernel {r.kernel[0]:.3f} to {r.kernel[1]:.3f} of payload"
+                yield Miss("kernel", d.experiment.name, r.placement, text)
+    for s in v.scores:
+        if s.model == "events" and s.placement:
+            for k in (3, 10):
+                if s.programs > k and s.rank > k:
+                    text = (
+                        f"rank {s.rank} of {s.programs} (within noise {s.tied_rank}), regret {s.regret:.1%}; "
+                        f"best {s.best}; predicted best {s.chosen}"
+                    )
+                    yield Miss(f"top {k}", s.experiment, s.placement, text)
+            if s.regret > 0.05 and s.programs > 1:
+                yield Miss("regret", s.experiment, s.placement, f"{s.regret:.1%}; best {s.best}; chosen {s.chosen}")
+            if s.mean_error > 0.1:
+                yield Miss("error", s.experiment, s.placement, f"mean {s.mean_error:.1%} over {s.programs} programs")

@@ -1,0 +1,30 @@
+"""`LabWire`: the torch backend's wire, with the bytes to every peer counted, and device ids mapped to ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardplan.execution.torch_wire import Pending, Wire
+
+
+@dataclass(slots=True)
+class LabWire(Wire):
+    """The traffic of one rank in one run; `ranks` says which rank stands in for a device id."""
+
+    ranks: Mapping[int, int] = field(default_factory=dict[int, int])
+    payload: Counter[int] = field(default_factory=Counter[int])  # bytes sent, by the receiver's device id
+
+    def post(
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[Pending, Pending]:
+        """Start messages between device ids; what is pending bears them, too."""
+        for device, x in sends:
+            self.payload[device] += x.nbytes
+        ranks = self.ranks
+        ins, outs = Wire.post(self, [(ranks[d], x) for d, x in receives], [(ranks[d], x) for d, x in sends])
+        named_ins = [(d, work) for (d, _), (_, work) in zip(receives, ins, strict=True)]
+        return named_ins, [(d, work) for (d, _), (_, work) in zip(sends, outs, strict=True)]

@@ -1,0 +1,339 @@
+"""The lab: bytes on every edge, exact results, and nothing left behind; never times."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardplan as sp
+from conformance import cases
+from execution.lab_here import needs_lab
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Reduce, ReduceScatter
+from shardplan.core.program import Program, Step
+from shardplan.errors import Infeasible, ParseError, TopologyError
+from shardplan.execution.lab import Cluster, Lab, Measurement, Task, Unavailable, measure, missing, needs, session
+from shardplan.execution.lab.hlo import hlo_script, parse_hlo
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Level, Topology
+from shardplan.simulation.ring import script_of
+
+HERE = Path(__file__).parent
+FAST = (1000.0, 4000.0)  # Mbit/s: the tests ask for bytes, not for times
+LATE = 5.0  # seconds: a busy machine does not fail these tests
+MESH = sp.Mesh(data=2, tensor=4)
+
+
+def program(text: str, op: Op, mesh: sp.Mesh = MESH) -> Program:
+    return Program({"0": sp.TensorType.parse(text, mesh)}, [Step(op, ("0",), ("1",))], ("1",))
+
+
+LARGE = {
+    "all_reduce over tensor": program("i32[1024, 256]{+tensor}", AllReduce(("tensor",))),
+    "all_reduce over data": program("f32[1024, 256]{+data}", AllReduce(("data",))),
+    "all_reduce over both": program("f32[1024, 256]{+data,+tensor}", AllReduce(("data", "tensor"))),
+    "all_reduce, tensor major": program("f32[1024, 256]{+data,+tensor}", AllReduce(("tensor", "data"))),
+    "reduce_scatter": program("i32[1024, 256]{+data,+tensor}", ReduceScatter(1, ("data", "tensor"))),
+    "all_gather": program("i32[1024@data, 256@tensor]", AllGather((1, 0), ("tensor", "data"))),
+    "all_to_all": program("i32[1024@(data,tensor), 256]", AllToAll(0, 1, ("data", "tensor"))),
+    "reduce": program("i32[1024, 256]{+data,+tensor}", Reduce(("data", "tensor"))),
+    "broadcast": program("i32[1024, 256]{root:tensor,data}", Broadcast(("data", "tensor"))),
+}
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(Cluster.of("2x4", FAST), most_late=LATE) as running:
+        yield running
+
+
+def counted(m: Measurement) -> None:
+    """The engine's count is the prediction, and what the kernel saw on each edge is that and a little more."""
+    assert m.payload == m.predicted_payload
+    assert m.payload_edge_bytes == m.predicted_edge_bytes
+    assert m.predicted_edge_bytes is not None
+    least = [min(r.edge_bytes[k] for r in m.repetitions) for k in range(len(m.edges))]  # of some a packet was lost
+    most = max(m.predicted_edge_bytes)
+    for edge, said, kernel in zip(m.edges, m.predicted_edge_bytes, least, strict=True):
+        # acknowledgements of what goes the other way are headers, too
+        assert said <= kernel <= 1.05 * said + 0.02 * most, (m.title, edge, said, kernel)
+
+
+@needs_lab
+def test_every_byte_of_large_collectives(lab: Lab) -> None:
+    found = lab.measure([Task(p, title=name) for name, p in LARGE.items()], 3)
+    assert [m.title for m in found] == list(LARGE)
+    for m in found:
+        counted(m)
+        assert m.engine == "ring"
+        assert m.verified
+        assert m.timeline.source == "measured"
+        assert set(m.timeline.devices) == set(range(8))
+        assert 0 < m.min_seconds <= m.seconds
+        assert len(m.repetitions) == 3
+    across = {m.title: m.predicted_edge_bytes[m.edges.index("node[0] up")] for m in found if m.predicted_edge_bytes}
+    # 1 MiB shards: 4 groups each move one shard over the node's link; one ring of 8 crosses it once a round
+    assert across["all_reduce over tensor"] == 0
+    assert across["all_reduce over data"] == 4 * 2**20
+    assert across["all_reduce over both"] == 14 * 2**20 // 8
+    assert across["all_reduce, tensor major"] == 4 * across["all_reduce over both"]
+
+
+@needs_lab
+@pytest.mark.parametrize("sizes", ["2x2", "2x4"])
+def test_every_program_equals_the_reference(sizes: str, lab: Lab) -> None:
+    """The conformance suite of the backends, on rings: results bit for bit, bytes as predicted."""
+    if sizes == "2x4":
+        checked(lab, 60, 8)
+        return
+    with Lab(Cluster.of(sizes, FAST, "lo"), most_late=LATE) as other:
+        checked(other, 40, 4)
+
+
+def checked(lab: Lab, count: int, devices: int) -> None:
+    drawn = list(cases(11, count, devices))
+    for case, m in zip(drawn, lab.measure([Task(c.program, title=c.name) for c in drawn], 1), strict=True):
+        assert m.payload == m.predicted_payload, f"{case.name}\n{case.program}"
+        assert {d for pair in m.payload for d in pair} <= set(case.program.devices)
+
+
+@needs_lab
+def test_gloo_s_own_collectives(lab: Lab) -> None:
+    found = lab.measure([Task(p, title=name) for name, p in LARGE.items()], 1, engine="gloo")
+    assert all(m.verified and m.engine == "gloo" and m.predicted_payload is None for m in found)
+    drawn = [c for c in cases(12, 40, 8) if reducible(c.program)]
+    assert len(drawn) > 20
+    lab.measure([c.program for c in drawn], 1, engine="gloo")
+    with pytest.raises(sp.BackendError, match=r"^step 0 \(all_reduce.*gloo reduces f16, .*; use engine='ring'$"):
+        lab.measure([program("u16[8]{+data}", AllReduce(("data",)))], engine="gloo")
+    counted(lab.measure([LARGE["all_gather"]], 1)[0])  # a refused program leaves the ranks in order
+
+
+def reducible(p: Program) -> bool:
+    summed = (AllReduce, Reduce, ReduceScatter)
+    strange = ("u16", "u32", "u64", "i16", "bool", "c64", "c128", "f8e4m3", "f8e5m2")
+    return not any(t.dtype in strange for s in p.steps if isinstance(s.op, summed) for t in p.step_types(s)[0])
+
+
+@needs_lab
+def test_a_placement_says_which_links_are_used(lab: Lab) -> None:
+    topology = lab.cluster.topology
+    p = program("i32[1024, 64]{+data}", AllReduce(("data",)))
+    near, far = Placement(MESH, topology, ((1, 2), (2, 2))), Placement(MESH, topology, ((2, 1), (1, 4)))
+    inside, outside = lab.measure([Task(p, near), Task(p, far)], 1)
+    counted(inside)
+    counted(outside)
+    up = inside.edges.index("node[0] up")
+    assert inside.payload_edge_bytes[up] == 0
+    assert outside.payload_edge_bytes[up] == 4 * 2**18
+    assert inside.payload == outside.payload  # by device id
+    three = Topology("", (Level("node", 8, "switch", 1e9, 0.0),))
+    with pytest.raises(TopologyError, match=r"^the placement is on node=8, but the lab's cluster is node=2 x rank=4$"):
+        lab.measure([Task(p, Placement(MESH, three, ((2,), (4,))))])
+    with pytest.raises(TopologyError, match="device 8 is not on the topology"):
+        lab.measure([program("i32[4]{+x}", AllReduce(("x",)), sp.Mesh({"x": 2}, devices=(0, 8)))])
+
+
+@needs_lab
+def test_a_script_is_replayed_byte_for_byte(lab: Lab) -> None:
+    own = [script_of(p, name) for name, p in LARGE.items()]
+    text = {f.stem: f.read_text() for f in sorted((HERE / "lab_hlo").glob("*.txt"))}
+    parsed = {f"hlo {name}": parse_hlo(t, 8) for name, t in text.items()}
+    scripts = [*own, *(hlo_script(found, name) for name, found in parsed.items())]
+    for script, m in zip(scripts, lab.measure(scripts, 1), strict=True):
+        assert m.engine == "replay"
+        assert not m.verified
+        assert m.title == script.title
+        assert m.payload == script.payload()
+        if m.title in parsed:
+            assert sum(m.payload.values()) == sum(c.moved_bytes for c in parsed[m.title])
+        else:
+            counted(m)
+    assert [s.payload() for s in own] == [script_of(p).payload() for p in LARGE.values()]
+
+
+@needs_lab
+@pytest.mark.parametrize("sizes", ["2x2x2"])
+def test_depth_and_the_short_way(sizes: str) -> None:
+    p = program("i32[1024, 64]{+data,+tensor}", AllReduce(("data", "tensor")))
+    tl = measure(p, Cluster.of(sizes, (1000, 2000, 4000)), repetitions=2)
+    assert tl.source == "measured"
+    assert {i.received_bytes for i in tl.intervals} == {2 * 7 * 2**18 // 8}
+
+
+@needs_lab
+@pytest.mark.parametrize("mutation", ["drop", "swap", "twice"])
+def test_broken_engines_are_caught(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "HOST", (str(HERE / "lab_mutant.py"), mutation))
+    x = sp.Mesh(x=4)
+    gather = program("i32[1024@x, 64]", AllGather(0, ("x",)), x)
+    reduce = program("i32[1024, 64]{+x}", AllReduce(("x",)), x)
+
+    def caught(lab: Lab, p: Program) -> bool:
+        try:
+            (m,) = lab.measure([p], 1)
+        except sp.BackendError as error:
+            assert "the reference" in str(error)
+            return True
+        return m.payload != m.predicted_payload or m.payload_edge_bytes != m.predicted_edge_bytes
+
+    with Lab(Cluster.of("2x2", FAST), most_late=LATE) as lab:
+        found = caught(lab, gather), caught(lab, reduce)
+    assert found == {"twice": (False, True)}.get(mutation, (True, True))
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    try:
+        found = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*found, *(d for c in found for d in children(c))]
+
+
+def spaces(pids: list[int]) -> set[str]:
+    out: set[str] = set()
+    for pid in pids:
+        try:
+            out.add(os.readlink(f"/proc/{pid}/ns/net"))
+        except OSError:
+            continue
+    return out
+
+
+def everywhere() -> set[str]:
+    return spaces([int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()])
+
+
+def gone_within(seconds: float, condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+@needs_lab
+@pytest.mark.parametrize("victim", ["session", "host", "unshare"])
+def test_a_kill_leaves_nothing(victim: str) -> None:
+    paths = os.pathsep.join(map(str, (HERE.parents[1] / "src", HERE.parents[1], HERE.parent)))
+    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    child = subprocess.Popen(
+        [sys.executable, str(HERE / "lab_session_child.py")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"moving\n"
+        below = children(child.pid)
+        assert len(below) == 2 + 4  # unshare, the host, four ranks
+        made = spaces(below) - spaces([child.pid])
+        assert len(made) == 5  # the host's, and one a rank
+        os.kill({"session": child.pid, "unshare": below[0], "host": below[1]}[victim], signal.SIGKILL)
+        assert gone_within(5.0, lambda: not any(Path(f"/proc/{p}").exists() and alive(p) for p in below[1:]))
+        assert gone_within(5.0, lambda: not made & everywhere())
+        assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout == before
+    finally:
+        child.kill()
+        child.wait(10)
+        child.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@needs_lab
+def test_a_lost_rank_is_one_clear_error() -> None:
+    with Lab(Cluster.of("2x2", FAST), timeout=5.0, most_late=LATE) as lab:
+        assert lab._process is not None
+        ranks = children(lab._process.pid)[1:]
+        assert len(ranks) == 4
+        os.kill(ranks[2], signal.SIGKILL)
+        with pytest.raises(sp.BackendError, match=r"rank 2"):
+            lab.measure([program("i32[64]{+x}", AllReduce(("x",)), sp.Mesh(x=4))])
+        with pytest.raises(sp.BackendError, match=r"^the lab is not running; use it as a context manager"):
+            lab.measure([program("i32[64]{+x}", AllReduce(("x",)), sp.Mesh(x=4))])
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs._tried.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert missing().startswith("the lab needs Linux (network namespaces), this is darwin; run it in ")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"bin/{tool}")
+        assert missing() == "the lab needs the command 'tc', which is not installed; install the package iproute2"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda tool: f"bin/{tool}")
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert missing().endswith("torch is not installed; install shardplan[torch]")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "which", lambda tool: f"bin/{tool}")
+        refused = "echo 'unshare failed: Operation not permitted' >&2; exit 1"
+        patch.setattr(needs, "inside", lambda: ["sh", "-c", refused])
+        assert "needs the privilege to make namespaces, which is refused (unshare failed: Oper" in missing()
+        with pytest.raises(Unavailable, match=r"CAP_NET_ADMIN|unprivileged user namespaces"):
+            Lab(Cluster.of("2", (1,))).__enter__()
+        patch.setattr(needs, "inside", lambda: ["sh", "-c", "echo 'the shaper tbf'; echo no tbf >&2; exit 2"])
+        assert missing() == (
+            "the lab needs the shaper tbf, which this machine refuses (no tbf); load the module, or run as root"
+        )
+    assert issubclass(Unavailable, Infeasible)  # which the command line maps to status 3
+    needs._tried.cache_clear()
+
+
+def test_the_lab_is_imported_without_torch() -> None:
+    line = "import sys, shardplan.execution.lab; sys.exit('torch' in sys.modules)"
+    paths = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src")}
+    assert subprocess.run([sys.executable, "-c", line], env=paths, timeout=60).returncode == 0
+
+
+def test_what_is_no_cluster_is_refused() -> None:
+    ring = Topology("", (Level("node", 2, "ring", 1e9, 0.0), Level("gpu", 2, "switch", 1e9, 0.0)))
+    with pytest.raises(TopologyError, match=r"^level 'node' is a ring; a tree of links has switches only, since on "):
+        Cluster(ring)
+    with pytest.raises(TopologyError, match=r"^level 'node' has 8 uplinks; a tree of links has one, since which flow "):
+        Lab(Topology.load("dgx-a100", nodes=2))
+    with pytest.raises(TopologyError, match=r"^cluster '2x4' has 2 levels, but 1 rates are given: 5; one a level, in "):
+        Cluster.of("2x4", (5,))
+    with pytest.raises(ParseError, match=r"^cluster '2y4'; legal are sizes, outermost first, such as '2x4'$"):
+        Cluster.of("2y4", (5, 5))
+    with pytest.raises(TopologyError, match=r"^leaf='vm'; legal are ns, lo$"):
+        Cluster.of("2x4", (5, 5), "vm")  # pyright: ignore
+    with pytest.raises(sp.BackendError, match=r"^engine='mpi'; legal are ring, gloo$"):
+        Lab(Cluster.of("2", (5,)), engine="mpi")  # pyright: ignore
+    with pytest.raises(sp.BackendError, match=r"^timeout=0; legal is a positive number of seconds$"):
+        Lab(Cluster.of("2", (5,)), timeout=0)
+
+
+def test_the_commands_of_a_cluster() -> None:
+    """Every edge has one interface that sends it, and one shaper of its rate there."""
+    rng = random.Random(3)
+    for sizes, rates, leaf in (("2x4", (200, 1000), "ns"), ("2x2x2", (1, 2, 3), "ns"), ("3x2", (7, 9), "lo")):
+        cluster = Cluster.of(sizes, rates, leaf)  # pyright: ignore
+        assert len(set(cluster.meters())) == len(cluster.tree.edges)
+        shaped: dict[tuple[str, str], float] = {}
+        for tool, space, batch in cluster.commands():
+            for line in batch.splitlines() if tool == "tc" else ():
+                words = line.split()
+                shaped[space, words[3]] = float(words[7].removesuffix("bit"))
+                assert words[8:] == ["burst", "81920", "limit", "1048576"]
+        for edge, meter in zip(cluster.tree.edges, cluster.meters(), strict=True):
+            assert shaped[meter] == pytest.approx(edge.bandwidth * 8)
+        a, b = rng.sample(range(cluster.ranks), 2)
+        there, back = (np.array(cluster.tree.path(*p)) for p in ((a, b), (b, a)))
+        assert len(there) == len(back) >= 1

@@ -1,0 +1,183 @@
+"""The event simulation: links are shared fairly, full duplex and by all groups; devices go on at their own pace."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan as sp
+from conformance import cases
+from shardplan.core.ops import AllGather, AllReduce, Op, ReduceScatter
+from shardplan.core.program import Program, Step
+from shardplan.errors import ShardplanError, TopologyError
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Level, Topology
+from shardplan.simulation.events import Constants, fair_rates, simulate
+from shardplan.simulation.ring import script_of
+from shardplan.simulation.script import Round, Script, ScriptError, Stage
+from shardplan.simulation.tree import Tree
+
+OUTER, INNER = 1e6, 1e7  # bytes per second
+CLUSTER = Topology("2x4", (Level("node", 2, "switch", OUTER, 0.0), Level("gpu", 4, "switch", INNER, 0.0)))
+FLAT = Topology("4", (Level("gpu", 4, "switch", 1e6, 0.25),))
+MESH = sp.Mesh(data=2, tensor=4)
+FREE = Constants(latency=0.0)
+
+
+def program(text: str, *ops: Op, mesh: sp.Mesh = MESH) -> Program:
+    steps = [Step(op, (str(k),), (str(k + 1),)) for k, op in enumerate(ops)]
+    return Program({"0": sp.TensorType.parse(text, mesh)}, steps, (str(len(ops)),))
+
+
+def script(*messages: tuple[int, int, int], kind: str = "send") -> Script:
+    """One message after another posted, all at once, by (sender, receiver, bytes)."""
+    rounds = {
+        d: (
+            Round(
+                tuple((r, n) for s, r, n in messages if s == d), tuple((s, n) for s, r, n in messages if r == d)
+            ),
+        )
+        for d in {x for s, r, _ in messages for x in (s, r)}
+    }  # fmt: skip
+    return Script((Stage(0, rounds),), (kind,), (kind,))
+
+
+def test_a_ring_alone_is_its_closed_form() -> None:
+    """2 (q - 1) rounds, each a q-th of the shard and a latency."""
+    p = program("f32[1000]{+x}", AllReduce(("x",)), mesh=sp.Mesh(x=4))
+    assert simulate(p, FLAT).seconds == pytest.approx(6 * (1000 / 1e6 + 0.25))
+    slow = simulate(p, FLAT, constants=Constants(latency=0.5, payload_share=0.5))
+    assert slow.seconds == pytest.approx(6 * (2000 / 1e6 + 0.5))
+
+
+def test_groups_that_share_a_link_share_its_rate() -> None:
+    """Four groups over the node's link take four times as long as one: what costing one group alone would miss."""
+    one = Program({"0": sp.TensorType.parse("f32[1000]{+x}", pair := sp.Mesh({"x": 2}, devices=(0, 4)))},
+                  [Step(AllReduce(("x",)), ("0",), ("1",))], ("1",))  # fmt: skip
+    assert pair.size == 2
+    alone, together = (simulate(p, CLUSTER, constants=FREE).seconds
+                       for p in (one, program("f32[1000]{+data}", AllReduce(("data",)))))  # fmt: skip
+    assert alone == pytest.approx(2 * 2000 / OUTER)
+    assert together == pytest.approx(4 * alone)
+
+
+def test_a_placement_decides_which_links() -> None:
+    p = program("f32[1000]{+data}", AllReduce(("data",)))
+    near, far = Placement(MESH, CLUSTER, ((1, 2), (2, 2))), Placement(MESH, CLUSTER, ((2, 1), (1, 4)))
+    inside, across = (simulate(p, where, constants=FREE).seconds for where in (near, far))
+    assert inside == pytest.approx(2 * 2000 / INNER)
+    assert across == pytest.approx(2 * 4 * 2000 / OUTER)
+
+
+def test_both_directions_of_a_link_are_full() -> None:
+    swap = script((0, 1, 1000), (1, 0, 1000))
+    one = script((0, 1, 1000))
+    apart, host = ([simulate(s, FLAT, constants=FREE, shared=x).seconds for s in (one, swap)] for x in (False, True))
+    assert apart == pytest.approx([1e-3, 1e-3])
+    assert host == pytest.approx([1e-3, 2e-3])  # a shared loopback is half duplex
+
+
+def test_incast_and_a_bottleneck_elsewhere() -> None:
+    """Two senders into one receiver halve; a third flow takes what they leave of its own sender's link."""
+    found = simulate(script((0, 2, 1000), (1, 2, 1000), (1, 3, 1500)), FLAT, constants=FREE)
+    assert found.seconds == pytest.approx(2.5e-3)  # 1 sends 2500 bytes
+    assert {i.device: i.end for i in found.intervals} == pytest.approx({0: 2e-3, 1: 2.5e-3, 2: 2e-3, 3: 2.5e-3})
+
+
+def test_messages_of_a_pair_keep_their_order() -> None:
+    found = simulate(script((0, 1, 1000), (0, 1, 500)), FLAT)
+    assert found.seconds == pytest.approx(0.25 + 1.5e-3)  # both latencies at once, the bytes one after another
+
+
+def test_a_bucket_lets_the_first_bytes_through() -> None:
+    constants = Constants(latency=0.0, bucket=400, burst=1e8)
+    quick = 400 / (1e8 - 1e6)  # the bucket fills while it empties
+    one = simulate(script((0, 1, 1000)), FLAT, constants=constants).seconds
+    assert one == pytest.approx(quick + (1000 - 1e8 * quick) / 1e6)
+    assert one < 1000 / 1e6
+    assert simulate(script((0, 1, 300)), FLAT, constants=constants).seconds == pytest.approx(300 / 1e8)
+
+
+def test_devices_go_on_at_their_own_pace() -> None:
+    """The group on the fast links is in its second step while the other, on the slow one, is still in its first."""
+    mixed = sp.Mesh({"g": 2, "x": 2}, devices=(0, 1, 2, 4))
+    gather, reduce = AllGather(0, ("x",)), ReduceScatter(0, ("x",))
+    p = program("f32[1000]{+x}", reduce, gather, mesh=mixed)
+    found = simulate(p, CLUSTER, constants=FREE)
+    ends = {(i.device, i.step): i.end for i in found.intervals}
+    assert ends[0, 1] < ends[2, 0]
+    assert ends[0, 1] == pytest.approx(2 * 2000 / INNER)
+    assert ends[2, 1] == pytest.approx(2 * 2000 / OUTER)
+
+
+def test_the_timeline_is_one() -> None:
+    inner = ("tensor",)
+    p = program("f32[1024]{+data,+tensor}", ReduceScatter(0, inner), AllReduce(("data",)), AllGather(0, inner))
+    found = simulate(p, CLUSTER)
+    assert found.source == "predicted"
+    assert found.devices == tuple(range(8))
+    assert sum(i.seconds for i in found.critical_path) == pytest.approx(found.seconds)
+    assert list(found.breakdown) and set(found.breakdown) <= {"reduce_scatter", "all_reduce", "all_gather"}
+    for k, step in enumerate(p.steps):
+        want = step.op.received(*p.step_types(step)[0]).tolist()
+        assert [i.received_bytes for d in range(8) for i in found.intervals if i.step == k and i.device == d] == want
+
+
+def test_bounds_on_every_program() -> None:
+    """No faster than its busiest edge allows, no slower than all its bytes one after another over it."""
+    tree = Tree(CLUSTER)
+    for case in cases(5, 60, 8):
+        found = script_of(case.program).checked()
+        load = tree.edge_bytes(found.payload())
+        least = max((n / e.bandwidth for n, e in zip(load, tree.edges, strict=True)), default=0.0)
+        most = sum(n / e.bandwidth for n, e in zip(load, tree.edges, strict=True))
+        seconds = simulate(case.program, CLUSTER).seconds
+        assert least * (1 - 1e-6) <= seconds <= most * (1 + 1e-6) + 1e-9, case.name
+
+
+def test_what_never_comes_is_an_error() -> None:
+    lonely = Script((Stage(0, {0: (Round((), ((1, 8),)),)}),), ("x",), ("x",))
+    with pytest.raises(ScriptError, match=r"^devices \[0\] wait for messages that are never sent$"):
+        simulate(lonely, FLAT)
+    with pytest.raises(ScriptError, match=r"^device 1 sends \[\] bytes to device 0, which waits for \[8\]$"):
+        lonely.checked()
+    ring = Topology("", (Level("gpu", 4, "ring", 1e6, 0.0),))
+    with pytest.raises(TopologyError, match=r"^level 'gpu' is a ring; a tree of links has switches only"):
+        simulate(lonely, ring)
+    with pytest.raises(ShardplanError, match="a payload share above 0"):
+        Constants(payload_share=0)
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 4), min_size=1).map(tuple), min_size=1, max_size=8),
+    st.lists(st.floats(0.5, 100), min_size=5, max_size=5),
+)
+def test_rates_are_max_min_fair(paths: list[tuple[int, ...]], capacity: list[float]) -> None:
+    """No edge is above its capacity, and each flow crosses a full edge on which none has a higher rate."""
+    rates = fair_rates(paths, capacity)
+    load = [sum(r for r, p in zip(rates, paths, strict=True) if e in p) for e in range(5)]
+    assert all(n <= c * (1 + 1e-9) for n, c in zip(load, capacity, strict=True))
+    for rate, path in zip(rates, paths, strict=True):
+        assert any(
+            load[e] >= capacity[e] * (1 - 1e-9)
+            and rate >= max(r for r, p in zip(rates, paths, strict=True) if e in p) * (1 - 1e-9)
+            for e in path
+        )
+
+
+def test_paths_of_a_tree() -> None:
+    deep = Topology("", tuple(Level(n, 2, "switch", 1.0, 0.0) for n in ("pod", "node", "gpu")))
+    tree = Tree(deep)
+    assert len(tree.edges) == 2 * (2 + 4 + 8)
+    for a, b in itertools.product(range(8), repeat=2):
+        there, back = tree.path(a, b), tree.path(b, a)
+        names = [tree.edges[k].name for k in there]
+        turned = [n.replace("up", "?").replace("down", "up").replace("?", "down") for n in names[::-1]]
+        assert [tree.edges[k].name for k in back] == turned
+        assert len(there) == (0 if a == b else 2 * (3 - [a // s == b // s for s in (4, 2, 1)].index(False)))
+    host = Tree(deep, shared=True)
+    assert [host.edges[k].name for k in host.path(2, 3)] == ["node[1] local"]
+    assert [host.edges[k].name for k in host.path(0, 3)] == ["node[0] up", "node[1] down"]
+    assert math.isclose(sum(host.edge_bytes({(2, 3): 8, (0, 3): 4})), 16)

@@ -1,0 +1,65 @@
+"""The messages of the ring engine: what arrives in a step is what its op says, and goes between neighbours."""
+
+import numpy as np
+import pytest
+
+import shardplan as sp
+from conformance import cases
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
+from shardplan.core.program import Program, Step
+from shardplan.simulation.ring import SEGMENT, script_of, segments
+
+RINGS = (AllGather, AllReduce, ReduceScatter)
+
+
+@pytest.mark.parametrize("devices", [3, 4, 6, 8])
+def test_every_step_receives_what_its_op_says(devices: int) -> None:
+    """Summed over the devices of a step; of even rings, and of all else, on each device."""
+    for case in cases(23, 60, devices):
+        program = case.program
+        found = script_of(program).checked().received()
+        for number, step in enumerate(program.steps):
+            operands, results = program.step_types(step)
+            want = step.op.received(*operands)
+            mesh = results[0].mesh
+            got = np.array([found.get((d, number), 0) for d in mesh.devices])
+            assert got.sum() == want.sum(), (case.name, number, str(program))
+            # a ring's last piece may be short even on an even type: all_reduce cuts the flat shard
+            exact = not isinstance(step.op, RINGS) or all(t.all_even for t in (*operands, *results))
+            if exact and not isinstance(step.op, AllReduce):
+                assert got.tolist() == want.tolist(), (case.name, number)
+
+
+def one(text: str, op: Op, mesh: sp.Mesh) -> Program:
+    return Program({"0": sp.TensorType.parse(text, mesh)}, [Step(op, ("0",), ("1",))], ("1",))
+
+
+def test_rings_and_chains_go_in_member_order() -> None:
+    """The mesh's devices stand in another order than their numbers; two axes are major to minor as asked."""
+    x = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1))
+    around = {(2, 0): 12, (0, 3): 12, (3, 1): 12, (1, 2): 12}
+    assert script_of(one("i8[16]{+x}", ReduceScatter(0, ("x",)), x)).payload() == dict(sorted(around.items()))
+    assert script_of(one("i8[16@x]", AllGather(0, ("x",)), x)).payload() == dict(sorted(around.items()))
+    assert script_of(one("i8[16]{+x}", Reduce(("x",)), x)).payload() == {(0, 2): 16, (1, 3): 16, (3, 0): 16}
+    assert script_of(one("i8[16]{root:x}", Broadcast(("x",)), x)).payload() == {(0, 3): 16, (2, 0): 16, (3, 1): 16}
+    ab = sp.Mesh(a=2, b=2)
+    for axes, pairs in ((("a", "b"), [(0, 1), (1, 2), (2, 3), (3, 0)]), (("b", "a"), [(0, 2), (1, 3), (2, 1), (3, 0)])):
+        assert list(script_of(one("i8[16]{+a,+b}", AllReduce(axes), ab)).payload()) == pairs
+
+
+def test_rounds_of_a_ring() -> None:
+    """A member passes on what it received in the round before: parts of 3, 3, 3 and 1 element."""
+    (stage,) = script_of(one("i16[10@x]", AllGather(0, ("x",)), sp.Mesh(x=4))).stages
+    assert [r.sends for r in stage.rounds[3]] == [((0, 2),), ((0, 6),), ((0, 6),)]
+    assert [r.receives for r in stage.rounds[3]] == [((2, 6),), ((2, 6),), ((2, 6),)]
+    assert [r.sends for r in stage.rounds[0]] == [((1, 6),), ((1, 2),), ((1, 6),)]
+
+
+def test_segments_of_a_chain() -> None:
+    assert segments(SEGMENT, 1) == [SEGMENT]
+    assert segments(SEGMENT + 1, 1) == [SEGMENT // 2, SEGMENT // 2 + 1]
+    assert segments(10, 4, 3) == [12, 12, 16]
+    assert segments(2, 1, 5) == [1, 1]
+    (stage,) = script_of(one("i8[400000]{root:x}", Broadcast(("x",)), sp.Mesh(x=3))).stages
+    assert [len(r.receives) + len(r.sends) for r in stage.rounds[1]] == [1, 2, 2, 2, 1]
+    assert max(n for r in stage.rounds[0] for _, n in r.sends) <= SEGMENT
