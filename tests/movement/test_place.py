@@ -163,6 +163,16 @@ def test_a_degraded_unit():
     assert shift[0].seconds > 0
 
 
+def test_a_renaming_gains_nothing_from_what_has_no_program():
+    topology = switches((4, 1e10), (8, 1e11))
+    slow = replace(topology, levels=(replace(topology.levels[0], degraded=((2, 0.5),)), topology.levels[1]))
+    traffic = {("data",): 1e9, ("tensor",): [("permute", 1e9, 1)]}
+    found = sp.place(sp.Mesh(data=4, tensor=8), slow, traffic).degraded
+    assert found is not None
+    assert found.gain == pytest.approx(1.0)
+    assert found.renaming is None
+
+
 def test_a_slow_unit_changes_the_choice():
     # Two racks of two nodes: healthy, data lies across racks; with a slow rack port it moves inside.
     topology = switches((2, 4e10), (2, 1e10), (2, 1e11))

@@ -34,6 +34,7 @@ from shardplan.hardware.where import step_prices
 from shardplan.movement.fit import chain
 from shardplan.movement.instructions import Grouping, Instruction
 from shardplan.movement.payload import payload
+from shardplan.movement.reduce import check_path
 from shardplan.movement.reduction_path import cheapest_path, least_seconds
 from shardplan.movement.traffic import OPS, Demand, Traffic, demands_of, program_traffic
 
@@ -327,7 +328,10 @@ def demand_plan(
     if programs == "stock" and view.factors:
         ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
     else:
-        ops = view.path_ops(cheapest_path(view, placement.topology, before, after, algorithm) or [])
+        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
+        if letters[0] == "P":
+            check_path(view, path, after)
+        ops = view.path_ops(path)
     program = chain(ops, source)
     return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
 
@@ -363,20 +367,26 @@ def _degraded(ranking: Ranking) -> Degraded | None:
     demands = [share.demand for share in best.shares]
     healthy = min(ranking, key=lambda row: _total(replace(row.placement, topology=sound), demands, row))
     names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
-    renaming, seconds = None, best.seconds
+    renaming, saved = None, 0.0
     if topology.size <= MOST_RENAMED:
-        plans = [(demand_plan(best.placement, e, best.programs, best.algorithm), e.count) for e in demands]
-        for ids in _swaps(topology):
+        plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d.count) for d in demands]
+
+        def total(ids: NDArray[np.int64]) -> float:
+            """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
-            total = sum(
+            return sum(
                 count * sum(p.seconds for p in step_prices(plan.program, fabric, best.algorithm))
                 for plan, count in plans
                 if plan is not None
             )
-            if total < seconds * (1 - 1e-9):
-                renaming, seconds = tuple(ids.tolist()), total
+
+        now = total(np.arange(topology.size))
+        for ids in _swaps(topology):
+            gained = now - total(ids)
+            if gained > max(saved, 1e-9 * now):
+                renaming, saved = tuple(ids.tolist()), gained
     regret = healthy.seconds / best.seconds if best.seconds > 0 else 1.0
-    gain = best.seconds / seconds if seconds > 0 else 1.0
+    gain = best.seconds / (best.seconds - saved) if best.seconds > saved else 1.0
     return Degraded(names, healthy.placement, regret, renaming, gain)
 
 
