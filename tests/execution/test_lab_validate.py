@@ -106,7 +106,7 @@ def test_targets_and_misses(verdict: Verdict) -> None:
     assert held["kernel's count over payload, busy links"] is False
     assert held["experiments"] is False
     assert held["median top-1 regret"] is True
-    assert held["placement ratio, measured"] is True
+    assert held["placement ratio, measured, 2x4 ns 200/1000"] is True
     assert "measured best in predicted top 3, per placement" not in held  # no field has more than 3 programs
     found = {(m.target, m.placement) for m in verdict.misses}
     assert ("payload", "a=[2, 1], b=[1, 4]") in found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardplan.core.mesh import Mesh
     from shardplan.hardware.placement import Placement
     from shardplan.hardware.topology import Topology
-    from shardplan.movement.place import Programs
+    from shardplan.movement.demand import Programs
     from shardplan.movement.reduce import Target
     from shardplan.movement.traffic import Traffic
 
@@ -114,7 +114,7 @@ def reduce(
 ) -> None:
     """Find the best program that reduces over some axes of a placement."""
     from shardplan.hardware.factors import factors
-    from shardplan.movement.place import stock_seconds
+    from shardplan.movement.demand import stock_seconds
     from shardplan.movement.reduce import instructions_text, stock_op
     from shardplan.movement.reduce import reduce as best
     from shardplan.movement.reductions import reductions

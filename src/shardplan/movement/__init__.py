@@ -19,7 +19,8 @@ Reductions and placement (arXiv 2110.10548):
 - `reduction_space` the types that reductions go through, as a graph; `reduction_path` the cheapest way
 - `payload`         a payload as a type, programs as ops
 - `reductions`      the verb: every program up to a size; `reduce` the verb: the best
-- `traffic`         what a job communicates; `place` the verb: placements ranked for it
+- `traffic`         what a job communicates; `demand` one collective of it on a placement
+- `place`           the verb: placements ranked for a job; `degraded` what slow units cost
 - `audit`           a launch that exists against the best placement; `fixes` the better one as text that runs
 
 A certificate is issued by `hardware` and knows nothing of this room.

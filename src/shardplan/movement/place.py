@@ -8,40 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Literal, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, overload
 
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllToAll
-from shardplan.core.pattern import Groups, Messages, Pattern
+from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.hardware.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
-from shardplan.hardware.certificate import issue
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.factors import Factor, factors
+from shardplan.hardware.factors import factors
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.plan import Plan
-from shardplan.hardware.tariff import offsets, tariff
 from shardplan.hardware.topology import Topology
-from shardplan.hardware.where import step_prices
-from shardplan.movement.fit import chain
-from shardplan.movement.instructions import Grouping, Instruction
-from shardplan.movement.payload import payload
-from shardplan.movement.reduce import check_path
-from shardplan.movement.reduction_path import cheapest_path, least_seconds
+from shardplan.movement.demand import Programs, demand_bound, demand_plan, stock_seconds
+from shardplan.movement.reduction_path import least_seconds
 from shardplan.movement.traffic import OPS, Demand, Traffic, demands_of, program_traffic
 
-Programs = Literal["best", "stock"]
-ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
-# Devices up to which renamings around a degraded unit are tried.
-MOST_RENAMED = 1024
+if TYPE_CHECKING:
+    from shardplan.movement.degraded import Degraded
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +86,6 @@ class Placed:
         return sum(share.demand.count * demand_bound(self.placement, share.demand) for share in self.shares)
 
 
-@dataclass(frozen=True)
-class Degraded:
-    """What a slow unit costs.
-
-    Args:
-        units: Names of the degraded units, such as `node[2]`.
-        healthy: The placement that is best without the degradation.
-        regret: Its seconds over those of the best, with the degradation.
-        renaming: Topology id to use in place of each, `[devices]`: swaps a degraded unit with a sibling. None where no
-            swap helps.
-        gain: Seconds of the best placement over those after the renaming.
-    """
-
-    units: tuple[str, ...]
-    healthy: Placement
-    regret: float
-    renaming: tuple[int, ...] | None
-    gain: float
-
-
 class Ranking(Sequence[Placed]):
     """Placements, best first, and what placing well is worth."""
 
@@ -156,7 +122,9 @@ class Ranking(Sequence[Placed]):
     @cached_property
     def degraded(self) -> Degraded | None:
         """What degraded units cost, or None where there are none."""
-        return _degraded(self)
+        from shardplan.movement.degraded import degraded
+
+        return degraded(self)
 
 
 def place(
@@ -255,155 +223,3 @@ def _prices(
     amount = demand.payload(math.prod(f.size for f in found[0]))
     best = least_seconds(found, topology, amount, *letters, algorithm)
     return [demand.count * s for s in best], stock
-
-
-def stock_seconds(found: tuple[Factor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
-    """Price a demand as the one collective that it is.
-
-    Args:
-        found: The factors of its axes on a placement.
-        topology: The hardware.
-        demand: The collective; its count is not applied.
-        algorithm: As for `hardware.cost.price`.
-
-    Returns:
-        Seconds.
-    """
-    digits = tuple(d for f in found for d in f.digits)
-    members = math.prod(d.size for d in digits)
-    if members == 1:
-        return 0.0
-    if OPS[demand.op] is None:
-        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
-        return fixed + rate * demand.nbytes
-    return tariff(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
-
-
-@lru_cache(maxsize=4096)
-def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: str) -> tuple[float, float]:
-    """Seconds of an all-to-all, or of a shift to the next member, at 0 bytes, and a byte."""
-    ids = np.arange(topology.size)
-    for size, stride in digits:
-        ids = ids[ids // stride % size == 0]
-    members = ids[:, None] + offsets(digits)
-    if op == "all_to_all":
-        one = price(Groups("all_to_all", members, np.ones(len(members))), Fabric(topology))
-    else:
-        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
-        one = price(Messages(sender, receiver, np.ones(len(sender))), Fabric(topology))
-    return one.alpha, one.transfer
-
-
-def demand_plan(
-    placement: Placement, demand: Demand, programs: Programs = "best", algorithm: str = "auto"
-) -> Plan | None:
-    """Return the program of a demand on a placement; None for a permute, which is one message.
-
-    Args:
-        placement: Where.
-        demand: The collective.
-        programs: `"best"`, or `"stock"` for the one collective.
-        algorithm: As for `hardware.cost.price`.
-
-    Returns:
-        A plan on the types of the payload.
-    """
-    members = math.prod(placement.mesh.span(a).size for a in demand.axes)
-    if demand.op == "permute":
-        return None
-    letters = OPS[demand.op]
-    if letters is None:
-        mesh = placement.mesh_split()
-        each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
-        others = tuple(a for a in mesh.axes if a not in demand.axes)
-        groups = mesh.size // members
-        axes = tuple(a for f in factors(placement, demand.axes) for a in f.axes)
-        source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
-        ops = [AllToAll(0, 1, axes)] if members > 1 else []
-        program = chain(ops, source)
-        return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
-    view = payload(placement, demand.axes, demand.payload(members))
-    before, after = (letter * len(view.factors) for letter in letters)
-    source, target = view.type(before), view.type(after)
-    if programs == "stock" and view.factors:
-        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
-    else:
-        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
-        if letters[0] == "P":
-            check_path(view, path, after)
-        ops = view.path_ops(path)
-    program = chain(ops, source)
-    return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
-
-
-def demand_bound(placement: Placement, demand: Demand) -> float:
-    """Return a lower bound in seconds of a demand, all groups together, by cut, count and gather; see `bounds`."""
-    fabric = Fabric(placement.topology)
-    ids = placement.device_mesh()
-    at = [placement.mesh.axes.index(a) for a in demand.axes]
-    rest = [i for i in range(ids.ndim) if i not in at]
-    members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
-    nbytes = np.full(len(members), demand.nbytes)
-    match demand.op:
-        case "all_reduce":
-            least = all_reduce_bound(members, nbytes, fabric)
-        case "reduce_scatter":
-            least = reduce_scatter_bound(members, nbytes, fabric)
-        case "all_gather":
-            least = all_gather_bound(members, nbytes, fabric)
-        case _:
-            return 0.0
-    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0
-
-
-def _degraded(ranking: Ranking) -> Degraded | None:
-    best = ranking[0]
-    topology = best.placement.topology
-    slow = [(level, unit) for level in topology.levels for unit, _ in level.degraded]
-    if not slow:
-        return None
-    levels = tuple(replace(level, degraded=()) for level in topology.levels)
-    sound = replace(topology, levels=levels)
-    demands = [share.demand for share in best.shares]
-    healthy = min(ranking, key=lambda row: _total(replace(row.placement, topology=sound), demands, row))
-    names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
-    renaming, saved = None, 0.0
-    if topology.size <= MOST_RENAMED:
-        plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d.count) for d in demands]
-
-        def total(ids: NDArray[np.int64]) -> float:
-            """Seconds of the programs after a renaming; what has no program is left out."""
-            fabric = Fabric(topology, ids[best.placement.position()])
-            return sum(
-                count * sum(p.seconds for p in step_prices(plan.program, fabric, best.algorithm))
-                for plan, count in plans
-                if plan is not None
-            )
-
-        now = total(np.arange(topology.size))
-        for ids in _swaps(topology):
-            gained = now - total(ids)
-            if gained > max(saved, 1e-9 * now):
-                renaming, saved = tuple(ids.tolist()), gained
-    regret = healthy.seconds / best.seconds if best.seconds > 0 else 1.0
-    gain = best.seconds / (best.seconds - saved) if best.seconds > saved else 1.0
-    return Degraded(names, healthy.placement, regret, renaming, gain)
-
-
-def _total(placement: Placement, found: Sequence[Demand], row: Placed) -> float:
-    return sum(sum(_prices([placement], e, row.programs, row.algorithm)[0]) for e in found)
-
-
-def _swaps(topology: Topology) -> Iterator[NDArray[np.int64]]:
-    """Yield renamings of devices that swap a degraded unit with one of its siblings."""
-    ids = np.arange(topology.size)
-    for level, stride in zip(topology.levels, topology.strides, strict=True):
-        for unit, _ in level.degraded:
-            parent = unit // level.size * level.size
-            for sibling in range(parent, parent + level.size):
-                if sibling == unit:
-                    continue
-                swapped = ids.copy()
-                one, two = (slice(u * stride, (u + 1) * stride) for u in (unit, sibling))
-                swapped[one], swapped[two] = ids[two], ids[one]
-                yield swapped

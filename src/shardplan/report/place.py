@@ -8,7 +8,8 @@ from typing import Any
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.plan import Plan
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.movement.place import Degraded, Placed, Ranking
+from shardplan.movement.degraded import Degraded
+from shardplan.movement.place import Placed, Ranking
 from shardplan.movement.reductions import Reduction
 from shardplan.report.text import plan_object
 

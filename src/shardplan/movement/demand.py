@@ -1,0 +1,130 @@
+"""One demand of a job's traffic on a placement: its price as one collective, its program, its lower bound."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from shardplan.core.ops import AllToAll
+from shardplan.core.pattern import Groups, Messages
+from shardplan.core.tensor import TensorType
+from shardplan.hardware.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
+from shardplan.hardware.certificate import issue
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.factors import Factor, factors
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.plan import Plan
+from shardplan.hardware.tariff import offsets, tariff
+from shardplan.hardware.topology import Topology
+from shardplan.movement.fit import chain
+from shardplan.movement.instructions import Grouping, Instruction
+from shardplan.movement.payload import payload
+from shardplan.movement.reduce import check_path
+from shardplan.movement.reduction_path import cheapest_path
+from shardplan.movement.traffic import OPS, Demand
+
+Programs = Literal["best", "stock"]
+ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
+
+
+def stock_seconds(found: tuple[Factor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
+    """Price a demand as the one collective that it is.
+
+    Args:
+        found: The factors of its axes on a placement.
+        topology: The hardware.
+        demand: The collective; its count is not applied.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        Seconds.
+    """
+    digits = tuple(d for f in found for d in f.digits)
+    members = math.prod(d.size for d in digits)
+    if members == 1:
+        return 0.0
+    if OPS[demand.op] is None:
+        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
+        return fixed + rate * demand.nbytes
+    return tariff(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: str) -> tuple[float, float]:
+    """Seconds of an all-to-all, or of a shift to the next member, at 0 bytes, and a byte."""
+    ids = np.arange(topology.size)
+    for size, stride in digits:
+        ids = ids[ids // stride % size == 0]
+    members = ids[:, None] + offsets(digits)
+    if op == "all_to_all":
+        one = price(Groups("all_to_all", members, np.ones(len(members))), Fabric(topology))
+    else:
+        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
+        one = price(Messages(sender, receiver, np.ones(len(sender))), Fabric(topology))
+    return one.alpha, one.transfer
+
+
+def demand_plan(
+    placement: Placement, demand: Demand, programs: Programs = "best", algorithm: str = "auto"
+) -> Plan | None:
+    """Return the program of a demand on a placement; None for a permute, which is one message.
+
+    Args:
+        placement: Where.
+        demand: The collective.
+        programs: `"best"`, or `"stock"` for the one collective.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        A plan on the types of the payload.
+    """
+    members = math.prod(placement.mesh.span(a).size for a in demand.axes)
+    if demand.op == "permute":
+        return None
+    letters = OPS[demand.op]
+    if letters is None:
+        mesh = placement.mesh_split()
+        each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
+        others = tuple(a for a in mesh.axes if a not in demand.axes)
+        groups = mesh.size // members
+        axes = tuple(a for f in factors(placement, demand.axes) for a in f.axes)
+        source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
+        ops = [AllToAll(0, 1, axes)] if members > 1 else []
+        program = chain(ops, source)
+        return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
+    view = payload(placement, demand.axes, demand.payload(members))
+    before, after = (letter * len(view.factors) for letter in letters)
+    source, target = view.type(before), view.type(after)
+    if programs == "stock" and view.factors:
+        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
+    else:
+        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
+        if letters[0] == "P":
+            check_path(view, path, after)
+        ops = view.path_ops(path)
+    program = chain(ops, source)
+    return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
+
+
+def demand_bound(placement: Placement, demand: Demand) -> float:
+    """Return a lower bound in seconds of a demand, all groups together, by cut, count and gather; see `bounds`."""
+    fabric = Fabric(placement.topology)
+    ids = placement.device_mesh()
+    at = [placement.mesh.axes.index(a) for a in demand.axes]
+    rest = [i for i in range(ids.ndim) if i not in at]
+    members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
+    nbytes = np.full(len(members), demand.nbytes)
+    match demand.op:
+        case "all_reduce":
+            least = all_reduce_bound(members, nbytes, fabric)
+        case "reduce_scatter":
+            least = reduce_scatter_bound(members, nbytes, fabric)
+        case "all_gather":
+            least = all_gather_bound(members, nbytes, fabric)
+        case _:
+            return 0.0
+    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0
