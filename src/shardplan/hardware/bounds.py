@@ -219,7 +219,7 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
             continue
         capacity = fabric.capacity(j)
         for share in (enter, leave):
-            load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units)
+            load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units).astype(np.float64)
             worst = max(worst, most_over(load, capacity))
         crossing = float(((spanned[j] - 1) * total * nbytes).sum())
         worst = max(worst, crossing / summed_capacity(fabric, j, np.unique(unit[split])))

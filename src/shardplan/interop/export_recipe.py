@@ -77,7 +77,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A reduction program, as one device sees it, as moves; `ranks` are the device ids in mesh order, row-major over the factors."""
+    """A reduction program, as one device sees it, as moves; `ranks` are device ids in mesh order, over the factors."""
 
     program: Program
     factors: tuple[tuple[str, int], ...]
