@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from interop.export_cases import Case, cases, chain, place, random_case, topology
@@ -44,7 +44,13 @@ def test_agrees_with_the_reference(case: Case, in_place: bool) -> None:
 @settings(max_examples=40)
 def test_random_programs(seed: int, parts: int, channels: int) -> None:
     case = random_case(seed)
-    found = verify(msccl_text(case.program, parts=parts, channels=channels), seed)
+    try:
+        text = msccl_text(case.program, parts=parts, channels=channels)
+    except BackendError as error:
+        # More steps than an executor has are refused, which other tests look at.
+        assert "an executor has" in str(error)
+        reject()
+    found = verify(text, seed)
     assert len(found.gpus) == case.input_type.mesh.size
     assert found.chunks == parts * np.prod(case.input_type.shape[:-1])
 

@@ -14,7 +14,7 @@ from shardplan.core.ops import AllGather, Send
 from shardplan.core.program import Program, Step
 from shardplan.hardware.nominal import nominal_step
 from shardplan.hardware.topology import Level, Topology
-from shardplan.hardware.where import Where, fabric_of, priced, step_seconds
+from shardplan.hardware.where import Where, fabric_of, priced, step_prices
 from shardplan.simulation.predict import predict, step_names
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -69,7 +69,7 @@ def test_the_makespan_is_the_price(drawn: tuple[Program, Where | None]) -> None:
         return
     fabric = fabric_of(where, program.meshes)
     assert line.seconds == priced(program, fabric)[0]
-    for k, seconds in enumerate(step_seconds(program, fabric)):
+    for k, seconds in enumerate(p.seconds for p in step_prices(program, fabric)):
         assert all(math.isclose(i.seconds, seconds, abs_tol=1e-15) for i in line.intervals if i.step == k)
 
 
