@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardware.launches import renaming
 from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
@@ -92,18 +93,7 @@ def test_device_mesh_is_a_permutation_that_the_audit_inverts(placement):
 @settings(max_examples=40)
 def test_matrix_of_does_not_see_renamed_units(placement, random):
     topology = placement.topology
-    renamed = np.zeros(topology.size, dtype=np.int64)
-
-    def shuffle(level, old, new):
-        if level == len(topology.levels):
-            renamed[old] = new
-            return
-        children = list(range(topology.level_sizes[level]))
-        random.shuffle(children)
-        for a, b in enumerate(children):
-            shuffle(level + 1, old * len(children) + a, new * len(children) + b)
-
-    shuffle(0, 0, 0)
+    renamed = renaming(topology, random)
     assert matrix_of(renamed[placement.device_mesh()], topology) == placement.matrix
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.errors import TopologyError
 from shardplan.hardware.algorithms import ring
 from shardplan.hardware.cost import price
@@ -25,6 +24,7 @@ from shardplan.hardware.placement import Matrix, Placement, placements
 from shardplan.hardware.topology import Level, Topology
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.hardware.verdict import Findings, analyse
+from shardplan.movement.demand import demand_pattern
 from shardplan.movement.fixes import Fix, fix, renumbered
 from shardplan.movement.place import rank
 from shardplan.movement.traffic import Demand, Traffic, demands_of
@@ -204,11 +204,7 @@ def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
     Returns:
         Seconds of a step.
     """
-    pattern: Pattern = Groups(demand.op, members, np.full(len(members), demand.nbytes))
-    if demand.op == "permute":
-        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
-        pattern = Messages(sender, receiver, np.full(len(sender), demand.nbytes))
-    return demand.count * price(pattern, fabric).seconds
+    return demand.count * price(demand_pattern(demand.op, members, demand.nbytes), fabric).seconds
 
 
 def stock_ranking(

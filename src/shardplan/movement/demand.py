@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.core.ops import AllToAll
-from shardplan.core.pattern import Groups, Messages
+from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.hardware.certificate import issue
@@ -60,12 +61,25 @@ def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: 
     for size, stride in digits:
         ids = ids[ids // stride % size == 0]
     members = ids[:, None] + offsets(digits)
-    if op == "all_to_all":
-        one = price(Groups("all_to_all", members, np.ones(len(members))), Fabric(topology))
-    else:
-        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
-        one = price(Messages(sender, receiver, np.ones(len(sender))), Fabric(topology))
+    one = price(demand_pattern(op, members, 1.0), Fabric(topology))
     return one.alpha, one.transfer
+
+
+def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
+    """Return the communication of an op over all groups at once.
+
+    Args:
+        op: One of `traffic.OPS`; a permute sends to the next member.
+        members: Device ids `[G, k]`, in member order.
+        nbytes: Bytes that a member holds before.
+
+    Returns:
+        What `hardware.cost.price` takes.
+    """
+    if op == "permute":
+        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
+        return Messages(sender, receiver, np.full(len(sender), nbytes))
+    return Groups(op, members, np.full(len(members), nbytes))
 
 
 def demand_plan(

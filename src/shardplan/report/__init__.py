@@ -2,6 +2,7 @@
 
 - `frames`  what every device holds before and after each step: the data of every picture
 - `picture` the picture as text
+- `canvas`  what the SVG pictures share
 - `svg`     the picture as a standalone SVG file
 - `verify`  a plan against its certificate and, executed, against the reference
 - `launched` a program on a real backend against the reference, under a launcher

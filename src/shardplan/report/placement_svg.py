@@ -7,11 +7,11 @@ a group that leaves its host; the bar below a host shows what leaves it in a ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from xml.sax.saxutils import escape, quoteattr
 
 from shardplan.hardware.launch import Launch
 from shardplan.hardware.placement import Placement
 from shardplan.movement.traffic import Demand, Traffic
+from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas
 from shardplan.report.placement_picture import Box, Cell, Scene, box_name, crossed, heading, load_text, scene
 
 MARGIN = 24
@@ -22,9 +22,7 @@ CELL = 104  # width of a cell
 STRIP = 16  # height of an axis's strip
 GAP = 6
 _WIDTH = 2 * MARGIN + ACROSS * (CELL + GAP) - GAP + 24
-_MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-_SANS = "system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
-_INK, _FAINT, _LINE, _PAPER, _BOX, _EDGE = "#1f2933", "#616e7c", "#c3ccd5", "#ffffff", "#f7f9fb", "#7b1e1e"
+_BOX, _EDGE = "#f7f9fb", "#7b1e1e"
 # Pastels that differ in hue; groups take them in turn, and every strip bears its group's number.
 _COLOURS = (
     "#a9cdea",
@@ -67,65 +65,32 @@ def svg_placement(
 
 
 class _Page:
-    """A growing list of elements with the height that is used so far."""
+    """A canvas, and the height of it that is used so far."""
 
     def __init__(self, drawn: Scene) -> None:
         self.drawn = drawn
         self.axes = drawn.launch.mesh.axes
-        self.parts: list[str] = []
+        self.canvas = Canvas()
         self.y = float(MARGIN)
         self.most = max((sum(box.out) for box in drawn.boxes), default=0.0)
 
     def document(self, title: str) -> str:
         self.y += 10
-        self.text(MARGIN, self.y, title or heading(self.drawn), size=17, weight=600)
+        self.canvas.text(MARGIN, self.y, title or heading(self.drawn), size=17, weight=600)
         self.y += 24
         if title:
-            self.text(MARGIN, self.y, heading(self.drawn), fill=_FAINT)
+            self.canvas.text(MARGIN, self.y, heading(self.drawn), fill=FAINT)
             self.y += 20
         self.table()
         self.legend()
         for box in self.drawn.boxes:
             if self.drawn.hidden and box is self.drawn.boxes[-1]:
                 word = self.drawn.level.name if self.drawn.level is not None else "host"
-                self.text(MARGIN, self.y + 10, f"... {self.drawn.hidden} more {word}s", fill=_FAINT)
+                self.canvas.text(MARGIN, self.y + 10, f"... {self.drawn.hidden} more {word}s", fill=FAINT)
                 self.y += 26
             self.box(box)
         height = self.y + MARGIN - 12
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:g}" height="{height:g}" '
-                f'viewBox="0 0 {_WIDTH:g} {height:g}" role="img" font-family={quoteattr(_SANS)}>',
-                f"<title>{escape(title or heading(self.drawn))}</title>",
-                f'<rect width="100%" height="100%" fill="{_PAPER}"/>',
-                *self.parts,
-                "</svg>",
-                "",
-            ]
-        )
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: float = 12,
-        fill: str = _INK,
-        weight: int = 400,
-        font: str = "",
-        anchor: str = "start",
-    ) -> None:
-        family = f" font-family={quoteattr(font)}" if font else ""
-        bold = f' font-weight="{weight}"' if weight != 400 else ""
-        side = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{family}{bold}{side} '
-            f'xml:space="preserve">{escape(text)}</text>'
-        )
-
-    def rect(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "", extra: str = "") -> None:
-        line = f' stroke="{stroke}"' if stroke else ""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}"{line}{extra}/>')
+        return self.canvas.document(_WIDTH, height, title or heading(self.drawn))
 
     def table(self) -> None:
         """The matrix, or the units spanned, with what every axis crosses."""
@@ -133,29 +98,29 @@ class _Page:
         first = MARGIN + 8.0 * max(len(axis) for axis in (*self.axes, "axis")) + 28
         step = 7.6 * max(6, *(len(level.name) for level in levels)) + 8
         for j, level in enumerate(levels):
-            self.text(first + j * step, self.y, level.name, fill=_FAINT, anchor="end")
+            self.canvas.text(first + j * step, self.y, level.name, fill=FAINT, anchor="end")
         if found.matrix is None:
-            self.text(first + len(levels) * step - 16, self.y, "units spanned: there is no matrix", fill=_FAINT)
+            self.canvas.text(first + len(levels) * step - 16, self.y, "units spanned: there is no matrix", fill=FAINT)
         self.y += 18
         for i, words in enumerate(crossed(self.drawn)):
-            self.text(MARGIN, self.y, self.axes[i], weight=600)
+            self.canvas.text(MARGIN, self.y, self.axes[i], weight=600)
             for j in range(len(levels)):
                 low, high = found.spans[i][j]
                 number = found.matrix[i][j] if found.matrix is not None else low if low == high else f"{low}-{high}"
-                self.text(first + j * step, self.y, str(number), font=_MONO, anchor="end")
-            self.text(first + len(levels) * step - 16, self.y, words, fill=_FAINT)
+                self.canvas.text(first + j * step, self.y, str(number), font=MONO, anchor="end")
+            self.canvas.text(first + len(levels) * step - 16, self.y, words, fill=FAINT)
             self.y += 18
         self.y += 4
 
     def legend(self) -> None:
         x = float(MARGIN)
-        self.rect(x, self.y - 10, 30, 12, _COLOURS[0])
+        self.canvas.rect(x, self.y - 10, 30, 12, _COLOURS[0])
         words = "one colour and number in an axis's row: one group"
-        self.text(x + 36, self.y, words, size=11)
+        self.canvas.text(x + 36, self.y, words, size=11)
         x += 36 + 6.1 * len(words) + 14
         if self.drawn.level is not None and any(any(c.leaves) for box in self.drawn.boxes for c in box.cells):
-            self.rect(x, self.y - 10, 30, 12, _COLOURS[0], _EDGE, ' stroke-width="1.6"')
-            self.text(x + 36, self.y, f"dark edge: the group leaves its {self.drawn.level.name}", size=11)
+            self.canvas.rect(x, self.y - 10, 30, 12, _COLOURS[0], _EDGE, ' stroke-width="1.6"')
+            self.canvas.text(x + 36, self.y, f"dark edge: the group leaves its {self.drawn.level.name}", size=11)
         self.y += 20
         if self.most > 0:
             x = float(MARGIN)
@@ -164,8 +129,8 @@ class _Page:
                 if x > MARGIN and x + 6.1 * len(text) + 20 > _WIDTH - MARGIN:
                     x = float(MARGIN)
                     self.y += 17
-                self.rect(x, self.y - 9, 10, 10, _BARS[k % len(_BARS)])
-                self.text(x + 15, self.y, text, size=11)
+                self.canvas.rect(x, self.y - 9, 10, 10, _BARS[k % len(_BARS)])
+                self.canvas.text(x + 15, self.y, text, size=11)
                 x += 15 + 6.1 * len(text) + 16
             self.y += 18
         self.y += 4
@@ -176,33 +141,37 @@ class _Page:
         rows = -(-len(cells) // ACROSS)
         load = load_text(box, self.drawn)
         inside = 26 + rows * (high + GAP) + (16 if len(box.cells) > MOST_CELLS else 0) + (24 if load else 0) + 4
-        self.rect(MARGIN, self.y, _WIDTH - 2 * MARGIN, inside, _BOX, _LINE, ' rx="4"')
-        self.text(MARGIN + 12, self.y + 18, box_name(box, self.drawn), size=13, weight=600)
+        self.canvas.rect(MARGIN, self.y, _WIDTH - 2 * MARGIN, inside, _BOX, LINE, ' rx="4"')
+        self.canvas.text(MARGIN + 12, self.y + 18, box_name(box, self.drawn), size=13, weight=600)
         top = self.y + 26
         for k, cell in enumerate(cells):
             self.cell(MARGIN + 12 + k % ACROSS * (CELL + GAP), top + k // ACROSS * (high + GAP), high, cell)
         top += rows * (high + GAP)
         if len(box.cells) > MOST_CELLS:
-            self.text(MARGIN + 12, top + 10, f"... {len(box.cells) - MOST_CELLS} more devices", size=11, fill=_FAINT)
+            self.canvas.text(
+                MARGIN + 12, top + 10, f"... {len(box.cells) - MOST_CELLS} more devices", size=11, fill=FAINT
+            )
             top += 16
         if load:
             self.bar(box, load, top + 4)
         self.y += inside + 12
 
     def cell(self, x: float, y: float, high: float, cell: Cell) -> None:
-        self.rect(x, y, CELL, high, _PAPER, _LINE)
+        self.canvas.rect(x, y, CELL, high, PAPER, LINE)
         rank, place = f"rank {cell.rank}", ",".join(map(str, cell.coordinates))
         # Both in one line: the coordinates as small as they must be, but legible.
         size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(place))))
-        self.text(x + 5, y + 14, rank, size=11, weight=600)
-        self.text(x + CELL - 5, y + 14, place, size=round(size, 1), font=_MONO, anchor="end")
+        self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
+        self.canvas.text(x + CELL - 5, y + 14, place, size=round(size, 1), font=MONO, anchor="end")
         for i, (axis, group, edge) in enumerate(zip(self.axes, cell.groups, cell.leaves, strict=True)):
             top = y + 20 + i * STRIP
             stroke = ' stroke-width="1.6"' if edge else ""
-            self.rect(x + 2, top, CELL - 4, STRIP - 3, _COLOURS[group % len(_COLOURS)], _EDGE if edge else "", stroke)
+            self.canvas.rect(
+                x + 2, top, CELL - 4, STRIP - 3, _COLOURS[group % len(_COLOURS)], _EDGE if edge else "", stroke
+            )
             name = axis if len(axis) <= 11 else axis[:10] + "\u2026"
-            self.text(x + 6, top + 10, name, size=9.5)
-            self.text(x + CELL - 6, top + 10, str(group), size=9.5, anchor="end")
+            self.canvas.text(x + 6, top + 10, name, size=9.5)
+            self.canvas.text(x + CELL - 6, top + 10, str(group), size=9.5, anchor="end")
 
     def bar(self, box: Box, load: str, y: float) -> None:
         """What leaves the box, to the scale of the busiest."""
@@ -211,6 +180,6 @@ class _Page:
         for k, nbytes in enumerate(box.out):
             wide = room * nbytes / self.most if self.most else 0.0
             if wide > 0:
-                self.rect(round(x, 2), y, round(wide, 2), 12, _BARS[k % len(_BARS)])
+                self.canvas.rect(round(x, 2), y, round(wide, 2), 12, _BARS[k % len(_BARS)])
                 x += wide
-        self.text(x + 8, y + 10, load, size=11)
+        self.canvas.text(x + 8, y + 10, load, size=11)

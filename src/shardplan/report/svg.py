@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from xml.sax.saxutils import escape, quoteattr
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
+from shardplan.report.canvas import FAINT, INK, LINE, MONO, PAPER, Canvas
 from shardplan.report.frames import LEGEND, Frame, Held, cuts, frames, shape_text
 
 MARGIN = 24
@@ -21,9 +21,7 @@ ACROSS = 8  # panels of a line
 MOST_DEVICES = 32
 MOST_FRAMES = 40
 MOST_LINES = 32  # grid lines along a dim
-_MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
-_SANS = "system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
-_INK, _FAINT, _LINE, _PAPER, _EMPTY = "#1f2933", "#616e7c", "#c3ccd5", "#ffffff", "#f3f5f7"
+_EMPTY = "#f3f5f7"
 _COLOURS = {
     "held": ("#a9cdea", ""),
     "kept": ("#a9cdea", ""),
@@ -69,7 +67,7 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
 
 
 class _Page:
-    """A growing list of elements with the height that is used so far."""
+    """A canvas, and the height of it that is used so far."""
 
     def __init__(self, drawn: Sequence[Frame], lines: dict[tuple[int, ...], tuple[tuple[int, ...], ...]]) -> None:
         self.drawn = drawn
@@ -80,62 +78,33 @@ class _Page:
         self.across = min(count, ACROSS if minor > ACROSS else ACROSS // minor * minor)
         self.width = max(2 * MARGIN + self.across * (PANEL + GAP) - GAP, 640)
         self.y = float(MARGIN)
-        self.parts: list[str] = []
+        self.canvas = Canvas()
 
     def document(self, title: str, notes: Sequence[str]) -> str:
         self.y += 10
         for line in textwrap.wrap(title, max(20, int((self.width - 2 * MARGIN) / 9.2))):
-            self.text(MARGIN, self.y, line, size=17, weight=600)
+            self.canvas.text(MARGIN, self.y, line, size=17, weight=600)
             self.y += 22
         for note in notes:
             for line in textwrap.wrap(note, max(20, int((self.width - 2 * MARGIN) / 6.6))):
-                self.text(MARGIN, self.y, line, size=12, fill=_FAINT)
+                self.canvas.text(MARGIN, self.y, line, size=12, fill=FAINT)
                 self.y += 17
         self.legend()
         for number, frame in enumerate(self.drawn):
             before = self.drawn[number - 1] if number else None
             self.frame(frame, before is None or before.title != frame.title)
         height = self.y + MARGIN - 12
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
-                f'viewBox="0 0 {self.width:g} {height:g}" role="img" font-family={quoteattr(_SANS)}>',
-                f"<title>{escape(title)}</title>",
-                "<defs>" + "".join(_hatch(how) for how in _COLOURS if _COLOURS[how][1]) + "</defs>",
-                f'<rect width="100%" height="100%" fill="{_PAPER}"/>',
-                *self.parts,
-                "</svg>",
-                "",
-            ]
+        return self.canvas.document(
+            self.width,
+            height,
+            title,
+            "<defs>" + "".join(_hatch(how) for how in _COLOURS if _COLOURS[how][1]) + "</defs>",
         )
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: float = 12,
-        fill: str = _INK,
-        weight: int = 400,
-        font: str = "",
-        anchor: str = "start",
-    ) -> None:
-        family = f" font-family={quoteattr(font)}" if font else ""
-        bold = f' font-weight="{weight}"' if weight != 400 else ""
-        side = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{family}{bold}{side} '
-            f'xml:space="preserve">{escape(text)}</text>'
-        )
-
-    def rect(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "", extra: str = "") -> None:
-        line = f' stroke="{stroke}"' if stroke else ""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}"{line}{extra}/>')
 
     def fill(self, x: float, y: float, w: float, h: float, how: str) -> None:
-        self.rect(x, y, w, h, _COLOURS[how][0])
+        self.canvas.rect(x, y, w, h, _COLOURS[how][0])
         if _COLOURS[how][1]:
-            self.rect(x, y, w, h, f"url(#{how})")
+            self.canvas.rect(x, y, w, h, f"url(#{how})")
 
     def legend(self) -> None:
         used: dict[str, str] = {}
@@ -164,13 +133,15 @@ class _Page:
                 x = self.entry(
                     x,
                     text,
-                    lambda left, m=mark: self.text(left + 7, self.y + 5, m, size=15, weight=700, anchor="middle"),
+                    lambda left, m=mark: self.canvas.text(
+                        left + 7, self.y + 5, m, size=15, weight=700, anchor="middle"
+                    ),
                 )
         self.y += 22
 
     def swatch(self, x: float, how: str) -> None:
         self.fill(x, self.y - 6, 14, 12, how)
-        self.rect(x, self.y - 6, 14, 12, "none", _LINE)
+        self.canvas.rect(x, self.y - 6, 14, 12, "none", LINE)
 
     def entry(self, x: float, text: str, draw: Callable[[float], None]) -> float:
         wide = 20 + 6.5 * len(text) + 16
@@ -178,28 +149,28 @@ class _Page:
             x = float(MARGIN)
             self.y += 19
         draw(x)
-        self.text(x + 20, self.y + 4, text, size=12)
+        self.canvas.text(x + 20, self.y + 4, text, size=12)
         return x + wide
 
     def frame(self, frame: Frame, first: bool) -> None:
         columns = max(20, int((self.width - 2 * MARGIN) / 7.0))
         if first:
-            self.parts.append(
-                f'<line x1="{MARGIN}" y1="{self.y:g}" x2="{self.width - MARGIN:g}" y2="{self.y:g}" stroke="{_LINE}"/>'
+            self.canvas.parts.append(
+                f'<line x1="{MARGIN}" y1="{self.y:g}" x2="{self.width - MARGIN:g}" y2="{self.y:g}" stroke="{LINE}"/>'
             )
             self.y += 20
-            self.text(MARGIN, self.y, frame.title, size=14, weight=600)
+            self.canvas.text(MARGIN, self.y, frame.title, size=14, weight=600)
             if frame.note:
-                self.text(self.width - MARGIN, self.y, frame.note, size=12, fill=_FAINT, anchor="end")
+                self.canvas.text(self.width - MARGIN, self.y, frame.note, size=12, fill=FAINT, anchor="end")
             self.y += 18
             for line in _wrapped(frame.op, columns):
-                self.text(MARGIN, self.y, line, size=11.5, font=_MONO)
+                self.canvas.text(MARGIN, self.y, line, size=11.5, font=MONO)
                 self.y += 16
         else:
             self.y += 12
         value = f"%{frame.value}: {frame.type}" if frame.value else str(frame.type)
         for line in _wrapped(value, columns):
-            self.text(MARGIN, self.y, line, size=11.5, font=_MONO, fill=_INK)
+            self.canvas.text(MARGIN, self.y, line, size=11.5, font=MONO, fill=INK)
             self.y += 16
         dims, wide, high = _shown(frame.type)
         mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
@@ -209,37 +180,37 @@ class _Page:
             several = any(h.coordinates for h in row) and len(frame.type.mesh.axes) > 0
             for k, held in enumerate(row):
                 x = MARGIN + k * (PANEL + GAP)
-                self.text(x, self.y, f"device {held.device}", size=11.5, weight=600)
+                self.canvas.text(x, self.y, f"device {held.device}", size=11.5, weight=600)
                 if mark and held.box is not None:
-                    self.text(x + max(wide, 76), self.y, mark, size=15, weight=700, anchor="end")
+                    self.canvas.text(x + max(wide, 76), self.y, mark, size=15, weight=700, anchor="end")
                 if held.coordinates:
-                    self.text(x, self.y + 13, _place(frame, held), size=10, fill=_FAINT)
+                    self.canvas.text(x, self.y + 13, _place(frame, held), size=10, fill=FAINT)
                 self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
             self.y += (19 if several else 6) + high + 24
         if frame.more:
             self.y += 8
-            self.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=_FAINT)
+            self.canvas.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=FAINT)
             self.y += 20
 
     def panel(
         self, frame: Frame, held: Held, x: float, y: float, dims: tuple[int, ...], wide: float, high: float
     ) -> None:
         empty = ' stroke-dasharray="3 3"' if held.box is None else ""
-        self.rect(x, y, wide, high, _EMPTY if held.box is not None else _PAPER, _LINE, empty)
+        self.canvas.rect(x, y, wide, high, _EMPTY if held.box is not None else PAPER, LINE, empty)
         shape = tuple(frame.type.shape[d] for d in dims)
         area = _Area(x, y, wide, high, shape)
         if held.box is not None:
             self.fill(*area.of(tuple(held.box[d] for d in dims)), frame.how)
             if held.kept is not None and _spans(held.kept, held.box, dims):
-                self.rect(*area.of(tuple(held.kept[d] for d in dims)), _COLOURS["kept"][0])
+                self.canvas.rect(*area.of(tuple(held.kept[d] for d in dims)), _COLOURS["kept"][0])
         self.grid(area, tuple(self.lines[frame.type.shape][d] for d in dims))
         if held.box is None:
-            self.text(x, y + high + 12, "nothing", size=10, fill=_FAINT)
+            self.canvas.text(x, y + high + 12, "nothing", size=10, fill=FAINT)
             return
         box = tuple(held.box[d] for d in dims)
-        self.rect(*area.of(box), "none", _INK, ' stroke-width="1.3"')
+        self.canvas.rect(*area.of(box), "none", INK, ' stroke-width="1.3"')
         self.numbers(area, box)
-        self.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=_FAINT)
+        self.canvas.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=FAINT)
 
     def grid(self, area: _Area, lines: tuple[tuple[int, ...], ...]) -> None:
         for dim, positions in enumerate(lines):
@@ -249,7 +220,7 @@ class _Page:
                 continue
             for p in shown:
                 x1, y1, x2, y2 = area.line(dim, p)
-                self.parts.append(
+                self.canvas.parts.append(
                     f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>'
                 )
 
@@ -265,7 +236,7 @@ class _Page:
         for r in range(*rows):
             for c in range(*columns):
                 x, y = area.x + (c + 0.5) * cell_w, area.y + (r + 0.5) * cell_h + size * 0.36
-                self.text(x, y, str(r * shape[1] + c), size=round(size, 1), anchor="middle")
+                self.canvas.text(x, y, str(r * shape[1] + c), size=round(size, 1), anchor="middle")
 
 
 class _Area:
