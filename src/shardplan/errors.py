@@ -93,7 +93,7 @@ def optional(module: str, extra: str) -> ModuleType:
     """Import a module that needs an optional package.
 
     Args:
-        module: Its full name: of the package, or of a module of shardplan that imports it.
+        module: Its full name.
         extra: The extra of shardplan that installs the package.
 
     Returns:
@@ -108,7 +108,10 @@ def optional(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        package = (error.name or module).partition(".")[0]
-        if package == "shardplan":
-            raise
-        raise MissingExtra(f"{package} is not installed: pip install 'shardplan[{extra}]'") from None
+        raise missing(error, extra) from None
+
+
+def missing(error: ModuleNotFoundError, extra: str) -> MissingExtra:
+    """Return the error to raise where an import failed for want of the package that an extra installs."""
+    package = (error.name or extra).partition(".")[0]
+    return MissingExtra(f"{package} is not installed: pip install 'shardplan[{extra}]'", name=error.name)

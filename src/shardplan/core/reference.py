@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardplan.core import border
 from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Shards, poison
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
+from shardplan.core.tensor import TensorType, type_of
+from shardplan.errors import LayoutError, shown
 
 _COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -21,8 +23,8 @@ def _index(t: TensorType, box: np.ndarray) -> tuple[slice, ...]:
     return tuple(slice(int(a), int(b)) for a, b in box)
 
 
-def distribute(array: Array, t: TensorType) -> list[Array]:
-    """Return the shard of every device, in mesh order.
+def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = None) -> list[Array]:
+    """Return the shard of every device, in mesh order; with `mesh` the type may be text.
 
     Partial types get addends that reduce to the array exactly: every element has one owner along the partial axes
     (its flat index modulo their product), the others hold the identity, or, for sums of integers, pseudo-random values
@@ -32,7 +34,10 @@ def distribute(array: Array, t: TensorType) -> list[Array]:
     >>> distribute(np.arange(4), TensorType("i64", (4,), ("x",), Mesh(x=2)))
     [array([0, 1]), array([2, 3])]
     """
+    t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
+    if not isinstance(array, np.ndarray):
+        raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
     boxes, held = t.boxes(), at_root(t)
@@ -64,12 +69,16 @@ def _addend(part: Array, owner: Array, index: int, addends: int, reduction: str)
         return np.where(owner == index, part - rest, noise[index]).astype(dtype)
 
 
-def collect(shards: Shards, t: TensorType) -> Array:
+def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = None) -> Array:
     """Return the global array of shards in mesh order; addends are reduced, replicas must be equal.
+
+    With `mesh` the type may be text.
 
     Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
     """
+    t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
+    shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
     out = np.zeros(t.shape, dtype=dtype)
@@ -81,9 +90,11 @@ def collect(shards: Shards, t: TensorType) -> Array:
             continue
         total = None
         for m in group:
-            shard = np.asarray(shards[m])
+            shard = _array(f"device {m}", shards[m])
             if shard.shape != t.local_shape(int(m)):
                 raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {t.local_shape(int(m))}")
+            if shard.dtype != dtype and not np.can_cast(shard.dtype, dtype, "same_kind"):
+                raise LayoutError(f"device {m}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
             total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
         where = _index(t, boxes[group[0]])
         assert total is not None
@@ -92,6 +103,13 @@ def collect(shards: Shards, t: TensorType) -> Array:
         out[where] = total
         written[where] = True
     return out
+
+
+def _array(what: str, value: object) -> Array:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths, objects that refuse
+        raise LayoutError(f"{what}: the shard {shown(value)} is no array") from None
 
 
 def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
@@ -115,9 +133,10 @@ def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]
 
 def check_shards(name: str, t: TensorType, shards: Shards) -> list[Array]:
     """Return the shards as arrays after checking their number, shapes and dtype against the type of input `name`."""
+    shards = border.items(f"input %{name}", shards, "shards, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"input %{name}: {len(shards)} shards for the {t.mesh.size} devices of {t}")
-    arrays = [np.asarray(x) for x in shards]
+    arrays = [_array(f"input %{name}, device {k}", x) for k, x in enumerate(shards)]
     for k, x in enumerate(arrays):
         if x.shape != t.local_shape(k) or x.dtype != numpy_dtype(t.dtype):
             raise LayoutError(
