@@ -19,7 +19,7 @@ from shardplan.errors import LayoutError, shown
 _COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def _index(t: TensorType, box: np.ndarray) -> tuple[slice, ...]:
+def _index(box: np.ndarray) -> tuple[slice, ...]:
     return tuple(slice(int(a), int(b)) for a, b in box)
 
 
@@ -40,13 +40,21 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
         raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
-    boxes, held = t.boxes(), at_root(t)
+    return spread(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
+
+
+def spread(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
+    """Return what every device holds of an array in its box; `flat` numbers the elements of the whole value.
+
+    Only their remainders by the number of addends count.
+    """
+    dtype, held = numpy_dtype(t.dtype), at_root(t)
     addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
     index = t.mesh.index(t.layout.partial)
-    owner = np.arange(array.size).reshape(array.shape) % addends
+    owner = flat % addends if addends > 1 else flat
     shards: list[Array] = []
     for k in range(t.mesh.size):
-        where = _index(t, boxes[k])
+        where = _index(boxes[k])
         part = array[where]
         if not held[k]:
             shards.append(poison(part.shape, dtype))
@@ -81,22 +89,27 @@ def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = No
     shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
-    out = np.zeros(t.shape, dtype=dtype)
-    boxes, held = t.boxes(), at_root(t)
-    groups = t.mesh.group_places(t.layout.partial)
-    written = np.zeros(t.shape, dtype=bool)
-    for group in groups:
+    return gather(shards, t, t.boxes(), t.shape)
+
+
+def gather(shards: Shards, t: TensorType, boxes: np.ndarray, shape: tuple[int, ...]) -> Array:
+    """Return the array of `shape` of which every device holds its box; errors as of `collect`."""
+    dtype, held = numpy_dtype(t.dtype), at_root(t)
+    out = np.zeros(shape, dtype=dtype)
+    written = np.zeros(shape, dtype=bool)
+    for group in t.mesh.group_places(t.layout.partial):
         if not held[group].all():
             continue
         total = None
         for m in group:
             shard = _array(f"device {m}", shards[m])
-            if shard.shape != t.local_shape(int(m)):
-                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {t.local_shape(int(m))}")
+            legal = tuple((boxes[m][:, 1] - boxes[m][:, 0]).tolist())
+            if shard.shape != legal:
+                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {legal}")
             if shard.dtype != dtype and not np.can_cast(shard.dtype, dtype, "same_kind"):
                 raise LayoutError(f"device {m}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
             total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
-        where = _index(t, boxes[group[0]])
+        where = _index(boxes[group[0]])
         assert total is not None
         if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):
             raise LayoutError(f"device {group[0]} holds other values than its replica, under {t}")

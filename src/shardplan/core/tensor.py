@@ -148,6 +148,11 @@ class TensorType:
             count *= n
         return count * self.itemsize
 
+    @property
+    def whole(self) -> TensorType:
+        """This type; of a part of a value (`core.part`) the type of the whole."""
+        return self
+
     def with_layout(self, layout: Layout, mesh: Mesh | None = None) -> TensorType:
         """Return this type with another layout, on this mesh or another."""
         return TensorType(self.dtype, self.shape, layout, mesh or self.mesh)
