@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.program import Program
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, optional
 from shardplan.hardware.placement import Placement
 from shardplan.interop.export_recipe import Move, Recipe, heading, pasted, recipe, shape_text, turn_text
 
@@ -36,6 +36,7 @@ class Reduction:
 
     def __init__(self, program: Program, world: Any = None) -> None:
         """Split the world."""
+        optional("mpi4py", "mpi")
         from mpi4py import MPI
 
         from shardplan.interop import export_mpi_calls

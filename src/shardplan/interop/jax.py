@@ -17,7 +17,7 @@ from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
-from shardplan.errors import BackendError, Infeasible
+from shardplan.errors import BackendError, Infeasible, optional
 from shardplan.execution.jax import check, jax_mesh, lower_steps, run_placed
 from shardplan.hardware.plan import Plan
 from shardplan.interop.jax_types import common_mesh, mesh_of, spec_of, type_of
@@ -25,6 +25,7 @@ from shardplan.movement.redistribute import redistribute
 
 __all__ = ["plan_of", "reshard", "spec_of", "type_of"]
 MOST_PLANS = 4096
+optional("jax", "jax")  # who lacks it is told so here, and not by a traceback later
 
 
 def reshard(array: Any, sharding: Any, source: Any = None, memory_limit: int | None = None) -> Any:

@@ -11,7 +11,12 @@ import fnmatch
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from shardplan.errors import missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, "torch") from None
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
