@@ -185,29 +185,33 @@ def launch(
 
 
 def checked(bound: Runnable, values: Values, device: torch.device) -> str:
-    """Make every shard contiguous, or return what is wrong with one; nothing else is read of a wrong shard."""
+    """Make every shard contiguous; or return what is wrong with one, of which nothing is read then."""
     for name, x in values.items():
         need = bound.needs[name]
-        if need is None:
-            continue
-        if x.shape != need.shape or x.dtype != need.dtype:
-            wrong = f"of dtype {x.dtype} and shape {tuple(x.shape)}"
-            return f"input %{name}, device {bound.device}: a shard {wrong}, but {need.text} needs {need.dtype} and {need.shape}"
-        if x.layout is not torch.strided or x.device != device or device.type == "meta":
-            wrong, legal = f"{x.layout} on {x.device}", f"torch.strided on one device, {device}"
-            return f"input %{name}, device {bound.device}: a shard {wrong}; legal is {legal} with memory"
-        plain = x.is_contiguous()
-        last = x.numel() if plain or not x.numel() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        reach, held = (x.storage_offset() + last) * x.itemsize, x.untyped_storage().nbytes()
-        if last and reach > held:
-            return (
-                f"input %{name}, device {bound.device}: a shard of {need.dtype} {need.shape} that reaches byte {reach} "
-                f"of a storage of {held} bytes; legal is one within its storage"
-            )
+        wrong = "" if need is None else _wrong(x, need, device)
+        if wrong:
+            return f"input %{name}, rank {bound.device}: a shard {wrong}"
         if x.is_conj() or x.is_neg():  # flags, which the bytes do not show
-            x = x.resolve_conj().resolve_neg()
-        if not plain or x is not values[name]:
+            values[name] = x.resolve_conj().resolve_neg().contiguous()
+        elif need is not None and not x.is_contiguous():
             values[name] = x.contiguous()
+    return ""
+
+
+def _wrong(x: torch.Tensor, need: Need, device: torch.device) -> str:
+    if x.shape != need.shape or x.dtype != need.dtype:
+        return (
+            f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and "
+            f"{tuple(need.shape)}"
+        )
+    if x.layout is not torch.strided or x.device != device or x.is_meta:
+        return f"of layout {x.layout} on {x.device}; legal is {torch.strided} in the memory of one device for all inputs"
+    if not x.numel():
+        return ""
+    run = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    reach, held = (x.storage_offset() + run) * x.itemsize, x.untyped_storage().nbytes()
+    if reach > held:
+        return f"that reaches byte {reach} of a storage of {held} bytes; legal is one within its storage"
     return ""
 
 

@@ -39,8 +39,10 @@ class Wait(NamedTuple):
 class Releasing(Protocol):
     """How the messages of a run that has failed come to an end."""
 
-    def answer(self, peer: int, sent: int) -> None:
-        """End the wait of `peer` for a message from this rank, or for `sent` bytes to be taken by it."""
+    tag: int
+
+    def answer(self, peer: int, sent: int, tag: int) -> None:
+        """End the wait of `peer`, under its tag: for a message from this rank, or for `sent` bytes to be taken."""
         ...
 
     def cut(self, peer: int) -> None:
@@ -247,8 +249,7 @@ class Watch:
         asked = self._key(f"asked/{self.rank}")
         while self._answered < store.add(asked, 0):
             self._answered += 1
-            peer, sent = map(int, store.get(f"{asked}/{self._answered}").decode().split())
-            wire.answer(peer, sent)
+            wire.answer(*map(int, store.get(f"{asked}/{self._answered}").decode().split()))
 
     # Slow waits, on the second thread (see `torch_site.Watched`)
 
@@ -269,7 +270,7 @@ class Watch:
         if found:
             self._asked, self.verdict = seconds, found
             asked = self._key(f"asked/{wait.peer}")
-            store.set(f"{asked}/{store.add(asked, 1)}", f"{self.rank} {wait.sent}")
+            store.set(f"{asked}/{store.add(asked, 1)}", f"{self.rank} {wait.sent} {wait.wire.tag}")
 
     def over(self) -> None:
         """Say that this rank waits for nobody."""

@@ -13,6 +13,7 @@ differ the assertion stops the stream before any data moves, and the host raises
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -138,13 +139,19 @@ class Wire:
 
     # After a failure
 
-    def answer(self, peer: int, sent: int) -> None:
-        """End the wait of `peer` for a message from this rank, or for `sent` bytes to be taken by it."""
+    def answer(self, peer: int, sent: int, tag: int) -> None:
+        """End the wait of `peer` for a message from this rank, or for `sent` bytes to be taken by it.
+
+        A receive in gloo takes shorter messages, so one of no bytes ends any. The tag is the one of the peer's run.
+        """
         if self.batched:
             return
         useless = torch.empty(sent, dtype=torch.uint8)
+        other = copy.copy(self)
+        other.tag, other.under_way = tag, {}
         with contextlib.suppress(ShardplanError):  # no way to it any more
-            self.post([(peer, useless)] if sent else [], [] if sent else [(peer, useless)])
+            other.post([(peer, useless)] if sent else [], [] if sent else [(peer, useless)])
+            other.abandon()
 
     def cut(self, peer: int) -> None:
         """End all waits of this rank, and its connections with them."""
