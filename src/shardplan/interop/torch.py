@@ -26,8 +26,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import Executable, executable, finish, wire_for
-from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch import Executable, agreed, executable, finish, launch
 from shardplan.interop.torch_async import later, settle, under_way, waited
 from shardplan.interop.torch_boxes import BoxMove
 from shardplan.interop.torch_layout import normal, type_of
@@ -43,7 +42,7 @@ MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
 class Move:
     """A redistribution bound to this rank: from a spec to a spec, planned once."""
 
-    __slots__ = ("agreed", "bound", "inside", "options", "target", "timeout")
+    __slots__ = ("bound", "inside", "options", "target", "timeout")
 
     def __init__(self, source: DTensorSpec, target: DTensorSpec, limit: int | None, topology: Any, timeout: float):
         """Plan; see `redistribute` for what may be raised."""
@@ -59,25 +58,12 @@ class Move:
         else:
             self.bound = BoxMove(source, target, rank, limit)
         self.inside = rank in self.bound.ranks
-        self.agreed = False
 
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
-        bound = self.bound
-        watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, self.timeout, posts=False)
-        try:
-            if not self.agreed:
-                settle()  # comparing programs waits for all ranks, and some may wait for those moves
-                watch.agree(bound.digest)
-                self.agreed = True
-            wire = wire_for(watch, local.device, self.timeout)
-            values = {bound.input_name: local if local.is_contiguous() else local.contiguous()}
-            return (yield from bound.drive(values, wire, watch))
-        except GeneratorExit:  # never finished: the process group was destroyed before the process ended
-            raise
-        except BaseException as error:
-            watch.broke(error)
-            raise
+        if not agreed(self.bound):
+            settle()  # comparing programs waits for all ranks, and some may wait for those moves
+        return launch(self.bound, {self.bound.input_name: local}, self.timeout)
 
 
 def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
@@ -319,15 +305,7 @@ def _batch(program: Program, keys: list[str], values: dict[str, torch.Tensor], t
     if rank not in program.devices:
         return [values[key] for key in keys]
     settle()
-    bound = executable(program, rank)
-    watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
-    watch.agree(bound.digest)
-    device = next(iter(values.values())).device
-    try:
-        return finish(bound.drive(values, wire_for(watch, device, timeout), watch))
-    except BaseException as error:
-        watch.broke(error)
-        raise
+    return finish(launch(executable(program, rank), values, timeout))
 
 
 def _targets(
