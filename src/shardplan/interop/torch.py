@@ -195,7 +195,8 @@ def between(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | Non
     if key not in _moves:
         if len(_moves) >= MOST_MOVES:
             _moves.clear()
-        _moves[key] = None if source == target else Move(source, target, *options, travels)
+        rounded = travels is not None and source.tensor_meta is not None and travels != source.tensor_meta.dtype
+        _moves[key] = None if source == target and not rounded else Move(source, target, *options, travels)
     return _moves[key]
 
 
