@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.core import border
+from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
 from shardplan.errors import LayoutError, shown
 
-REDUCTIONS = ("sum", "max", "min")
+REDUCTIONS = tuple(COMBINE)
 Spec = Sequence[str | Sequence[str] | None]
 
 

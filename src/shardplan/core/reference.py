@@ -8,15 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan.core import border
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.errors import LayoutError, shown
-
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def _index(box: np.ndarray) -> tuple[slice, ...]:
@@ -108,7 +106,7 @@ def gather(shards: Shards, t: TensorType, boxes: np.ndarray, shape: tuple[int, .
                 raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {legal}")
             if shard.dtype != dtype and not np.can_cast(shard.dtype, dtype, "same_kind"):
                 raise LayoutError(f"device {m}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
-            total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
+            total = shard if total is None else COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
         where = _index(boxes[group[0]])
         assert total is not None
         if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):

@@ -175,7 +175,9 @@ def _part(program: Program, numbers: tuple[int, ...], last: dict[str, int], kind
         devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))
         if all(same(t, u) for t, u in moves):
             ends = tuple(t for t, _ in moves), tuple(u for _, u in moves)
-            return Part(numbers, where, steps[0].operands, steps[0].results, freed, devices, *ends, held, None, None, None)
+            return Part(
+                numbers, where, steps[0].operands, steps[0].results, freed, devices, *ends, held, None, None, None
+            )
         target = _grid((FLAT,), (len(devices),), devices, jax)
     else:
         devices, target = first.devices, jax_mesh(first)

@@ -70,7 +70,7 @@ def plan_kept(
     src: TensorType | str | Sequence[TensorType | str],
     dst: TensorType | str | Sequence[TensorType | str],
     topology: Topology | Placement | str | None = None,
-    memory_limit: int | str | None = None,
+    memory_limit: float | str | None = None,
     portable: bool = False,
     *,
     mesh: Mesh | str | None = None,
