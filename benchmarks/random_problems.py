@@ -5,7 +5,8 @@ device by device with the oracle of the tests (`tests/oracle.py`: elements are t
 nobody may read are random numbers), and the shards of all devices are compared with the destination. On larger meshes
 (16x16, 32x8x4, 64x32x32) arrays are not run: there the certificate is re-derived from the program, and its last type
 compared with the destination box by box. Every fourth problem is planned with `portable=True` as well. A request with
-a memory limit may be `Infeasible`; then a plan within `least_bytes` must exist, and none within a byte less.
+a memory limit may be `Infeasible`; then a plan within `least_bytes` must exist, of at most 64 chunks a step, and one
+within `absolute_least_bytes`, but none within a byte less.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.common import Progress, arguments, listed, record, table, told, 
 
 import shardplan as sp
 from benchmarks import suites
+from shardplan.core.accounting import MANY_CHUNKS
 
 SMALL, LARGE = 24, 65_536
 CHUNK = 250
@@ -206,15 +208,18 @@ def never_portable(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any]) -> 
 
 def least_plan(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], refusal: sp.Infeasible) -> sp.Plan:
     """The plan that a refusal says is possible; raises `Fault` when it is not, or when less would do."""
-    least = refusal.least_bytes
-    if least is None or least <= keywords["memory_limit"]:
-        raise Fault("exception", f"refuses a limit of {keywords['memory_limit']}, and states {least} as the least")
-    enough: dict[str, Any] = keywords | {"memory_limit": least}
-    short: dict[str, Any] = keywords | {"memory_limit": least - 1}
-    plan = sp.redistribute(s, t, **enough)
+    least, absolute = refusal.least_bytes, refusal.absolute_least_bytes
+    if least is None or absolute is None or not keywords["memory_limit"] < absolute <= least:
+        raise Fault(
+            "exception", f"refuses a limit of {keywords['memory_limit']}, states {absolute} and {least} as least"
+        )
+    plan = sp.redistribute(s, t, **keywords | {"memory_limit": least})
+    if any(getattr(step.op, "chunks", 1) > MANY_CHUNKS for step in plan.program.steps):
+        raise Fault("exception", f"states that {least} bytes need no more than {MANY_CHUNKS} chunks a step")
+    sp.redistribute(s, t, **keywords | {"memory_limit": absolute})
     with contextlib.suppress(sp.Infeasible):
-        sp.redistribute(s, t, **short)
-        raise Fault("exception", f"states {least} bytes as the least limit, but solves {least - 1}")
+        sp.redistribute(s, t, **keywords | {"memory_limit": absolute - 1})
+        raise Fault("exception", f"states {absolute} bytes as the least limit at all, but solves {absolute - 1}")
     return plan
 
 

@@ -79,6 +79,35 @@ def test_a_memory_limit_is_kept(capsys):
     assert certificate["memory_limit"] == 100 and certificate["workspace_bytes"] <= 100
 
 
+def test_a_limit_that_only_many_chunks_keep_is_planned_and_says_so(capsys):
+    move = redistribute(source="f32[1024@x, 1024]", destination="f32[1024, 1024@x]", mesh="x=2")
+    status, _, err = call(capsys, *move, "--memory-limit", "1B")
+    assert status == 3
+    assert err.rstrip().endswith(
+        "within 1 bytes a device: no plan; the least that works is 4227076 bytes, or 4194316 bytes with more than 64 "
+        "chunks a step"
+    )
+    status, out, _ = call(capsys, *move, "--memory-limit", "4194316B")
+    assert status == 0
+    assert "\nchunks     262144 in the largest step, more than 64: each pays its latency again\n" in out
+
+
+def test_a_batch_above_its_bound_says_so(capsys, tmp_path):
+    a, b = "f32[8@x]", "f32[8@x]"
+    move = ("redistribute", a, b, "--mesh", "x=2", "--dst-mesh", "x=2 devices=2:4")
+    assert "above the bound" not in call(capsys, *move)[1]
+    m, n = sp.Mesh(x=2), sp.Mesh({"x": 2}, devices=(2, 3))
+    s, t = (sp.TensorType("f32", (8,), ("x",), mesh) for mesh in (m, n))
+    path = tmp_path / "plan.json"
+    sp.redistribute([s, t], [t, s]).save(path)
+    status, out, _ = call(capsys, "show", path)
+    line = (
+        "order      peak 16 B above the bound: no order found of these moves keeps it, and this is the least peak found"
+    )
+    assert status == 0 and line in out
+    assert call(capsys, "check", path)[0] == 0
+
+
 def test_portable_uses_collectives_of_mpi(capsys):
     status, out, _ = call(capsys, *redistribute("--portable", "--json"))
     program = sp.Program.parse(json.loads(out)["program"])

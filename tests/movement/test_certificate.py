@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 import shardplan as sp
 import strategies as some
 from benchmarks import suites
+from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
 from shardplan.core.program import Step
 from shardplan.errors import CertificateError, ParseError, ShardplanError
+from shardplan.movement.redistribute import plan_kept
+from shardplan.report.verify import verify
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 # `exact` is the planner's word, and a larger limit or a weaker status is no false claim
@@ -259,3 +262,40 @@ def test_a_claim_is_named_in_the_message() -> None:
         with pytest.raises(CertificateError) as error:
             dataclasses.replace(c, **change).check()  # type: ignore[arg-type]
         assert str(error.value) == message
+
+
+def test_outputs_behind_the_destinations_are_kept_inputs() -> None:
+    mesh = sp.Mesh(x=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@x]", "f32[8]"))
+    plan = plan_kept(s, t, memory_limit=64)
+    c = plan.certificate
+    c.check()
+    assert (c.kept, c.workspace_bytes) == (("0",), 48)
+    for outputs, message in (
+        (("1", "1"), "the program has 2 outputs, not 1"),
+        ((), "the program has 0 outputs, not 1"),
+        (("1", "0", "0"), "the program keeps an input twice: %0, %0"),
+    ):
+        with pytest.raises(CertificateError) as error:
+            dataclasses.replace(c, program=sp.Program(c.program.inputs, c.program.steps, outputs)).check()
+        assert str(error.value) == message
+
+
+def test_a_kept_source_is_a_claim_that_follows(tmp_path: Path) -> None:
+    """A plan file of a kept plan is the plan; a smaller workspace, as if the source were freed, does not follow."""
+    a, b = sp.Mesh(x=4), sp.Mesh({"y": 2, "z": 2}, devices=(2, 3, 0, 1))
+    s, t = sp.TensorType.parse("f32[64@x, 48]", a), sp.TensorType.parse("f32[64, 48@(z,y)]", b)
+    with pytest.raises(sp.Infeasible) as refusal:
+        plan_kept([s, s], [t, t], memory_limit=1)
+    plan = plan_kept([s, s], [t, t], memory_limit=refusal.value.least_bytes)
+    plan.save(tmp_path / "plan.json")
+    loaded = sp.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.certificate.kept == ("in0", "in1")
+    assert "with 2 kept" in str(plan)
+    verdict = verify(loaded)
+    assert verdict.shards == 8
+    moves = plan.program
+    freed = account(sp.Program(moves.inputs, moves.steps, moves.outputs[:2])).workspace_bytes
+    assert freed < plan.certificate.workspace_bytes
+    with pytest.raises(CertificateError, match="workspace_bytes is claimed to be"):
+        dataclasses.replace(plan.certificate, workspace_bytes=freed).check()

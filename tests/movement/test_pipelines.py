@@ -93,7 +93,8 @@ def test_a_peak_above_the_bound_says_so() -> None:
     assert (c.peak_bytes, c.bound_bytes) == (2 * 2**20, 2**20)
     line = next(x for x in str(plan).splitlines() if x.startswith("order"))
     assert line == (
-        "order      peak 1.05 MB above the bound: no order found of these moves keeps it, and this is the least peak found"
+        "order      peak 1.05 MB above the bound: no order found of these moves keeps it, and this is the least peak "
+        "found"
     )
     assert line not in str(sp.redistribute(s, t))
 

@@ -31,9 +31,10 @@ class Certificate:
 
     Bytes are per device, by ascending id over all meshes. `peak_bytes` is the largest live shard (of a batch: sum of
     live shards) between steps, `bound_bytes` the larger of source and destination, `workspace_bytes` input + output +
-    staging of the worst step. Of one tensor the peak keeps the bound; of a batch that no order found keeps it, the peak
-    is above it, and is what it says. Outputs behind the destinations are inputs that the caller keeps. `level_bytes` sums over devices, outermost level first, () without a topology. Steps are
-    priced under `algorithm`: `auto`, the cheapest for each, or ring, tree or halving-doubling.
+    staging of the worst step. Without a limit the peak of one tensor keeps the bound; that of a batch of which no order
+    was found that keeps it is above it. Outputs behind the destinations are inputs that the caller keeps.
+    `level_bytes` sums over devices, outermost level first, () without a topology. Steps are priced under `algorithm`:
+    `auto`, the cheapest for each, or ring, tree or halving-doubling.
     """
 
     program: Program

@@ -41,19 +41,21 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
     A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
     and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
     """
-    topology = where.topology if isinstance(where, Placement) else where
-    ids = sorted({d for mesh in meshes for d in mesh.devices})
+    for mesh in meshes:
+        if isinstance(where, Placement) and (strange := sorted(set(mesh.devices) - set(where.mesh.devices))):
+            raise TopologyError(
+                f"the mesh {mesh} has device {strange[0]}, which the placement of {where.mesh} does not place; "
+                "legal are the device ids of that mesh"
+            )
     if isinstance(where, Placement):
-        strange = sorted(set(ids) - set(where.mesh.devices))
-        if strange:
-            raise TopologyError(f"the placement does not place the devices {strange[:5]}; it places {where.mesh}")
-        return Fabric(topology, where.position())
-    if ids and ids[-1] >= topology.size:
+        return Fabric(where.topology, where.position())
+    last = max((d for mesh in meshes for d in mesh.devices), default=0)
+    if last >= where.size:
         raise TopologyError(
-            f"device {ids[-1]} is not on the topology {topology.name or '(unnamed)'} of {topology.size} devices; "
-            f"legal ids are 0 to {topology.size - 1}"
+            f"device {last} is not on the topology {where.name or '(unnamed)'} of {where.size} devices; "
+            f"legal ids are 0 to {where.size - 1}"
         )
-    return Fabric(topology)
+    return Fabric(where)
 
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:

@@ -171,7 +171,7 @@ def _straight(item: _Item) -> tuple[Op, ...]:
 
 
 def _one_by_one(batch: _Batch, most: float | None) -> Program:
-    """Single tensors in the order of the least peak found; of the least workspace with `most` chunks a step, if given."""
+    """Single tensors in the order of the least peak found, or of the least workspace with `most` chunks a step."""
     moving, devices = batch.moving, batch.devices
     base = np.zeros(len(devices), dtype=np.int64)
     for item in batch.items:
