@@ -181,6 +181,13 @@ def withdrawn(kind: str) -> None:
     tell([allowed, first, attempt(program, LONG), attempt(program, LONG)])
 
 
+def uncaught() -> None:
+    """Nobody catches what a refusal raises."""
+    program = gathers(8)
+    WORLD.Barrier()
+    mpi.run_program(program, [[], []] if ODD else inputs_of(program), timeout=LONG)
+
+
 def swapped(kind: str, least: float) -> None:
     """Two cached programs of one shape each, in another order on rank 2; messages, or all-to-alls."""
     timeout = max(least, PACE * pace())
@@ -246,6 +253,8 @@ def main() -> None:
             refused(kind)
         case "withdrawn", kind:
             withdrawn(kind)
+        case ("uncaught",):
+            uncaught()
         case "swapped", kind, least:
             swapped(kind, float(least))
         case ("counted",):

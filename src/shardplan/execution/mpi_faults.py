@@ -31,8 +31,7 @@ LAST_WORDS = 0.25  # seconds for a launcher to pass on what it has read: it drop
 UNREAD = 5.0  # seconds that a busy launcher may take to read it
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
 
-
-_parted: dict[int, str] = {}  # ranks that have ended, and why
+_parted: dict[int, str] = {}  # ranks that an exception has ended, and what it said
 
 
 def abort(error: BaseException) -> NoReturn:
@@ -126,13 +125,11 @@ class Watch:
 
         def test() -> bool:
             self._waits_for = waits_for()
-            found = done()
-            if not found:
-                self._check(f"{self.name} did not start")
-            return found
+            return done()
 
         if not self._poll(test):
             raise self._late(f"{self.name} did not start", f" of {listed(self.ranks)}")
+        self._waits_for = []
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
         """Poll `done` until it is true.
@@ -153,7 +150,8 @@ class Watch:
             if not found:
                 self._waits_for = waits_for()
                 self.mail.collect()
-                self._check(self._where(group))
+                if why := self.stopped() or self.parted():
+                    raise BackendError(f"{self._where(group)}: {why}")
             return found
 
         try:
@@ -162,6 +160,10 @@ class Watch:
         except MPI.Exception as error:
             raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
         self._waits_for = []
+
+    def parted(self) -> str:
+        """Say which of the ranks an exception has ended; nothing where none has."""
+        return next((f"rank {r} ended: {error}" for r, error in _parted.items() if r in self.ranks), "")
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Generator[None]:
@@ -189,11 +191,6 @@ class Watch:
             time.sleep(pause)
             pause = min(LONGEST, 1.5 * pause + SHORTEST)
         return True
-
-    def _check(self, where: str) -> None:
-        why = self.stopped() or next((f"rank {r} ended: {e}" for r, e in _parted.items() if r in self.ranks), "")
-        if why:
-            raise BackendError(f"{where}: {why}")
 
     def _late(self, where: str, among: str = "") -> ShardplanError:
         """Return the error of a wait that took too long."""

@@ -88,19 +88,18 @@ class Pacts:
             return None
         self._mail.collect()
         pact.run += 1
-        if pact.stopped:
-            assert pact.withdrawal is not None
-            pact.over = True
-            if pact.withdrawal.run == pact.run:
-                raise NotStarted(f"{name_of(digest)} did not start: {pact.stopped}")
-            return None  # the runs that this process has done did not need the rank that withdrew from one
-        return pact
+        if pact.withdrawal is None or not pact.stopped:
+            return pact
+        pact.over = True
+        if pact.withdrawal.run == pact.run:
+            raise NotStarted(f"{name_of(digest)} did not start: {pact.stopped}")
+        return None  # the runs that this process has done did not need the rank that withdrew from one
 
     def agree(self, watch: Watch, digest: bytes, groups: Sequence[Members]) -> Pact:
         """Wait until all ranks have come with the same program; make communicators of all of them and of `groups`.
 
         Raises:
-            NotStarted: A rank runs another program, or cannot run.
+            NotStarted: A rank runs another program, cannot run, or has ended.
             TimedOut: Some ranks did not come; they are named.
         """
         agreement, key = self._begin(watch.ranks, watch.rank, digest)
@@ -111,6 +110,8 @@ class Pacts:
 
         def done() -> bool:
             self._mail.collect()
+            if agreement.verdict is None and (why := watch.parted()):
+                self._post(key, agreement.refuse(f"{watch.name} did not start: {why}"))
             return agreement.verdict is not None and self._mail.gone()
 
         watch.gather(done, lambda: agreement.waits_for)
