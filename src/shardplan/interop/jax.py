@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardplan.errors import LayoutError
 from shardplan.execution.jax_extra import require_jax
 from shardplan.interop.jax_leaves import leaves_of, move_all
 from shardplan.interop.jax_plans import plan_of
@@ -65,5 +66,7 @@ def reshard(
     require_jax()
     import jax  # pyright: ignore[reportMissingImports]
 
+    if memory_limit is not None and (not isinstance(memory_limit, int) or memory_limit < 1):
+        raise LayoutError(f"reshard: memory_limit={memory_limit!r}; legal are None, and bytes: a whole number from 1")
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
     return jax.tree.unflatten(tree, move_all(leaves, memory_limit))

@@ -46,22 +46,25 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     """
     if memory_limit is None or not any(kept):
         return _plan(sources, targets, memory_limit).program
-    room, least = memory_limit, None
+    room, least = memory_limit, sum(t.local_bytes() for t in (*sources, *targets)) + memory_limit
     for _ in range(MOST_TRIES):
+        smallest = room < 1
         try:
-            program = _plan(sources, targets, room).program
+            program = _plan(sources, targets, max(1, room)).program
         except Infeasible as error:
-            if least is None:
+            if error.least_bytes is None:
                 raise
-            raise _too_much(sources, targets, memory_limit, least) from error
+            program, smallest = _plan(sources, targets, error.least_bytes).program, True
+            if room == memory_limit and held_bytes(program, kept) == error.least_bytes:
+                raise
         held = held_bytes(program, kept)
         if held <= memory_limit:
             return program
-        least = held if least is None else min(held, least)
-        room -= held - memory_limit
-        if room < 1:
+        least = min(held, least)
+        if smallest:
             break
-    raise _too_much(sources, targets, memory_limit, least or 0)
+        room -= held - memory_limit
+    raise _too_much(sources, targets, memory_limit, least)
 
 
 def held_bytes(program: Program, kept: Sequence[bool]) -> int:
