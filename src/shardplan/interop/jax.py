@@ -12,11 +12,13 @@ it is taken.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from shardplan.errors import LayoutError
 from shardplan.execution.jax_extra import require_jax
 from shardplan.interop.jax_leaves import leaves_of, move_all
+from shardplan.interop.jax_outside import outside
 from shardplan.interop.jax_plans import plan_of
 from shardplan.interop.jax_types import spec_of, type_of
 
@@ -63,10 +65,31 @@ def reshard(
     >>> tuple(a.sharding.spec), reshard(a, a.sharding) is a
     (('x',), True)
     """
+    if memory_limit is not None and (not isinstance(memory_limit, int) or memory_limit < 1):
+        raise LayoutError(f"reshard: memory_limit={memory_limit!r}; legal are None, and bytes: a whole number from 1")
+    if donate is False and may_alias is None and _plain(type(array)) and _is_sharding(type(sharding)):
+        return outside(array, sharding, memory_limit)
     require_jax()
     import jax  # pyright: ignore[reportMissingImports]
 
-    if memory_limit is not None and (not isinstance(memory_limit, int) or memory_limit < 1):
-        raise LayoutError(f"reshard: memory_limit={memory_limit!r}; legal are None, and bytes: a whole number from 1")
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
     return jax.tree.unflatten(tree, move_all(leaves, memory_limit))
+
+
+# Known once a type: an array on devices to a sharding is the usual call, and its cost is compared with device_put's.
+
+
+@cache
+def _plain(kind: type) -> bool:
+    """Whether these are arrays of numbers on devices."""
+    require_jax()
+    from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
+
+    return issubclass(kind, ArrayImpl)
+
+
+@cache
+def _is_sharding(kind: type) -> bool:
+    from jax.sharding import Sharding  # pyright: ignore[reportMissingImports]
+
+    return issubclass(kind, Sharding)
