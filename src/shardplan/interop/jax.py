@@ -65,7 +65,7 @@ def reshard(
     >>> tuple(a.sharding.spec), reshard(a, a.sharding) is a
     (('x',), True)
     """
-    if memory_limit is not None and (not isinstance(memory_limit, int) or memory_limit < 1):
+    if memory_limit is not None and not _whole(memory_limit):
         raise LayoutError(f"reshard: memory_limit={memory_limit!r}; legal are None, and bytes: a whole number from 1")
     if donate is False and may_alias is None and _plain(type(array)) and _is_sharding(type(sharding)):
         return outside(array, sharding, memory_limit)
@@ -74,6 +74,10 @@ def reshard(
 
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
     return jax.tree.unflatten(tree, move_all(leaves, memory_limit))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 # Known once a type: an array on devices to a sharding is the usual call, and its cost is compared with device_put's.

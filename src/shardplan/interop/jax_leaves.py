@@ -44,7 +44,7 @@ class Leaf:
         import jax  # pyright: ignore[reportMissingImports]
 
         dtype = getattr(self.x, "dtype", None)
-        return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
     @property
     def stays(self) -> bool:
