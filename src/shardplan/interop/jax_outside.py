@@ -122,9 +122,13 @@ def _explicit(sharding: Any) -> bool:
 def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
     import jax  # pyright: ignore[reportMissingImports]
 
+    def function(x: Any) -> Any:
+        return mapped(way.program)(x)
+
+    # JAX keeps what it compiled for as long as the function lives: a new one goes with its executable.
     shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
     with alone(way.program):
-        move = jax.jit(mapped(way.program), in_shardings=way.source, out_shardings=way.sharding)
+        move = jax.jit(function, in_shardings=way.source, out_shardings=way.sharding)
     try:
         executable, call = compile_for(move, [shape], lambda: alone(way.program))
     except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say

@@ -46,25 +46,38 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     """
     if memory_limit is None or not any(kept):
         return _plan(sources, targets, memory_limit).program
-    room, least = memory_limit, sum(t.local_bytes() for t in (*sources, *targets)) + memory_limit
+    room = memory_limit
+    failed: Infeasible | None = None
     for _ in range(MOST_TRIES):
-        smallest = room < 1
         try:
-            program = _plan(sources, targets, max(1, room)).program
+            program = _plan(sources, targets, room).program
         except Infeasible as error:
-            if error.least_bytes is None:
-                raise
-            program, smallest = _plan(sources, targets, error.least_bytes).program, True
-            if room == memory_limit and held_bytes(program, kept) == error.least_bytes:
-                raise
-        held = held_bytes(program, kept)
-        if held <= memory_limit:
-            return program
-        least = min(held, least)
-        if smallest:
+            failed = error
             break
-        room -= held - memory_limit
-    raise _too_much(sources, targets, memory_limit, least)
+        over = held_bytes(program, kept) - memory_limit
+        if over <= 0:
+            return program
+        room -= over
+        if room < 1:
+            break
+    program = _smallest(sources, targets)
+    held = held_bytes(program, kept)
+    if held <= memory_limit:
+        return program
+    if failed is not None and room == memory_limit and failed.least_bytes == held:
+        raise failed
+    raise _too_much(sources, targets, memory_limit, held)
+
+
+@lru_cache(maxsize=1024)
+def _smallest(sources: Types, targets: Types) -> Program:
+    """The plan of the least bytes that is said, whatever was asked."""
+    try:
+        return _plan(sources, targets, 1).program
+    except Infeasible as error:
+        if error.least_bytes is None:
+            raise
+        return _plan(sources, targets, error.least_bytes).program
 
 
 def held_bytes(program: Program, kept: Sequence[bool]) -> int:
