@@ -22,8 +22,9 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.jax_agree import agree
+from shardplan.execution.jax_extra import require_jax
 from shardplan.execution.jax_lower import refusal
-from shardplan.execution.jax_parts import Kinds, Part, alone, compiled, local_devices
+from shardplan.execution.jax_parts import Kinds, Part, alone, at_once, compiled, local_devices
 from shardplan.execution.record import Record, Span
 from shardplan.execution.rounds import moved_bytes
 
@@ -47,6 +48,7 @@ def run_program(
         LayoutError: Wrong shards.
         TimedOut: Another process did not arrive.
     """
+    require_jax()
     check(program)
     shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
     agree(program, timeout)
@@ -98,7 +100,7 @@ def run_placed(
         for part in compiled(program, stepwise, kinds):
             started = time.monotonic()
             try:
-                with jax.ensure_compile_time_eval():  # a function being traced may hold arrays: they move now
+                with at_once():
                     found = part.run([values[name] for name in part.inputs])
                 if stepwise:
                     jax.block_until_ready(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,14 @@ def alone(program: Program) -> Generator[None]:
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
             yield
+
+
+def at_once() -> AbstractContextManager[Any]:
+    """A context in which arrays move now, also where a function that is being traced holds them."""
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
+
+    return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
 
 
 def local_devices(ids: Sequence[int]) -> list[Any]:
@@ -196,21 +205,30 @@ def _part(program: Program, numbers: tuple[int, ...], last: dict[str, int], kind
         for t, kind in zip(sources, held, strict=True)
     ]
     try:
-        with jax.sharding.use_abstract_mesh(target.abstract_mesh):
-            executable, call = compile_for(jax.jit(mapped), shapes)
+        executable, call = compile_for(
+            jax.jit(mapped), shapes, lambda: jax.sharding.use_abstract_mesh(target.abstract_mesh)
+        )
     except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
         raise BackendError(f"jax: {where} cannot be compiled on {jax.default_backend()}: {error}") from error
     return Part(numbers, where, inputs, outputs, freed, devices, sources, targets, held, sharding, executable, call)
 
 
-def compile_for(jitted: Any, shapes: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the executable of a jitted function, and what to call.
+def compile_for(jitted: Any, shapes: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Return the executable of a jitted function, and what to call; both are made in a context of JAX.
 
     It is itself what to call, but for elements of less than 8 bits: an executable checks the layouts of its arguments,
     and jax.device_put says of such an array another one than the compiler. The function then finds it compiled.
     """
-    executable = jitted.lower(*shapes).compile()
-    return executable, jitted if any(is_narrow(x.dtype) for x in shapes) else executable
+    with context():
+        executable = jitted.lower(*shapes).compile()
+    if not any(is_narrow(x.dtype) for x in shapes):
+        return executable, executable
+
+    def call(*arrays: Any) -> Any:
+        with context():
+            return jitted(*arrays)
+
+    return executable, call
 
 
 def _as(x: Any, t: TensorType) -> Any:

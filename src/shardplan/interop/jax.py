@@ -12,10 +12,13 @@ it is taken.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from shardplan.errors import optional
+from shardplan.hardware.units import limit_of
 from shardplan.interop.jax_leaves import leaves_of, move_all
+from shardplan.interop.jax_outside import outside
 from shardplan.interop.jax_plans import plan_of
 from shardplan.interop.jax_types import spec_of, type_of
 
@@ -26,7 +29,7 @@ def reshard(
     array: Any,
     sharding: Any,
     source: Any = None,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     donate: Any = False,
     may_alias: Any = None,
 ) -> Any:
@@ -41,8 +44,8 @@ def reshard(
             mesh.
         source: The sharding that the array has, or a prefix, needed inside `jit` in auto mode, where a tracer carries
             none.
-        memory_limit: Bytes that a device may hold during the move, by the certificate: the arrays, which stay unless
-            they are donated, the results and staging, summed over the whole pytree. Inside `jit` of one array.
+        memory_limit: Bytes, or their text, that a device may hold during the move, by the certificate: the arrays, which
+            stay unless they are donated, the results and staging, over the whole pytree. Inside `jit` of one array.
         donate: Whether an array may be given up, or a prefix: its memory is freed as soon as the plan allows.
         may_alias: Whether a result may share memory with its array, or a prefix; None: where nothing is to be moved.
 
@@ -62,8 +65,29 @@ def reshard(
     >>> tuple(a.sharding.spec), reshard(a, a.sharding) is a
     (('x',), True)
     """
-    optional("jax", "jax")
+    limit = limit_of("memory limit", memory_limit)
+    if donate is False and may_alias is None and _plain(type(array)) and _is_sharding(type(sharding)):
+        return outside(array, sharding, limit)
     import jax  # pyright: ignore[reportMissingImports]
 
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
-    return jax.tree.unflatten(tree, move_all(leaves, memory_limit))
+    return jax.tree.unflatten(tree, move_all(leaves, limit))
+
+
+# Known once a type: an array on devices to a sharding is the usual call, and its cost is compared with device_put's.
+
+
+@cache
+def _plain(kind: type) -> bool:
+    """Whether these are arrays of numbers on devices."""
+    optional("jax", "jax")
+    from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
+
+    return issubclass(kind, ArrayImpl)
+
+
+@cache
+def _is_sharding(kind: type) -> bool:
+    from jax.sharding import Sharding  # pyright: ignore[reportMissingImports]
+
+    return issubclass(kind, Sharding)

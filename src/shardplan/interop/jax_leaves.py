@@ -44,7 +44,7 @@ class Leaf:
         import jax  # pyright: ignore[reportMissingImports]
 
         dtype = getattr(self.x, "dtype", None)
-        return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
     @property
     def stays(self) -> bool:
@@ -95,7 +95,7 @@ def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None)
 def end_of(given: Any, x: Any) -> Any:
     """Return the sharding that is meant: by a spec, one of the mesh that is set; by a device, its own; None stays."""
     import jax  # pyright: ignore[reportMissingImports]
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
+    from jax.sharding import NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
 
     if given is None or isinstance(given, Sharding):
         return given
@@ -111,10 +111,9 @@ def end_of(given: Any, x: Any) -> Any:
                 f"jax.set_mesh(mesh)"
             )
         return NamedSharding(mesh, given)
-    hint = f"; give NamedSharding(mesh, spec) of the {given}" if isinstance(given, Mesh) else ""
     raise LayoutError(
-        f"reshard: {given!r} of {type(given).__name__} is no place for an array; legal are a Sharding, a "
-        f"PartitionSpec, a device, a Format, None, or a pytree of them{hint}"
+        f"reshard: {given!r} ({type(given).__name__}) is no place for an array; legal are a Sharding, a "
+        f"PartitionSpec, a device, a Format, None, or a pytree of them"
     )
 
 

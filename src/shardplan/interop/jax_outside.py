@@ -18,7 +18,7 @@ from shardplan.errors import BackendError
 from shardplan.execution.jax import check, run_placed
 from shardplan.execution.jax_agree import agree
 from shardplan.execution.jax_kept import EXECUTABLES, code_bytes
-from shardplan.execution.jax_parts import alone, compile_for
+from shardplan.execution.jax_parts import alone, at_once, compile_for
 from shardplan.interop.jax_inside import mapped
 from shardplan.interop.jax_plans import MOST_PLANS, check_ends, ends, program_within
 
@@ -49,7 +49,7 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
         return _on_shards([Move(array, sharding, donate)], way.program, memory_limit)[0]
     key = way, array.dtype
     executable = EXECUTABLES.get(key, lambda: _compiled(way, array.dtype))
-    with jax.ensure_compile_time_eval():  # a function being traced may hold arrays: they move now
+    with at_once():
         found = executable(array)
     if donate:
         array.delete()
@@ -122,21 +122,18 @@ def _explicit(sharding: Any) -> bool:
 def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
     import jax  # pyright: ignore[reportMissingImports]
 
+    def function(x: Any) -> Any:
+        return mapped(way.program)(x)
+
+    # JAX keeps what it compiled for as long as the function lives: a new one goes with its executable.
     shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
     with alone(way.program):
-        move = jax.jit(mapped(way.program), in_shardings=way.source, out_shardings=way.sharding)
-        try:
-            executable, call = compile_for(move, [shape])
-        except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
-            raise BackendError(f"reshard: no executable on {jax.default_backend()}: {error}") from error
-    if call is executable:
-        return call, code_bytes(executable)
-
-    def within(x: Any) -> Any:
-        with alone(way.program):
-            return call(x)
-
-    return within, code_bytes(executable)
+        move = jax.jit(function, in_shardings=way.source, out_shardings=way.sharding)
+    try:
+        executable, call = compile_for(move, [shape], lambda: alone(way.program))
+    except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
+        raise BackendError(f"reshard: no executable on {jax.default_backend()}: {error}") from error
+    return call, code_bytes(executable)
 
 
 def _on_shards(moves: Sequence[Move], program: Program, memory_limit: int | None) -> list[Any]:

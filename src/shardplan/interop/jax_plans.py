@@ -46,22 +46,38 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     """
     if memory_limit is None or not any(kept):
         return _plan(sources, targets, memory_limit).program
-    room, least = memory_limit, None
+    room = memory_limit
+    failed: Infeasible | None = None
     for _ in range(MOST_TRIES):
         try:
             program = _plan(sources, targets, room).program
         except Infeasible as error:
-            if least is None:
-                raise
-            raise _too_much(sources, targets, memory_limit, least) from error
-        held = held_bytes(program, kept)
-        if held <= memory_limit:
+            failed = error
+            break
+        over = held_bytes(program, kept) - memory_limit
+        if over <= 0:
             return program
-        least = held if least is None else min(held, least)
-        room -= held - memory_limit
+        room -= over
         if room < 1:
             break
-    raise _too_much(sources, targets, memory_limit, least or 0)
+    program = _smallest(sources, targets)
+    held = held_bytes(program, kept)
+    if held <= memory_limit:
+        return program
+    if failed is not None and room == memory_limit and failed.least_bytes == held:
+        raise failed
+    raise _too_much(sources, targets, memory_limit, held)
+
+
+@lru_cache(maxsize=1024)
+def _smallest(sources: Types, targets: Types) -> Program:
+    """The plan of the least bytes that is said, whatever was asked."""
+    try:
+        return _plan(sources, targets, 1).program
+    except Infeasible as error:
+        if error.least_bytes is None:
+            raise
+        return _plan(sources, targets, error.least_bytes).program
 
 
 def held_bytes(program: Program, kept: Sequence[bool]) -> int:

@@ -1,0 +1,135 @@
+"""Agreement among processes, against a store of one process: counted operations, verdicts, absences."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.jax_agree import MOST_OPERATIONS, Meeting
+
+jax = pytest.importorskip("jax")
+
+
+class Store:
+    """The key-value store and barriers of a launch; `client(p)` counts the operations of process p."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.arrived: dict[str, set[int]] = {}
+        self.failed: set[str] = set()
+        self.operations: Counter[int] = Counter()
+
+    def client(self, process: int) -> Client:
+        return Client(self, process)
+
+
+class Client:
+    def __init__(self, store: Store, process: int) -> None:
+        self.store, self.process = store, process
+
+    def _count(self) -> None:
+        self.store.operations[self.process] += 1
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.store.changed:
+            self._count()
+            assert key not in self.store.values, "the real store refuses to overwrite"
+            self.store.values[key] = value
+            self.store.changed.notify_all()
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self.store.changed:
+            self._count()
+            return [(k, v) for k, v in self.store.values.items() if k.startswith(key)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.store.changed:
+            self._count()
+            for k in [k for k in self.store.values if k.startswith(key)]:
+                del self.store.values[k]
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        with self.store.changed:
+            self._count()
+            if not self.store.changed.wait_for(lambda: key in self.store.values, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.store.values[key]
+
+    def wait_at_barrier(self, name: str, milliseconds: int, processes: list[int]) -> None:
+        with self.store.changed:
+            self._count()
+            if name in self.store.failed:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
+            here = self.store.arrived.setdefault(name, set())
+            here.add(self.process)
+            self.store.changed.notify_all()
+            if not self.store.changed.wait_for(lambda: here >= set(processes), milliseconds / 1000):
+                self.store.failed.add(name)
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
+
+
+def meet(store: Store, processes: list[int], digests: dict[int, str], timeout: float = 60.0, number: int = 0) -> Any:
+    """What each process that comes is told: None, or its error."""
+    told: dict[int, ShardplanError | None] = {}
+
+    def one(process: int) -> None:
+        try:
+            Meeting(store.client(process), process, processes, number, "a program of 2 steps").hold(
+                digests[process], timeout
+            )
+            told[process] = None
+        except ShardplanError as error:
+            told[process] = error
+
+    threads = [threading.Thread(target=one, args=(p,)) for p in digests]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+    return told
+
+
+@pytest.mark.parametrize("count", [4, 16, 64])
+def test_operations_are_constant(count: int) -> None:
+    """The first process reads what all have written, the others read its verdict: 5 operations and 3."""
+    store = Store()
+    told = meet(store, list(range(count)), dict.fromkeys(range(count), "abc"))
+    assert set(told.values()) == {None} and len(told) == count
+    assert store.operations == {0: MOST_OPERATIONS, **dict.fromkeys(range(1, count), 3)}
+    assert len(store.values) == 1, "no key a process is left behind"
+
+
+@pytest.mark.parametrize("odd", [[0], [5], [2, 3]])
+def test_another_program_is_told_everywhere(odd: list[int]) -> None:
+    store = Store()
+    digests = {p: "b" * 64 if p in odd else "a" * 64 for p in range(6)}
+    told = meet(store, list(range(6)), digests)
+    for p, error in told.items():
+        others = ", ".join(f"{q} ({digests[q][:12]})" for q in range(6) if digests[q] != digests[p])
+        assert isinstance(error, BackendError)
+        assert str(error) == (
+            f"jax: process {p} runs a program of 2 steps (hash {digests[p][:12]}), but another is run by process "
+            f"{others}; nothing was sent"
+        )
+    assert max(store.operations.values()) == MOST_OPERATIONS
+
+
+def test_absent_processes_are_named() -> None:
+    store = Store()
+    told = meet(store, [1, 4, 6, 7], {1: "a", 6: "a"}, timeout=0.3, number=9)
+    for p in (1, 6):
+        assert isinstance(told[p], TimedOut)
+        assert (
+            str(told[p]) == f"jax: process {p} came to run 9, a program of 2 steps, but after 0.3 s these had not: 4, 7"
+        )
+    assert all(isinstance(e, TimedOut) for e in meet(store, [1, 4, 6, 7], {4: "a"}, 0.3, 9).values())
+    (late,) = meet(store, [1, 4, 6, 7], {7: "a"}, 60.0, 9).values()
+    assert str(late) == (
+        "jax: process 7 came to run 9, a program of 2 steps, but the others had given up waiting: "
+        "DEADLINE_EXCEEDED: Barrier timed out."
+    )

@@ -1,0 +1,65 @@
+"""What is compiled is kept by bytes; one line where JAX is missing."""
+
+import sys
+import threading
+
+import pytest
+
+from shardplan.errors import BackendError
+from shardplan.execution.jax_kept import Kept
+
+
+def test_the_oldest_goes_when_the_bytes_are_too_many() -> None:
+    made: list[str] = []
+
+    def get(key: str, size: int = 4) -> str:
+        return kept.get(key, lambda: (made.append(key) or key.upper(), size))
+
+    kept = Kept(12)
+    assert [get(k) for k in "abcabc"] == list("ABCABC") and made == list("abc") and kept.bytes == 12
+    get("a")
+    get("d")
+    assert kept.keys() == ("c", "a", "d") and kept.bytes == 12, "b was used longest ago"
+    get("e", 7)
+    assert kept.keys() == ("d", "e") and kept.bytes == 11, "as many go as are needed"
+    get("big", 100)
+    assert kept.keys() == ("big",) and kept.bytes == 100, "one above the bound is kept alone"
+    get("a")
+    assert kept.keys() == ("a",) and kept.bytes == 4
+    assert made == ["a", "b", "c", "d", "e", "big", "a"]
+
+
+def test_two_threads_that_make_one_value_count_it_once() -> None:
+    kept, barrier = Kept(100), threading.Barrier(2, timeout=60)
+
+    def make() -> tuple[str, int]:
+        barrier.wait()  # both are making it
+        return "value", 10
+
+    threads = [threading.Thread(target=kept.get, args=("key", make)) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert kept.bytes == 10 and kept.keys() == ("key",)
+
+
+def test_a_failure_leaves_nothing() -> None:
+    kept = Kept(10)
+    with pytest.raises(ZeroDivisionError):
+        kept.get("key", lambda: 1 // 0)
+    assert kept.get("key", lambda: ("value", 1)) == "value"
+
+
+def test_a_missing_jax_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the drop-in, and of a program that is to run on it; importing the module needs no JAX."""
+    import shardplan as sp
+    from shardplan.interop.jax import reshard
+
+    monkeypatch.setitem(sys.modules, "jax", None)
+    t = sp.TensorType("f32", (4,), (None,), sp.Mesh(a=1))
+    program = sp.Program({"0": t}, (), ("0",))
+    for call in (lambda: reshard([1.0], None), lambda: sp.run(program, [[1.0]], backend="jax")):
+        with pytest.raises(BackendError) as caught:
+            call()
+        assert str(caught.value) == "jax is not installed: pip install 'shardplan[jax]'"
