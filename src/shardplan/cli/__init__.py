@@ -17,7 +17,7 @@ import typer
 from shardplan.cli import labs
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
-from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut
+from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
 MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
@@ -65,7 +65,7 @@ def run_command(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", error.__str__)()
         return _complain(str(message).replace("\n", " "), MISTAKE)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
+        name = f"{line(error.filename)}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}", MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)

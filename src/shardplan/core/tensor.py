@@ -61,7 +61,7 @@ class TensorType:
         sizes = tuple(shape) if isinstance(shape, (tuple, list)) else tuple(border.items("shape", shape, "sizes"))
         for k, n in enumerate(sizes):
             if type(n) is not int or n > border.MOST:
-                sizes = tuple(border.whole(f"the size of dim {k}", n, -border.MOST) for k, n in enumerate(sizes))
+                sizes = tuple(border.integer(f"the size of dim {k}", n) for k, n in enumerate(sizes))
             if n < 1:
                 raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
         layout = make_layout(len(sizes), spec, mesh, partial, root)

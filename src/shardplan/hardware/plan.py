@@ -12,7 +12,7 @@ from shardplan.hardware.certificate import Certificate
 
 def path_of(value: object) -> Path:
     """Return a path, given as one or as text; raises `ShardplanError` for any other value."""
-    if isinstance(value, (str, Path)) and "\0" not in str(value):
+    if isinstance(value, (str, Path)) and "\0" not in str(value) and Path(value).name:
         return Path(value)
     raise ShardplanError(f"the path of a plan file is {shown(value)}; legal is a path, or its text")
 
