@@ -147,7 +147,9 @@ def test_a_text_is_taken_where_its_value_is() -> None:
         assert [(r.placement, r.seconds) for r in said] == [(r.placement, r.seconds) for r in meant]
     assert sp.place(mesh, whole, {"data": "2 GB"})[0].seconds == sp.place(mesh, whole, {"data": 2e9})[0].seconds
     assert sp.reduce(PLACE, "x", "64 MB") == sp.reduce(PLACE, ("x",), 64e6)
-    assert [r.seconds for r in sp.reductions(PLACE, "x", "64 MB")] == [r.seconds for r in sp.reductions(PLACE, "x", 64e6)]
+    assert [r.seconds for r in sp.reductions(PLACE, "x", "64 MB")] == [
+        r.seconds for r in sp.reductions(PLACE, "x", 64e6)
+    ]
     assert sp.Placement("x=2,y=2", str(SMALL), PLACE.matrix) == PLACE
 
 
@@ -174,8 +176,25 @@ def test_audit_is_a_value() -> None:
 # Garbage, drawn
 
 HUGE = 10**5000
-LISTS: list[Any] = [[], (), [None], [[]], [1, "a"], {}, {"a": 1}, {1: 2}, {"x": None}, {"x": []}, set(), {1, 2},
-                    [[1, 2], [3]], (("x",), 5), [("x", "y", "z")], range(3), {("x",): [("all_reduce", "y", 1)]}]
+LISTS: list[Any] = [
+    [],
+    (),
+    [None],
+    [[]],
+    [1, "a"],
+    {},
+    {"a": 1},
+    {1: 2},
+    {"x": None},
+    {"x": []},
+    set(),
+    {1, 2},
+    [[1, 2], [3]],
+    (("x",), 5),
+    [("x", "y", "z")],
+    range(3),
+    {("x",): [("all_reduce", "y", 1)]},
+]
 PLAIN: list[Any] = [None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**70, -(2**70), HUGE, 0.5, 1.5, -2.0, 1e30, math.nan,
                     math.inf, -math.inf, 1j, b"", b"x", object(), object, int, type(None), len, Ellipsis, np.float32(2.5),
                     np.int64(3), np.array(3), np.array([1.5, 2]), np.array([[1, 2], [3, 4]]), np.array(["a"]),

@@ -138,7 +138,9 @@ def test_what_is_too_much_to_run_is_run_in_part_and_said(capsys, tmp_path):
     assert status == 0 and out.endswith("\nok in what was run\n")
     found = json.loads(call(capsys, "check", path, "--json")[1])
     assert found["ok"] is None and 0 < found["elements"] < found["total_elements"] == 2 * 262144 * 65536
-    assert found["skipped"].startswith(f"{found['total_elements'] - found['elements']} of {found['total_elements']} elements")
+    assert found["skipped"].startswith(
+        f"{found['total_elements'] - found['elements']} of {found['total_elements']} elements"
+    )
     status, out, err = call(capsys, "run", path)
     assert (status, out) == (3, "") and "more than 17179869184 are not run" in err
 

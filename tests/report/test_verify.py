@@ -39,7 +39,9 @@ def test_a_part_of_the_run_is_the_run_of_the_part(drawn):
     found = run_part(plan.program, name, spread(array[at], s, Part(s, positions).boxes(), flat), positions)[output]
     u = plan.program.types[output]
     wanted = [
-        shard[np.ix_(*(p[(a <= p) & (p < b)] - a for p, (a, b) in zip(positions, box, strict=True)))] if positions else shard
+        shard[np.ix_(*(p[(a <= p) & (p < b)] - a for p, (a, b) in zip(positions, box, strict=True)))]
+        if positions
+        else shard
         for shard, box in zip(whole, u.boxes(), strict=True)
     ]
     if not u.layout.partial:  # addends are cut where they are made; their sum is compared below

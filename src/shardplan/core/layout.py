@@ -150,7 +150,9 @@ def make_layout(
     """
     if isinstance(spec, Layout):
         if partial or root:
-            raise LayoutError(f"the layout {spec} says itself what is partial or root; give no partial= or root= with it")
+            raise LayoutError(
+                f"the layout {spec} says itself what is partial or root; give no partial= or root= with it"
+            )
         dims, reduction = spec.dims, spec.reduction
         partials, roots = spec.partial, spec.root
     else:

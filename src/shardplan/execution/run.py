@@ -89,7 +89,9 @@ def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: fl
     shards = border.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.
     single = len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None)
-    inputs = [shards] if single else [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)]
+    inputs = (
+        [shards] if single else [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)]
+    )
     if backend == "reference":
         outputs: list[list[Any]] = reference(program, inputs)
     else:

@@ -51,7 +51,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.topology, Topology):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology")
+            raise TopologyError(
+                f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology"
+            )
         ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
         ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
         object.__setattr__(self, "ids", ids)

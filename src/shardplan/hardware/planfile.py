@@ -106,7 +106,15 @@ def load_plan(path: Path) -> Plan:
         return Plan(program, Certificate(program=program, **claims))
     except OSError as error:
         raise ParseError(f"cannot read the plan file {line(path)}: {error.strerror}") from None
-    except (ShardplanError, msgspec.DecodeError, AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+    except (
+        ShardplanError,
+        msgspec.DecodeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise ParseError(f"{line(path)} is not a plan file: {reason}") from None
 

@@ -343,7 +343,9 @@ class Topology:
         from shardplan.hardware.topology_file import load
 
         if not isinstance(source, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"topology {shown(source)}: legal is a preset's name, or a path to a .toml or .xml file")
+            raise TopologyError(
+                f"topology {shown(source)}: legal is a preset's name, or a path to a .toml or .xml file"
+            )
         return load(source).resize(**sizes)
 
     @staticmethod

@@ -131,7 +131,9 @@ def limit_of(what: str, value: object) -> int | None:
         if found < 1:
             raise LayoutError(f"the {what} is {int(found)} bytes; it must be at least 1")
         return int(found)
-    raise LayoutError(f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None")
+    raise LayoutError(
+        f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
+    )
 
 
 def parse_rate(text: str) -> float:

@@ -219,7 +219,9 @@ def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | Non
     except ValueError:  # lists of unequal lengths
         array = np.empty(0)
     if array.dtype.kind not in "iu":
-        raise TopologyError(f"ids is {shown(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape")
+        raise TopologyError(
+            f"ids is {shown(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape"
+        )
     if array.shape not in (mesh.sizes, (mesh.size,)):
         raise TopologyError(
             f"ids of shape {array.shape} for mesh {mesh}; legal are {mesh.sizes}, and {(mesh.size,)} in mesh order"

@@ -76,7 +76,11 @@ def reduce(
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
-    placement, axes, nbytes = placement_of("placement", placement), border.names("axes", axes), bytes_of("nbytes", nbytes)
+    placement, axes, nbytes = (
+        placement_of("placement", placement),
+        border.names("axes", axes),
+        bytes_of("nbytes", nbytes),
+    )
     border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)

@@ -130,7 +130,11 @@ def reductions(
     >>> len(found), str(found[0])
     (93, '(node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, InsideGroup, AllGather)')
     """
-    placement, axes, nbytes = placement_of("placement", placement), border.names("axes", axes), bytes_of("nbytes", nbytes)
+    placement, axes, nbytes = (
+        placement_of("placement", placement),
+        border.names("axes", axes),
+        bytes_of("nbytes", nbytes),
+    )
     limit = None if limit is None else border.integer("limit", limit)
     top = None if top is None else border.integer("top", top)
     border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)

@@ -102,7 +102,9 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
             if not isinstance(op, str) or op not in OPS:
                 raise LayoutError(f"traffic over {axes}: op {shown(op)} is unknown; legal: {', '.join(OPS)}")
             nbytes = parse_bytes(nbytes) if isinstance(nbytes, str) else nbytes
-            if not all(isinstance(x, _NUMBERS) and not isinstance(x, bool) and 0 <= x < math.inf for x in (nbytes, count)):
+            if not all(
+                isinstance(x, _NUMBERS) and not isinstance(x, bool) and 0 <= x < math.inf for x in (nbytes, count)
+            ):
                 raise LayoutError(
                     f"traffic over {axes}: {op} of {shown(nbytes)} bytes, {shown(count)} times; legal are finite "
                     "numbers of 0 or more"

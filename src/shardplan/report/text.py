@@ -96,7 +96,9 @@ def check_text(plan: Plan, verdict: Verdict) -> str:
             + (f", in {verdict.blocks} blocks" if verdict.blocks > 1 else "")
         )
         return "\n".join([*lines, "ok"])
-    lines.append(f"execution    {verdict.elements} elements of {verdict.shards} shards equal the destination's, on index data")
+    lines.append(
+        f"execution    {verdict.elements} elements of {verdict.shards} shards equal the destination's, on index data"
+    )
     return "\n".join([*lines, f"not run      {_left_out(verdict)}", "ok in what was run"])
 
 

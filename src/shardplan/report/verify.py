@@ -123,9 +123,7 @@ def verify(plan: Plan) -> Verdict:
     program, sources, destinations = plan.program, plan.certificate.sources, plan.certificate.destinations
     shards, total = sum(t.mesh.size for t in destinations), sum(int(t.elements().sum()) for t in destinations)
     if too_large((*sources, *destinations)):
-        parts = [
-            _verify_parts(program, k, s, t) for k, (s, t) in enumerate(zip(sources, destinations, strict=True))
-        ]
+        parts = [_verify_parts(program, k, s, t) for k, (s, t) in enumerate(zip(sources, destinations, strict=True))]
         return Verdict(("index",), shards, sum(n for n, _ in parts), total, sum(b for _, b in parts))
     for name in ("index", "random"):
         arrays = [index_data(t) if name == "index" else random_data(t, k) for k, t in enumerate(sources)]
@@ -165,7 +163,9 @@ def _parts(program: Program, name: str) -> Iterator[Positions]:
     ends = corners(types)
     size = sum(_part_bytes(u, ends) for u in types)
     if size > LARGEST_RUN:
-        raise Infeasible(f"{t} by the ends of its runs takes {size} bytes of shards; more than {LARGEST_RUN} are not run")
+        raise Infeasible(
+            f"{t} by the ends of its runs takes {size} bytes of shards; more than {LARGEST_RUN} are not run"
+        )
     sizes = tuple(map(len, ends))
     for block in blocks(sizes, max(1, BLOCK * math.prod(sizes) // max(_part_bytes(u, ends) for u in types))):
         yield tuple(at[here] for at, here in zip(ends, block, strict=True))
