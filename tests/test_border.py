@@ -41,79 +41,116 @@ def one_line(error: sp.ShardplanError) -> bool:
 # What was accepted, or raised something of Python's own, before there was a border.
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: sp.redistribute(T, U, memory_limit=math.nan),
-     "the memory limit is nan; legal is a whole number of bytes, its text such as '1 GB', or None"),
-    (lambda: sp.redistribute(T, U, memory_limit=math.inf),
-     "the memory limit is inf; legal is a whole number of bytes, its text such as '1 GB', or None"),
-    (lambda: sp.redistribute(T, U, memory_limit=True),
-     "the memory limit is True; legal is a whole number of bytes, its text such as '1 GB', or None"),
-    (lambda: sp.redistribute(T, U, memory_limit=1000.5),
-     "the memory limit is 1000.5; legal is a whole number of bytes, its text such as '1 GB', or None"),
+    (
+        lambda: sp.redistribute(T, U, memory_limit=math.nan),
+        "the memory limit is nan; legal is a whole number of bytes, its text such as '1 GB', or None",
+    ),
+    (
+        lambda: sp.redistribute(T, U, memory_limit=math.inf),
+        "the memory limit is inf; legal is a whole number of bytes, its text such as '1 GB', or None",
+    ),
+    (
+        lambda: sp.redistribute(T, U, memory_limit=True),
+        "the memory limit is True; legal is a whole number of bytes, its text such as '1 GB', or None",
+    ),
+    (
+        lambda: sp.redistribute(T, U, memory_limit=1000.5),
+        "the memory limit is 1000.5; legal is a whole number of bytes, its text such as '1 GB', or None",
+    ),
     (lambda: sp.redistribute(T, U, memory_limit=-8), "the memory limit is -8 bytes; it must be at least 1"),
     (lambda: sp.redistribute(T, U, portable="no"), "portable is 'no'; legal is True or False"),
-    (lambda: sp.redistribute(T, U, topology=5),
-     "topology is 5; legal is a Topology, or its text such as 'dgx-h100'"),
+    (lambda: sp.redistribute(T, U, topology=5), "topology is 5; legal is a Topology, or its text such as 'dgx-h100'"),
     (lambda: sp.redistribute(None, None), "src is None; legal is a list of types"),
     (lambda: sp.redistribute(T, None), "redistribute takes two types, or two lists of types of equal length"),
     (lambda: sp.redistribute([T], [None]), "destination 0 is None; legal is a TensorType, or with mesh= its text"),
-    (lambda: sp.redistribute("f32[8@x]", "f32[8]"),
-     "the source is the text 'f32[8@x]', which needs mesh=: a Mesh or its text"),
-    (lambda: sp.redistribute(T, U, mesh="x=4"),
-     "the source f32[8@x, 8] is on the mesh x=2, y=2, but mesh= is x=4; give mesh= with texts"),
-    (lambda: sp.TensorType("f32", (8.7,), ("x",), MESH),
-     "the size of dim 0 is 8.7; legal is a whole number below 10**18"),
+    (
+        lambda: sp.redistribute("f32[8@x]", "f32[8]"),
+        "the source is the text 'f32[8@x]', which needs mesh=: a Mesh or its text",
+    ),
+    (
+        lambda: sp.redistribute(T, U, mesh="x=4"),
+        "the source f32[8@x, 8] is on the mesh x=2, y=2, but mesh= is x=4; give mesh= with texts",
+    ),
+    (
+        lambda: sp.TensorType("f32", (8.7,), ("x",), MESH),
+        "the size of dim 0 is 8.7; legal is a whole number below 10**18",
+    ),
     (lambda: sp.TensorType("f32", "88", ("x",), MESH), "shape is '88'; legal is a list of sizes"),
     (lambda: sp.TensorType("f32", 8, ("x",), MESH), "shape is 8; legal is a list of sizes"),
-    (lambda: sp.TensorType("f32", (2**70,), ("x",), MESH),
-     "the size of dim 0 is 1180591620717411303424; legal is a whole number below 10**18"),
+    (
+        lambda: sp.TensorType("f32", (2**70,), ("x",), MESH),
+        "the size of dim 0 is 1180591620717411303424; legal is a whole number below 10**18",
+    ),
     (lambda: sp.TensorType("f32", (8,), (3,), MESH), "entry 0 of the layout is 3; legal is a list of names of axes"),
-    (lambda: sp.TensorType("f32", (8,), "x", MESH),
-     "the layout is 'x'; legal is a list of entries, one a dim: None, an axis, or a tuple of axes"),
-    (lambda: sp.TensorType("f32", (8,), (), MESH, partial=["x"]),
-     "partial is ['x']; legal is a mapping of names of axes to a reduction"),
+    (
+        lambda: sp.TensorType("f32", (8,), "x", MESH),
+        "the layout is 'x'; legal is a list of entries, one a dim: None, an axis, or a tuple of axes",
+    ),
+    (
+        lambda: sp.TensorType("f32", (8,), (), MESH, partial=["x"]),
+        "partial is ['x']; legal is a mapping of names of axes to a reduction",
+    ),
     (lambda: sp.TensorType("f32", (8,), (), MESH, root="x"), "root is 'x'; legal is a list of names of axes"),
-    (lambda: sp.TensorType("f32", (8,), (), None),
-     "mesh is None; legal is a Mesh, or its text such as 'data=4,tensor=2'"),
-    (lambda: sp.TensorType(None, (8,), (), MESH).dtype, "unknown dtype None; legal dtypes are bool, i8, i16, i32, i64, "
-     "u8, u16, u32, u64, f16, bf16, f32, f64, f8e4m3, f8e5m2, c64, c128"),
-    (lambda: sp.TensorType("f32", (8,), sp.Layout((("x",),)), MESH, partial={"y": "sum"}),
-     "the layout [@x] says itself what is partial or root; give no partial= or root= with it"),
+    (
+        lambda: sp.TensorType("f32", (8,), (), None),
+        "mesh is None; legal is a Mesh, or its text such as 'data=4,tensor=2'",
+    ),
+    (
+        lambda: sp.TensorType(None, (8,), (), MESH).dtype,
+        "unknown dtype None; legal dtypes are bool, i8, i16, i32, i64, "
+        "u8, u16, u32, u64, f16, bf16, f32, f64, f8e4m3, f8e5m2, c64, c128",
+    ),
+    (
+        lambda: sp.TensorType("f32", (8,), sp.Layout((("x",),)), MESH, partial={"y": "sum"}),
+        "the layout [@x] says itself what is partial or root; give no partial= or root= with it",
+    ),
     (lambda: sp.Layout((("x",),), ("y",)), "the partial axes ('y',) have the reduction None; legal are sum, max, min"),
-    (lambda: sp.Mesh(x=2, devices=[0.5, 1.7]),
-     "a device id is 0.5; legal is a whole number below 10**18"),
+    (lambda: sp.Mesh(x=2, devices=[0.5, 1.7]), "a device id is 0.5; legal is a whole number below 10**18"),
     (lambda: sp.Mesh(x=2, devices="01"), "devices is '01'; legal is a list of device ids"),
-    (lambda: sp.Mesh(x=2, devices=[0, 2**63]),
-     "device 9223372036854775808 is too large; device ids are 0 to 999999999999999999"),
+    (
+        lambda: sp.Mesh(x=2, devices=[0, 2**63]),
+        "device 9223372036854775808 is too large; device ids are 0 to 999999999999999999",
+    ),
     (lambda: sp.Mesh([("x", 2)]), "the mesh is [('x', 2)]; legal is a mapping of names of axes to sizes, or keywords"),
-    (lambda: sp.Mesh(x=4).split("x", a=2.0, b=2),
-     "the part x.a is 2.0; legal is a whole number of at least 0"),
-    (lambda: sp.Topology.load("dgx-a100", nodes=1.5),
-     "nodes is 1.5; legal is a whole number below 10**18"),
+    (lambda: sp.Mesh(x=4).split("x", a=2.0, b=2), "the part x.a is 2.0; legal is a whole number of at least 0"),
+    (lambda: sp.Topology.load("dgx-a100", nodes=1.5), "nodes is 1.5; legal is a whole number below 10**18"),
     (lambda: sp.Topology.load(None), "topology None: legal is a preset's name, or a path to a .toml or .xml file"),
-    (lambda: sp.Topology.load("dgx-a100", nodes=2**70),
-     "nodes is 1180591620717411303424; legal is a whole number below 10**18"),
+    (
+        lambda: sp.Topology.load("dgx-a100", nodes=2**70),
+        "nodes is 1180591620717411303424; legal is a whole number below 10**18",
+    ),
     (lambda: sp.run(5, []), "run takes a Program or a Plan, got 5"),
     (lambda: sp.run(PLAN, 5), "shards is 5; legal is a list of arrays; for several inputs of such lists"),
     (lambda: sp.run(PLAN, SHARDS, timeout="5"), "timeout='5'; legal is a positive number of seconds"),
     (lambda: sp.distribute([1.0], T), "distribute takes a numpy array, got [1.0]"),
     (lambda: sp.distribute(ARRAY, None), "the type is None; legal is a TensorType, or with mesh= its text"),
     (lambda: sp.collect(None, T), "shards is None; legal is a list of arrays, one a device"),
-    (lambda: sp.place(MESH, SMALL, 5), "traffic is 5; legal is a mapping of axes to bytes, or its text such as 'data=2GB'"),
-    (lambda: sp.place(MESH, SMALL, {"x": True}), "traffic over ('x',): all_reduce of True bytes, 1.0 times; legal are finite "
-     "numbers of 0 or more"),
-    (lambda: sp.reduce(None, "x", 8), "placement is None; legal is a Placement, such as placements(mesh, topology) or "
-     "place() gives"),
+    (
+        lambda: sp.place(MESH, SMALL, 5),
+        "traffic is 5; legal is a mapping of axes to bytes, or its text such as 'data=2GB'",
+    ),
+    (
+        lambda: sp.place(MESH, SMALL, {"x": True}),
+        "traffic over ('x',): all_reduce of True bytes, 1.0 times; legal are finite numbers of 0 or more",
+    ),
+    (
+        lambda: sp.reduce(None, "x", 8),
+        "placement is None; legal is a Placement, such as placements(mesh, topology) or place() gives",
+    ),
     (lambda: sp.reduce(PLACE, "x", math.nan), "nbytes, in bytes, is nan; legal is a finite number of 0 or more"),
-    (lambda: sp.reductions(PLACE, "x", 8, limit=2.5),
-     "limit is 2.5; legal is a whole number below 10**18"),
+    (lambda: sp.reductions(PLACE, "x", 8, limit=2.5), "limit is 2.5; legal is a whole number below 10**18"),
     (lambda: sp.placements(MESH, None), "topology is None; legal is a Topology, or its text such as 'dgx-h100'"),
     (lambda: sp.Plan.load(5), "the path of a plan file is 5; legal is a path, or its text"),
-    (lambda: sp.audit(None, MESH, SMALL),
-     "ids is None; legal are a Launch, or topology ids, whole numbers in the mesh's shape"),
-    (lambda: sp.audit([0.0, 1, 2, 3], MESH, SMALL),
-     "ids is [0.0, 1, 2, 3]; legal are a Launch, or topology ids, whole numbers in the mesh's shape"),
+    (
+        lambda: sp.audit(None, MESH, SMALL),
+        "ids is None; legal are a Launch, or topology ids, whole numbers in the mesh's shape",
+    ),
+    (
+        lambda: sp.audit([0.0, 1, 2, 3], MESH, SMALL),
+        "ids is [0.0, 1, 2, 3]; legal are a Launch, or topology ids, whole numbers in the mesh's shape",
+    ),
     (lambda: sp.same(T, None), "an operand of same is None; legal is a TensorType, or with mesh= its text"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[m[:60] for _, m in REFUSED])
@@ -195,20 +232,110 @@ LISTS: list[Any] = [
     range(3),
     {("x",): [("all_reduce", "y", 1)]},
 ]
-PLAIN: list[Any] = [None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**70, -(2**70), HUGE, 0.5, 1.5, -2.0, 1e30, math.nan,
-                    math.inf, -math.inf, 1j, b"", b"x", object(), object, int, type(None), len, Ellipsis, np.float32(2.5),
-                    np.int64(3), np.array(3), np.array([1.5, 2]), np.array([[1, 2], [3, 4]]), np.array(["a"]),
-                    np.dtype(">f4"), np.dtype([("a", "i4")]), Path("none"), Path("/"), MESH, T, TOPO, PLACE, PLAN,
-                    PLAN.program, PLAN.certificate, ARRAY, SHARDS, TRAFFIC]  # fmt: skip
-TEXTS: list[Any] = ["", " ", "x", "no", "1", "-1", "nan", "inf", "1e9", "1 GB", "GB", "1 GX", "x=2", "x=0", "x=-1", "x=2,x=2",
-                    "x=99999999999999999999", "x=2 devices=0:999999999999999", "x=2 devices=[", "x=(a=2", "f32[8@x]",
-                    "f32[8@z]", "f32[", "f32[8]{+}", "f32[99999999999999999999]", "[@x]", "dgx-a100", "dgx", "a.toml",
-                    "/.toml", "\0.toml", "\0", "a\nb", "version = 1\n", "a = " + "[" * 3000, "x = 1" + "0" * 5000 + "\n",
-                    "data=2GB", "x=2GB", "x=1e400GB", "x=all_reduce:1GB*", "x=none:1GB", "x+x=1GB", "x" * 5000, "ü", "\u2028",
-                    "program", "program\n  mesh x=2\n  input %0: f32[8@x]\n  output %0",
-                    "program\n  mesh x=2\n  input %0: f32[8@x]\n  %1 = all_gather(%0; dim=(x), axes=3)\n  output %1",
-                    'program\n  mesh x=2\n  input %0: f32[8@x]\n  %1 = all_gather(%0; dim="\\q", axes=(x))\n  output %1',
-                    "mesh x=2\nplacement x=[99999999999999999999999]\n", "mesh x=2\nplacement x=[2]\n" + str(SMALL)]  # fmt: skip
+PLAIN: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    2**31,
+    2**63,
+    2**70,
+    -(2**70),
+    HUGE,
+    0.5,
+    1.5,
+    -2.0,
+    1e30,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1j,
+    b"",
+    b"x",
+    object(),
+    object,
+    int,
+    type(None),
+    len,
+    Ellipsis,
+    np.float32(2.5),
+    np.int64(3),
+    np.array(3),
+    np.array([1.5, 2]),
+    np.array([[1, 2], [3, 4]]),
+    np.array(["a"]),
+    np.dtype(">f4"),
+    np.dtype([("a", "i4")]),
+    Path("none"),
+    Path("/"),
+    MESH,
+    T,
+    TOPO,
+    PLACE,
+    PLAN,
+    PLAN.program,
+    PLAN.certificate,
+    ARRAY,
+    SHARDS,
+    TRAFFIC,
+]
+TEXTS: list[Any] = [
+    "",
+    " ",
+    "x",
+    "no",
+    "1",
+    "-1",
+    "nan",
+    "inf",
+    "1e9",
+    "1 GB",
+    "GB",
+    "1 GX",
+    "x=2",
+    "x=0",
+    "x=-1",
+    "x=2,x=2",
+    "x=99999999999999999999",
+    "x=2 devices=0:999999999999999",
+    "x=2 devices=[",
+    "x=(a=2",
+    "f32[8@x]",
+    "f32[8@z]",
+    "f32[",
+    "f32[8]{+}",
+    "f32[99999999999999999999]",
+    "[@x]",
+    "dgx-a100",
+    "dgx",
+    "a.toml",
+    "/.toml",
+    "\0.toml",
+    "\0",
+    "a\nb",
+    "version = 1\n",
+    "a = " + "[" * 3000,
+    "x = 1" + "0" * 5000 + "\n",
+    "data=2GB",
+    "x=2GB",
+    "x=1e400GB",
+    "x=all_reduce:1GB*",
+    "x=none:1GB",
+    "x+x=1GB",
+    "x" * 5000,
+    "ü",
+    "\u2028",
+    "program",
+    "program\n  mesh x=2\n  input %0: f32[8@x]\n  output %0",
+    "program\n  mesh x=2\n  input %0: f32[8@x]\n  %1 = all_gather(%0; dim=(x), axes=3)\n  output %1",
+    'program\n  mesh x=2\n  input %0: f32[8@x]\n  %1 = all_gather(%0; dim="\\q", axes=(x))\n  output %1',
+    "mesh x=2\nplacement x=[99999999999999999999999]\n",
+    "mesh x=2\nplacement x=[2]\n" + str(SMALL),
+]
 GARBAGE = PLAIN + LISTS + TEXTS
 
 # Every function of the surface with arguments that are right; any of them is exchanged for garbage.
@@ -217,7 +344,10 @@ RIGHT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Mesh sizes": (lambda x: sp.Mesh(x=x), {"x": 2}),
     "Mesh.split": (lambda axis, a, b: MESH.split(axis, a=a, b=b), {"axis": "x", "a": 2, "b": 1}),
     "Mesh.parse": (sp.Mesh.parse, {"text": "x=2"}),
-    "TensorType": (sp.TensorType, {"dtype": "f32", "shape": (8,), "spec": ("x",), "mesh": MESH, "partial": None, "root": ()}),
+    "TensorType": (
+        sp.TensorType,
+        {"dtype": "f32", "shape": (8,), "spec": ("x",), "mesh": MESH, "partial": None, "root": ()},
+    ),
     "TensorType.parse": (sp.TensorType.parse, {"text": "f32[8@x]", "mesh": MESH}),
     "TensorType.box": (T.box, {"device": 0}),
     "TensorType.local_shape": (T.local_shape, {"device": 0}),
@@ -226,9 +356,14 @@ RIGHT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "same": (sp.same, {"t": T, "u": U}),
     "Program": (sp.Program, {"inputs": {"0": T}, "steps": (), "outputs": ("0",)}),
     "Program.parse": (sp.Program.parse, {"text": str(PLAN.program)}),
-    "redistribute": (sp.redistribute, {"src": T, "dst": U, "topology": None, "memory_limit": None, "portable": False,
-                                       "mesh": None}),
-    "redistribute a batch": (lambda a, b, mesh: sp.redistribute([T, a], [U, b], mesh=mesh), {"a": T, "b": U, "mesh": None}),
+    "redistribute": (
+        sp.redistribute,
+        {"src": T, "dst": U, "topology": None, "memory_limit": None, "portable": False, "mesh": None},
+    ),
+    "redistribute a batch": (
+        lambda a, b, mesh: sp.redistribute([T, a], [U, b], mesh=mesh),
+        {"a": T, "b": U, "mesh": None},
+    ),
     "distribute": (sp.distribute, {"array": ARRAY, "t": T, "mesh": None}),
     "collect": (sp.collect, {"shards": SHARDS, "t": T, "mesh": None}),
     "collect one": (lambda shard: sp.collect([shard, *SHARDS[1:]], T), {"shard": SHARDS[0]}),
@@ -240,22 +375,58 @@ RIGHT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Topology.resize": (TOPO.resize, {"nodes": 2}),
     "Placement": (sp.Placement, {"mesh": MESH, "topology": SMALL, "matrix": PLACE.matrix}),
     "Placement.parse": (sp.Placement.parse, {"text": str(PLACE)}),
-    "placements": (lambda **given: list(sp.placements(**given)),
-                   {"mesh": MESH, "topology": SMALL, "bounds": None, "inside": None}),
-    "place": (sp.place, {"mesh": MESH, "topology": SMALL, "traffic": TRAFFIC, "programs": "best", "algorithm": "auto",
-                         "bounds": None, "inside": None}),
-    "place bytes": (lambda nbytes, count: sp.place(MESH, SMALL, {"x": [("all_reduce", nbytes, count)]}),
-                    {"nbytes": 8, "count": 1}),
-    "reduce": (sp.reduce, {"placement": PLACE, "axes": ("x",), "nbytes": 64, "target": "replicated", "algorithm": "auto",
-                           "subsets": False, "uncollapsed": False}),
-    "reductions": (sp.reductions, {"placement": PLACE, "axes": ("x",), "nbytes": 64, "limit": 3, "top": None,
-                                   "algorithm": "auto", "uncollapsed": False}),
-    "audit": (sp.audit, {"ids": [0, 1, 2, 3], "mesh": MESH, "topology": SMALL, "traffic": TRAFFIC, "hosts": (),
-                         "device": "cuda"}),
+    "placements": (
+        lambda **given: list(sp.placements(**given)),
+        {"mesh": MESH, "topology": SMALL, "bounds": None, "inside": None},
+    ),
+    "place": (
+        sp.place,
+        {
+            "mesh": MESH,
+            "topology": SMALL,
+            "traffic": TRAFFIC,
+            "programs": "best",
+            "algorithm": "auto",
+            "bounds": None,
+            "inside": None,
+        },
+    ),
+    "place bytes": (
+        lambda nbytes, count: sp.place(MESH, SMALL, {"x": [("all_reduce", nbytes, count)]}),
+        {"nbytes": 8, "count": 1},
+    ),
+    "reduce": (
+        sp.reduce,
+        {
+            "placement": PLACE,
+            "axes": ("x",),
+            "nbytes": 64,
+            "target": "replicated",
+            "algorithm": "auto",
+            "subsets": False,
+            "uncollapsed": False,
+        },
+    ),
+    "reductions": (
+        sp.reductions,
+        {
+            "placement": PLACE,
+            "axes": ("x",),
+            "nbytes": 64,
+            "limit": 3,
+            "top": None,
+            "algorithm": "auto",
+            "uncollapsed": False,
+        },
+    ),
+    "audit": (
+        sp.audit,
+        {"ids": [0, 1, 2, 3], "mesh": MESH, "topology": SMALL, "traffic": TRAFFIC, "hosts": (), "device": "cuda"},
+    ),
     "Plan": (sp.Plan, {"program": PLAN.program, "certificate": PLAN.certificate}),
     "Plan.load": (sp.Plan.load, {"path": "none.json"}),
     "Plan.save": (PLAN.save, {"path": "plan.json"}),
-}  # fmt: skip
+}
 CASES = [(name, parameter) for name, (_, right) in RIGHT.items() for parameter in right]
 
 
@@ -295,13 +466,26 @@ def garbage() -> st.SearchStrategy[Any]:
     """Values of any kind, nested."""
     # Hypothesis prints what fails, and Python no integer of 5,000 digits
     plain = [value for value in GARBAGE if value is not HUGE]
-    leaves = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.binary(max_size=4),
-                       st.complex_numbers(), st.sampled_from(plain))  # fmt: skip
+    leaves = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=12),
+        st.binary(max_size=4),
+        st.complex_numbers(),
+        st.sampled_from(plain),
+    )
     keys = st.one_of(st.integers(), st.text(max_size=4), st.sampled_from(("x", "y", ("x",), ("x", "y"))))
     return st.recursive(
-        leaves, lambda inner: st.one_of(st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple),
-                                        st.dictionaries(keys, inner, max_size=3)), max_leaves=6,
-    )  # fmt: skip
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(keys, inner, max_size=3),
+        ),
+        max_leaves=6,
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -330,8 +514,11 @@ KINDS: dict[tuple[str, str], tuple[Any, ...]] = {
 def test_nothing_is_taken_that_is_not_meant(case: tuple[str, str]) -> None:
     function, right = RIGHT[case[0]]
     for value in GARBAGE:
-        meant = any(value is x or (type(value) is type(x) and isinstance(x, (int, float, str, list, tuple, np.generic))
-                                   and value == x) for x in KINDS[case])  # fmt: skip
+        meant = any(
+            value is x
+            or (type(value) is type(x) and isinstance(x, (int, float, str, list, tuple, np.generic)) and value == x)
+            for x in KINDS[case]
+        )
         if meant:
             continue
         with pytest.raises(sp.ShardplanError):
@@ -342,23 +529,81 @@ def test_nothing_is_taken_that_is_not_meant(case: tuple[str, str]) -> None:
 
 WORDS = [t for t in TEXTS if "\0" not in t] + ["--", "-", "[]", "{}", "1.5", "-5", "1e309", "0x10", "None", "true"]
 FUZZED: dict[str, list[str]] = {
-    "redistribute": ["f32[8@x]", "f32[8]", "--mesh=x=2", "--memory-limit=1 GB", "--topology=dgx-a100", "--nodes=2",
-                     "--dst-mesh=x=2", "--out=plan.out", "--svg=plan.svg"],
+    "redistribute": [
+        "f32[8@x]",
+        "f32[8]",
+        "--mesh=x=2",
+        "--memory-limit=1 GB",
+        "--topology=dgx-a100",
+        "--nodes=2",
+        "--dst-mesh=x=2",
+        "--out=plan.out",
+        "--svg=plan.svg",
+    ],
     "check": ["plan.json"],
     "show": ["f32[8@x]", "--mesh=x=2", "--svg=picture.svg"],
     "run": ["plan.json", "--backend=reference", "--timeout=5", "--trace=trace.json"],
-    "place": ["--topology=dgx-a100", "--nodes=2", "--mesh=x=16", "--traffic=x=1GB", "--programs=best", "--algorithm=ring",
-              "--inside=x=node", "--top=1"],
-    "reduce": ["x", "--topology=dgx-a100", "--nodes=2", "--mesh=x=16", "--bytes=1MB", "--target=root", "--algorithm=ring",
-               "--placement=x=[2,8]", "--limit=2", "--top=1", "--export=torch", "--out=plan.out"],
-    "audit": ["--topology=dgx-a100", "--nodes=2", "--mesh=x=16", "--traffic=x=1GB", "--fail-above=2", "--fix=torch",
-              "--rank-order=block", "--hostfile=hosts", "--megatron=tp-dp", "--svg=picture.svg"],
-    "lab run": ["plan.json", "--cluster=2x2", "--rates=100,1000", "--engine=ring", "--leaf=ns", "--repetitions=1",
-                "--mesh=x=4", "--reduce=x", "--bytes=1MB", "--png=a.png"],
-    "lab sweep": ["--cluster=2x2", "--rates=100,1000", "--mesh=x=4", "--axes=x", "--bytes=1MB", "--engine=ring",
-                  "--limit=1", "--repetitions=1", "--out=sweep.json"],
+    "place": [
+        "--topology=dgx-a100",
+        "--nodes=2",
+        "--mesh=x=16",
+        "--traffic=x=1GB",
+        "--programs=best",
+        "--algorithm=ring",
+        "--inside=x=node",
+        "--top=1",
+    ],
+    "reduce": [
+        "x",
+        "--topology=dgx-a100",
+        "--nodes=2",
+        "--mesh=x=16",
+        "--bytes=1MB",
+        "--target=root",
+        "--algorithm=ring",
+        "--placement=x=[2,8]",
+        "--limit=2",
+        "--top=1",
+        "--export=torch",
+        "--out=plan.out",
+    ],
+    "audit": [
+        "--topology=dgx-a100",
+        "--nodes=2",
+        "--mesh=x=16",
+        "--traffic=x=1GB",
+        "--fail-above=2",
+        "--fix=torch",
+        "--rank-order=block",
+        "--hostfile=hosts",
+        "--megatron=tp-dp",
+        "--svg=picture.svg",
+    ],
+    "lab run": [
+        "plan.json",
+        "--cluster=2x2",
+        "--rates=100,1000",
+        "--engine=ring",
+        "--leaf=ns",
+        "--repetitions=1",
+        "--mesh=x=4",
+        "--reduce=x",
+        "--bytes=1MB",
+        "--png=a.png",
+    ],
+    "lab sweep": [
+        "--cluster=2x2",
+        "--rates=100,1000",
+        "--mesh=x=4",
+        "--axes=x",
+        "--bytes=1MB",
+        "--engine=ring",
+        "--limit=1",
+        "--repetitions=1",
+        "--out=sweep.json",
+    ],
     "lab validate": ["none.json", "--png=a.png"],
-}  # fmt: skip
+}
 
 
 def drawn_arguments(count: int, seed: int) -> list[list[str]]:

@@ -1,8 +1,8 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
-Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a failure while
-running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the lab, `options`
-what they share; what they print is made in `report`.
+Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a
+failure while running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the
+lab, `options` what they share; what they print is made in `report`.
 """
 
 from __future__ import annotations

@@ -85,7 +85,6 @@ def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = No
     Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
     """
     t = type_of("the type", t, mesh)
-    dtype = numpy_dtype(t.dtype)
     shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")

@@ -28,7 +28,8 @@ class Plan:
         """Refuse what is no program or no certificate."""
         if not isinstance(self.program, Program) or not isinstance(self.certificate, Certificate):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShardplanError(
-                f"a plan of {shown(self.program)} and {shown(self.certificate)}; legal are a Program and its Certificate"
+                f"a plan of {shown(self.program)} and {shown(self.certificate)}; "
+                "legal are a Program and its Certificate"
             )
 
     @property

@@ -62,8 +62,8 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
         texts.append(f"{hidden} more pictures are not drawn")
     if any(f.type.ndim > 2 for f in drawn):
         texts.append(
-            "Of more than two dims the two largest are drawn; the ranges along the others stand below each drawing, and "
-            "what was kept shows only where it spans them."
+            "Of more than two dims the two largest are drawn; the ranges along the others stand below each drawing, "
+            "and what was kept shows only where it spans them."
         )
     return page.document(title or "What each device holds", texts)
 
