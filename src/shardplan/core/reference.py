@@ -36,7 +36,7 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
     """
     t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
