@@ -28,6 +28,7 @@ class ParseError(ShardplanError):
             line_start = text.rfind("\n", 0, position) + 1
             line_end = text.find("\n", position)
             line = text[line_start : len(text) if line_end < 0 else line_end]
+            line = "".join(c if c.isprintable() else " " for c in line)
             message = f"{message}\n  {line}\n  {' ' * (position - line_start)}^"
         super().__init__(message)
 
@@ -89,6 +90,12 @@ def shown(value: object) -> str:
     except Exception:  # a value's own repr may fail, as that of an integer of 5,000 digits does
         text = f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def line(text: object) -> str:
+    """Return a path or another error's text on one line, cut where it is long."""
+    found = " ".join(str(text).split())
+    return found if len(found) <= 4 * LONGEST else found[: 4 * LONGEST - 3] + "..."
 
 
 def optional(module: str, extra: str) -> ModuleType:

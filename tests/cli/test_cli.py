@@ -1,5 +1,6 @@
 """The commands: what they print, what they write, and one clear line with the right status for every mistake."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shardplan as sp
@@ -143,13 +145,33 @@ def test_check_runs_the_plan_and_compares(capsys, plan_file):
     assert (found["ok"], found["runs"], found["skipped"]) == (True, ["index", "random"], None)
 
 
-def test_check_says_so_when_it_ran_nothing(capsys, tmp_path):
-    path = tmp_path / "large.json"
-    wide = "f32[8192@data, 4096@tensor]"
-    assert call(capsys, *redistribute("--out", path, source=wide, destination="f32[8192@tensor, 4096]"))[0] == 0
+def large(capsys, path, source, destination, mesh=MESH):
+    assert call(capsys, *redistribute("--out", path, source=source, destination=destination, mesh=mesh))[0] == 0
+    return path
+
+
+def test_a_large_array_is_checked_and_run_by_blocks(capsys, tmp_path):
+    path = large(capsys, tmp_path / "large.json", "f32[8192@data, 2049@tensor]", "f32[8192@tensor, 2049]")
     status, out, _ = call(capsys, "check", path)
-    assert status == 0
-    assert "not run" in out and "67108864" in out
+    assert status == 0 and out.endswith("\nok\n") and "not run" not in out
+    assert "6 shards (33570816 elements) equal the destination's, on index data, in " in out
+    found = json.loads(call(capsys, "run", path, "--json")[1])
+    whole = np.arange(8192 * 2049, dtype=np.int64) % (2**24 - 3)
+    assert found["outputs"][0]["checksum"] == hashlib.sha256(whole.astype(np.float32).tobytes()).hexdigest()[:16]
+    assert found["ok"] is True
+
+
+def test_what_is_too_much_to_run_is_run_in_part_and_said(capsys, tmp_path):
+    path = large(capsys, tmp_path / "huge.json", "f32[262144@data, 65536@tensor]", "f32[262144@tensor, 65536]")
+    status, out, _ = call(capsys, "check", path)
+    assert status == 0 and out.endswith("\nok in what was run\n")
+    found = json.loads(call(capsys, "check", path, "--json")[1])
+    assert found["ok"] is None and 0 < found["elements"] < found["total_elements"] == 2 * 262144 * 65536
+    assert found["skipped"].startswith(
+        f"{found['total_elements'] - found['elements']} of {found['total_elements']} elements"
+    )
+    status, out, err = call(capsys, "run", path)
+    assert (status, out) == (3, "") and "more than 17179869184 are not run" in err
 
 
 def test_check_of_partial_and_rooted_ends(capsys, tmp_path):

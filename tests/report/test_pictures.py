@@ -134,3 +134,40 @@ def test_more_than_two_dims_say_which_are_drawn():
 def test_a_scalar_is_drawn():
     assert "device 5 (1, 2)" in text_picture(parse("f32[]"))
     ET.fromstring(svg_picture(parse("f32[]")))
+
+
+def elements(svg):
+    """The numbers of the elements of every panel, by device."""
+    found, device = {}, None
+    for text in re.findall(r">([^<>]+)</text>", svg):
+        if name := re.fullmatch(r"device (\d+)", text):
+            device = int(name[1])
+        elif device is not None and text.isdigit():
+            found.setdefault(device, []).append(int(text))
+    return found
+
+
+@pytest.mark.parametrize("text", ["i32[2@data, 3@tensor, 4]", "i32[2@data, 4, 3@tensor]", "i32[6@tensor, 4@data]"])
+def test_numbers_in_the_svg_are_those_of_the_elements(text):
+    """Devices on different planes show different numbers: the places of their elements in the whole array."""
+    t = parse(text)
+    whole = np.arange(int(np.prod(t.shape))).reshape(t.shape)
+    found = elements(svg_picture(t))
+    assert found == {k: shard.ravel().tolist() for k, shard in enumerate(sp.distribute(whole, sp.TensorType(
+        "i64", t.shape, t.layout, t.mesh)))}  # fmt: skip
+
+
+def test_several_planes_are_not_numbered_but_named():
+    svg = svg_picture(parse("i32[4@data, 6@tensor, 3]"))
+    assert elements(svg) == {}
+    assert svg.count(">at [:, :, 0:3]<") == 6
+
+
+def test_every_shard_has_its_grid_line_or_a_line_says_that_it_has_none():
+    """64 shards of which 32 are drawn: the lines between all of them; of 256 none, and that is said."""
+    svg = svg_picture(parse("f32[128@x]", sp.Mesh(x=64)))
+    vertical = re.findall(r'<line x1="([\d.]+)" y1="[\d.]+" x2="\1" ', svg)
+    assert len([x for x in vertical if x != "0"]) == 32 * 63 and "not drawn" in svg and "lines are not drawn" not in svg
+    many = svg_picture(parse("f32[1024@x]", sp.Mesh(x=256)))
+    assert "dim 0 is cut into 256 parts, whose lines are not drawn" in many
+    assert set(re.findall(r'<line x1="([\d.]+)" y1="[\d.]+" x2="\1" ', many)) == {"0"}

@@ -1,8 +1,8 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
-Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a failure while
-running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the lab, `options`
-what they share; what they print is made in `report`.
+Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a
+failure while running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the
+lab, `options` what they share; what they print is made in `report`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 from shardplan.cli import labs
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
-from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut
+from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
 MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
@@ -65,7 +65,7 @@ def run_command(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", error.__str__)()
         return _complain(str(message).replace("\n", " "), MISTAKE)
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
+        name = f"{line(error.filename)}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}", MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)

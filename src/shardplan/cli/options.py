@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.errors import LayoutError, ParseError
+from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
     from shardplan.core.mesh import Mesh
@@ -69,6 +69,6 @@ def check_writable(*paths: Path | None) -> None:
         if path is None:
             continue
         if not path.parent.is_dir():
-            raise ParseError(f"cannot write {path}: there is no folder {path.parent}")
+            raise ParseError(f"cannot write {line(path)}: there is no folder {line(path.parent)}")
         if path.is_dir():
-            raise ParseError(f"cannot write {path}: it is a folder")
+            raise ParseError(f"cannot write {line(path)}: it is a folder")

@@ -139,7 +139,8 @@ def reduce(
     if export is not None:
         from shardplan.interop.export import export_text
 
-        print(export_text(export, plan.program, spot))
+        code = export_text(export, plan.program, spot)
+        print(json_text({"export": export, "code": code}) if as_json else code)
         return
     paper = instructions_text(spot, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     one = Demand(names, stock_op(wanted), amount)

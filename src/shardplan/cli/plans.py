@@ -19,7 +19,7 @@ from shardplan.cli.options import (
     read_topology,
     read_types,
 )
-from shardplan.errors import BackendError, LayoutError, ParseError
+from shardplan.errors import BackendError, LayoutError, ParseError, line
 
 if TYPE_CHECKING:
     from shardplan.core.program import Program
@@ -163,7 +163,7 @@ def run(
     found = run_object(program, backend, sums, ok)
     print(json_text(found) if as_json else run_text(found))
     if ok is False:
-        raise BackendError(f"{what}: an output that was only moved differs from its input")
+        raise BackendError(f"{line(what)}: an output that was only moved differs from its input")
 
 
 def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: Path | None, as_json: bool) -> None:
@@ -203,14 +203,14 @@ def load_plan(what: str) -> Plan | Program:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ParseError(f"cannot read {what}: {error.strerror}") from None
+        raise ParseError(f"cannot read {line(what)}: {error.strerror}") from None
     except ValueError:
-        raise ParseError(f"{what} is neither a plan file nor a program: it is no UTF-8 text") from None
+        raise ParseError(f"{line(what)} is neither a plan file nor a program: it is no UTF-8 text") from None
     if text.lstrip().startswith("program"):
         try:
             return Program.parse(text)
         except ParseError as error:
-            raise ParseError(f"{what}: {error}") from None
+            raise ParseError(f"{line(what)}: {error}") from None
     return Plan.load(path)
 
 

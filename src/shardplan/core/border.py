@@ -35,6 +35,13 @@ def whole(what: str, value: object, least: int = 0, most: int = MOST, kind: Kind
     raise kind(f"{what} is {shown(value)}; legal is a whole number {legal}")
 
 
+def integer(what: str, value: object, kind: Kind = LayoutError) -> int:
+    """Return a whole number of either sign, below 10**18; raises `kind` for any other value."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -MOST <= value <= MOST:
+        return int(value)
+    raise kind(f"{what} is {shown(value)}; legal is a whole number below 10**18")
+
+
 def number(what: str, value: object, kind: Kind = LayoutError) -> float:
     """Return a finite number of 0 or more; raises `kind` for any other value."""
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):

@@ -38,7 +38,8 @@ class Layout:
         for found in lists:
             if not isinstance(found, tuple) or not all(isinstance(name, str) for name in found):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise LayoutError(f"a layout has {shown(found)} where a tuple of names of axes is legal")
-        if self.reduction not in REDUCTIONS and (self.partial or self.reduction is not None):
+        known = isinstance(self.reduction, str) and self.reduction in REDUCTIONS
+        if not known and (self.partial or self.reduction is not None):
             raise LayoutError(
                 f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
                 f"legal are {', '.join(REDUCTIONS)}"

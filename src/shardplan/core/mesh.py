@@ -123,7 +123,7 @@ class Mesh:
         >>> Mesh(data=8).split("data", node=4, gpu=2).span("data.gpu").size
         2
         """
-        if axis not in self.axes:
+        if not isinstance(axis, str) or axis not in self.axes:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"cannot split {shown(axis)}: {self.legal()}")
         size = self.sizes[self.axes.index(axis)]
         parts = {name: border.whole(f"the part {axis}.{name}", n) for name, n in parts.items()}
@@ -193,7 +193,7 @@ class Mesh:
             if not legal:
                 raise LayoutError(f"device {device} is outside the mesh {self}")
             return sum(c * self._spans[a].stride for c, a in zip(device, self.axes, strict=True))
-        device = border.whole("a device's place", device, -border.MOST)
+        device = border.integer("a device's place", device)
         if not 0 <= device < self.size:
             raise LayoutError(f"device {device} is outside the mesh {self}: places are 0 to {self.size - 1}")
         return int(device)
@@ -297,7 +297,7 @@ def _device_ids(devices: Iterable[int]) -> tuple[int, ...]:
     else:
         ids = border.items("devices", devices, "device ids")
     if not all(type(d) is int for d in ids):
-        ids = [border.whole("a device id", d, -border.MOST) for d in ids]
+        ids = [border.integer("a device id", d) for d in ids]
     if ids and max(ids) > border.MOST:
         raise LayoutError(f"device {shown(max(ids))} is too large; device ids are 0 to {border.MOST}")
     return tuple(ids)

@@ -34,7 +34,7 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
     """
     t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
@@ -83,7 +83,6 @@ def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = No
     Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
     """
     t = type_of("the type", t, mesh)
-    dtype = numpy_dtype(t.dtype)
     shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")

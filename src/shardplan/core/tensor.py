@@ -61,7 +61,7 @@ class TensorType:
         sizes = tuple(shape) if isinstance(shape, (tuple, list)) else tuple(border.items("shape", shape, "sizes"))
         for k, n in enumerate(sizes):
             if type(n) is not int or n > border.MOST:
-                sizes = tuple(border.whole(f"the size of dim {k}", n, -border.MOST) for k, n in enumerate(sizes))
+                sizes = tuple(border.integer(f"the size of dim {k}", n) for k, n in enumerate(sizes))
             if n < 1:
                 raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
         layout = make_layout(len(sizes), spec, mesh, partial, root)
@@ -185,7 +185,9 @@ class TensorType:
 
     @staticmethod
     def parse(text: str, mesh: Mesh | str) -> TensorType:
-        """Read the notation on `mesh`, or on the mesh that its text says; raises `ParseError` pointing at the character, or `LayoutError`.
+        """Read the notation on `mesh`, or on the mesh that its text says.
+
+        Raises `ParseError` pointing at the character, or `LayoutError`.
 
         >>> TensorType.parse("bf16[8@(tensor,data), 3]{root:pipe}", Mesh(data=2, tensor=2, pipe=2)).local_shape(1)
         (2, 3)
@@ -230,7 +232,7 @@ def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
 
 
 def mesh_of(what: str, value: object) -> Mesh:
-    """Return a mesh, given as one or as its text; raises `LayoutError` for any other value, `ParseError` in the text."""
+    """Return a mesh, given as one or as its text; raises `LayoutError` for another value, `ParseError` in a text."""
     if isinstance(value, Mesh):
         return value
     if isinstance(value, str):

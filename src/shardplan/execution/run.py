@@ -6,7 +6,6 @@ mpiexec, JAX's own) every process passes and receives the shards of its own devi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -85,7 +84,7 @@ def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: fl
     if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BackendError(f"unknown backend {shown(backend)}; legal are {', '.join(BACKENDS)}")
     seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not (seconds and 0 < timeout < math.inf):
+    if not (seconds and 0 < timeout <= border.MOST):
         raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
     shards = border.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.

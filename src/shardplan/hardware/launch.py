@@ -55,7 +55,7 @@ class Launch:
                 f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology"
             )
         ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
-        ids = tuple(border.whole("a topology id", i, -border.MOST, kind=TopologyError) for i in ids)
+        ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
         object.__setattr__(self, "ids", ids)
         topology, places = self.topology, len(self.ids)
         if places != self.mesh.size:

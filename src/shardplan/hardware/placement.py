@@ -57,7 +57,7 @@ class Placement:
         _check_sizes(self.mesh, self.topology)
         rows, levels = len(self.mesh.axes), self.topology.levels
         matrix = tuple(
-            tuple(border.whole("an entry of the matrix", x, -border.MOST, kind=TopologyError) for x in row)
+            tuple(border.integer("an entry of the matrix", x, TopologyError) for x in row)
             for row in (
                 border.items("a row of the matrix", given, "whole numbers", TopologyError)
                 for given in border.items("the matrix", self.matrix, "rows", TopologyError)

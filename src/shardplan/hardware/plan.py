@@ -12,7 +12,7 @@ from shardplan.hardware.certificate import Certificate
 
 def path_of(value: object) -> Path:
     """Return a path, given as one or as text; raises `ShardplanError` for any other value."""
-    if isinstance(value, (str, Path)) and "\0" not in str(value):
+    if isinstance(value, (str, Path)) and "\0" not in str(value) and Path(value).name:
         return Path(value)
     raise ShardplanError(f"the path of a plan file is {shown(value)}; legal is a path, or its text")
 
@@ -28,7 +28,8 @@ class Plan:
         """Refuse what is no program or no certificate."""
         if not isinstance(self.program, Program) or not isinstance(self.certificate, Certificate):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShardplanError(
-                f"a plan of {shown(self.program)} and {shown(self.certificate)}; legal are a Program and its Certificate"
+                f"a plan of {shown(self.program)} and {shown(self.certificate)}; "
+                "legal are a Program and its Certificate"
             )
 
     @property

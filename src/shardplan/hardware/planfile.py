@@ -13,7 +13,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import ParseError, ShardplanError, line
 from shardplan.hardware.certificate import CLAIMS, Certificate
 from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
@@ -74,7 +74,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
     except OSError as error:
-        raise ShardplanError(f"cannot write the plan file {path}: {error.strerror}") from None
+        raise ShardplanError(f"cannot write the plan file {line(path)}: {error.strerror}") from None
 
 
 def _type(text: str) -> TensorType:
@@ -106,7 +106,7 @@ def load_plan(path: Path) -> Plan:
             raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")
         return Plan(program, Certificate(program=program, **claims))
     except OSError as error:
-        raise ParseError(f"cannot read the plan file {path}: {error.strerror}") from None
+        raise ParseError(f"cannot read the plan file {line(path)}: {error.strerror}") from None
     except (
         ShardplanError,
         msgspec.DecodeError,
@@ -117,7 +117,7 @@ def load_plan(path: Path) -> Plan:
         ValueError,
     ) as error:
         reason = f"missing {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        raise ParseError(f"{path} is not a plan file: {reason}") from None
+        raise ParseError(f"{line(path)} is not a plan file: {reason}") from None
 
 
 def remarks(plan: Plan) -> list[str]:

@@ -99,17 +99,17 @@ class Level:
     def _check_kinds(self, where: str) -> None:
         """Refuse a value of another kind than its field's."""
         for name in ("size", "uplinks"):
-            border.whole(f"{where}: {name}", getattr(self, name), -border.MOST, kind=TopologyError)
+            border.integer(f"{where}: {name}", getattr(self, name), TopologyError)
         for name in ("bandwidth", "latency"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
                 raise TopologyError(f"{where}: {name} is {shown(value)}; legal is a number in SI units")
         for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
-            border.whole(f"{where}: an extent", extent, -border.MOST, kind=TopologyError)
+            border.integer(f"{where}: an extent", extent, TopologyError)
         for pair in border.items(f"{where}: degraded", self.degraded, "pairs (unit, factor)", TopologyError):
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise TopologyError(f"{where}: degraded has {shown(pair)}; legal are pairs (unit, factor)")
-            border.whole(f"{where}: a degraded unit", pair[0], -border.MOST, kind=TopologyError)
+            border.integer(f"{where}: a degraded unit", pair[0], TopologyError)
             if isinstance(pair[1], bool) or not isinstance(pair[1], (int, float, np.number)):
                 raise TopologyError(f"{where}: the degraded factor {shown(pair[1])} is no number")
         border.flag(f"{where}: reduces", self.reduces, TopologyError)
@@ -400,7 +400,7 @@ def topology_of(what: str, value: object) -> Topology:
 def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:
     given = (value,) if isinstance(value, (int, float, str)) or value is None else value  # pyright: ignore[reportUnnecessaryComparison]
     extents = border.items(key, given, "extents", TopologyError)
-    shape = tuple(border.whole(key, n, -border.MOST, kind=TopologyError) for n in extents)
+    shape = tuple(border.integer(key, n, TopologyError) for n in extents)
     if level.shape and len(shape) != len(level.shape):
         if level.size == math.prod(shape):
             return level

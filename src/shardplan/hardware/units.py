@@ -125,15 +125,20 @@ def limit_of(what: str, value: object) -> int | None:
     """
     if value is None:
         return None
-    found = parse_bytes(value) if isinstance(value, str) else value
-    real = isinstance(found, (int, float, np.integer, np.floating)) and not isinstance(found, bool)
-    if real and abs(found) <= border.MOST and (isinstance(value, str) or found == int(found)):
-        if found < 1:
-            raise LayoutError(f"the {what} is {int(found)} bytes; it must be at least 1")
-        return int(found)
-    raise LayoutError(
-        f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
-    )
+    if isinstance(value, str):
+        limit = int(parse_bytes(value))
+    elif isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        number = value if isinstance(value, int) else float(value)
+        limit = int(number) if abs(number) <= border.MOST and number == int(number) else None
+    else:
+        limit = None
+    if limit is None or limit > border.MOST:
+        raise LayoutError(
+            f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
+        )
+    if limit < 1:
+        raise LayoutError(f"the {what} is {limit} bytes; it must be at least 1")
+    return limit
 
 
 def parse_rate(text: str) -> float:

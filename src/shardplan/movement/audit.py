@@ -146,7 +146,8 @@ def audit(
         mesh: The axes, as a mesh or its text; its device ids are the ranks at the coordinates.
         topology: The hardware, as a topology or its text; the mesh fills it, nothing is resized.
         traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`, or its text
-            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than another order of the same matrix.
+            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than
+            another order of the same matrix.
         hosts: Names in the order of the topology's units.
         device: torch's device type in the fix.
 
@@ -226,7 +227,7 @@ def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | Non
         raise TopologyError(
             f"ids of shape {array.shape} for mesh {mesh}; legal are {mesh.sizes}, and {(mesh.size,)} in mesh order"
         )
-    return Launch(mesh, topology, tuple(array.reshape(-1).tolist()), tuple(hosts))
+    return Launch(mesh, topology, tuple(int(i) for i in array.reshape(-1)), tuple(hosts))
 
 
 def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:

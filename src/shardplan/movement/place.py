@@ -178,7 +178,7 @@ def place(
         found = tuple(d for d in demands_of(traffic, mesh) if d.nbytes > 0 and d.count > 0)
         if not found:
             raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
-    if programs not in ("best", "stock"):
+    if not isinstance(programs, str) or programs not in ("best", "stock"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"programs={shown(programs)} is unknown; legal are 'best' and 'stock'")
     places = list(placements(mesh, topology, bounds, inside))
     if not places:

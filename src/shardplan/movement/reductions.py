@@ -36,6 +36,7 @@ from shardplan.movement.state_matrix import Checker, State
 
 CHECKED_MEMBERS = 64
 DEFAULT_TOP = 10
+MOST_INSTRUCTIONS = 32  # no valid program of at most 4 factors that repeats no state is longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +135,14 @@ def reductions(
         border.names("axes", axes),
         bytes_of("nbytes", nbytes),
     )
-    limit = None if limit is None else border.whole("limit", limit, -border.MOST)
-    top = None if top is None else border.whole("top", top, -border.MOST)
+    limit = None if limit is None else border.integer("limit", limit)
+    top = None if top is None else border.integer("top", top)
     border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
     uncollapsed = border.flag("uncollapsed", uncollapsed)
+    if limit is not None and limit > MOST_INSTRUCTIONS:
+        raise LayoutError(
+            f"limit is {limit} instructions; legal are 1 to {MOST_INSTRUCTIONS}, or None for programs of any size"
+        )
     if limit is not None and limit < 1:
         raise LayoutError(f"limit is {limit} instructions; legal are 1 or more, or None for programs of any size")
     if top is not None and top < 1:

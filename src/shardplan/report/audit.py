@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.mesh import Mesh
-from shardplan.errors import LayoutError, ParseError, TopologyError
+from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.hardware.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
 from shardplan.hardware.megatron import fastest_first, order_ranks
 from shardplan.hardware.topology import Topology
@@ -291,9 +291,9 @@ def _read(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ParseError(f"cannot read {path}: {error.strerror}") from None
+        raise ParseError(f"cannot read {line(path)}: {error.strerror}") from None
     except ValueError:
-        raise ParseError(f"{path} is no UTF-8 text; legal is a hostfile or a rank order") from None
+        raise ParseError(f"{line(path)} is no UTF-8 text; legal is a hostfile or a rank order") from None
 
 
 def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topology:

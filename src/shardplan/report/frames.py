@@ -166,13 +166,16 @@ def _holdings(t: TensorType, devices: Sequence[int], kept: dict[int, Box] | None
 
 
 def cuts(drawn: Sequence[Frame]) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Return, for every shape drawn, the positions along each dim at which any box of any frame starts or stops."""
+    """Return, for every shape drawn, the positions along each dim where a box of any device starts or stops.
+
+    Devices that are not drawn count too: what they hold is cut as well.
+    """
     found: dict[tuple[int, ...], list[set[int]]] = {}
     for frame in drawn:
         lines = found.setdefault(frame.type.shape, [{0, n} for n in frame.type.shape])
-        for held in frame.held:
-            for dim, (start, stop) in enumerate(held.box or ()):
-                lines[dim] |= {start, stop}
+        boxes = frame.type.boxes()
+        for dim, here in enumerate(lines):
+            here.update(np.unique(boxes[:, dim]).tolist())
     return {shape: tuple(tuple(sorted(x)) for x in lines) for shape, lines in found.items()}
 
 

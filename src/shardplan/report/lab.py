@@ -18,7 +18,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ParseError, TopologyError
+from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task
 from shardplan.execution.lab.cluster import Leaf
 from shardplan.execution.lab.experiments import LIMIT, STANDARD, Experiment, emulated
@@ -159,7 +159,7 @@ def _file(path: Path, cluster: Cluster) -> Subject:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ParseError(f"cannot read {path}: {error.strerror}") from None
+        raise ParseError(f"cannot read {line(path)}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ParseError(f"{path} is neither a program nor a plan file: it is no text") from None
     if not text.lstrip().startswith("{"):

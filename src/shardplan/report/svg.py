@@ -1,6 +1,7 @@
 """The picture as a standalone SVG file: a row for every step, a small copy of the global array for every device.
 
-Of an array of more than two dims the two largest are drawn.
+Of an array of more than two dims the two largest are drawn; the ranges along the others stand below each drawing, and
+elements are numbered only where one plane is held.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GAP = 20  # between panels
 ACROSS = 8  # panels of a line
 MOST_DEVICES = 32
 MOST_FRAMES = 40
-MOST_LINES = 32  # grid lines along a dim
+LEAST_GAP = 1.5  # between grid lines; where they would be closer they are left out, and a line says so
 _EMPTY = "#f3f5f7"
 _COLOURS = {
     "held": ("#a9cdea", ""),
@@ -61,7 +62,8 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
         texts.append(f"{hidden} more pictures are not drawn")
     if any(f.type.ndim > 2 for f in drawn):
         texts.append(
-            "Of more than two dims the two largest are drawn; what was kept shows only where it spans the others."
+            "Of more than two dims the two largest are drawn; the ranges along the others stand below each drawing, "
+            "and what was kept shows only where it spans them."
         )
     return page.document(title or "What each device holds", texts)
 
@@ -173,6 +175,13 @@ class _Page:
             self.canvas.text(MARGIN, self.y, line, size=11.5, font=MONO, fill=INK)
             self.y += 16
         dims, wide, high = _shown(frame.type)
+        for d, length in zip(reversed(dims), (wide, high), strict=False):
+            positions = self.lines[frame.type.shape][d]
+            if _crowded(positions, frame.type.shape[d], length):
+                text = f"dim {d} is cut into {len(positions) - 1} parts, whose lines are not drawn"
+                self.canvas.text(MARGIN, self.y, text, size=11.5, fill=FAINT)
+                self.y += 16
+        below = 24 if frame.type.ndim == len(dims) else 36
         mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
         for start in range(0, len(frame.held), self.across):
             self.y += 12
@@ -186,7 +195,7 @@ class _Page:
                 if held.coordinates:
                     self.canvas.text(x, self.y + 13, _place(frame, held), size=10, fill=FAINT)
                 self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
-            self.y += (19 if several else 6) + high + 24
+            self.y += (19 if several else 6) + high + below
         if frame.more:
             self.y += 8
             self.canvas.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=FAINT)
@@ -209,25 +218,34 @@ class _Page:
             return
         box = tuple(held.box[d] for d in dims)
         self.canvas.rect(*area.of(box), "none", INK, ' stroke-width="1.3"')
-        self.numbers(area, box)
+        self.numbers(area, box, frame.type.shape, held.box, dims)
         self.canvas.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=FAINT)
+        others = [f"{a}:{b}" if d not in dims else ":" for d, (a, b) in enumerate(held.box)]
+        if len(others) > len(dims):
+            self.canvas.text(x, y + high + 24, f"at [{', '.join(others)}]", size=10, fill=FAINT)
 
     def grid(self, area: _Area, lines: tuple[tuple[int, ...], ...]) -> None:
         for dim, positions in enumerate(lines):
             n = area.shape[dim]
-            shown = range(1, n) if n <= 16 else [p for p in positions if 0 < p < n]
-            if len(shown) > MOST_LINES:
+            length = area.wide if dim == len(lines) - 1 else area.high
+            if _crowded(positions, n, length):
                 continue
-            for p in shown:
+            for p in range(1, n) if n <= 16 else [p for p in positions if 0 < p < n]:
                 x1, y1, x2, y2 = area.line(dim, p)
                 self.canvas.parts.append(
                     f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>'
                 )
 
-    def numbers(self, area: _Area, box: Box) -> None:
-        """Number the elements that are held, where the cells have room for it."""
+    def numbers(self, area: _Area, box: Box, whole: tuple[int, ...], held: Box, dims: tuple[int, ...]) -> None:
+        """Number the elements that are held, where the cells have room for it and stand for one element each."""
+        hidden = [d for d in range(len(whole)) if d not in dims]
+        if any(held[d][1] - held[d][0] > 1 for d in hidden):
+            return
+        strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
+        first = sum(held[d][0] * strides[d] for d in hidden)
+        down, along = ([0, 0] + [strides[d] for d in dims])[-2:]
         shape = (1,) * (2 - len(area.shape)) + area.shape
-        most = len(str(math.prod(shape) - 1))
+        most = len(str(math.prod(whole) - 1))
         cell_w, cell_h = area.wide / shape[1], area.high / shape[0]
         size = min(10.0, cell_h * 0.72, cell_w / (0.62 * most + 0.3))
         if math.prod(shape) > 128 or size < 6:
@@ -236,7 +254,7 @@ class _Page:
         for r in range(*rows):
             for c in range(*columns):
                 x, y = area.x + (c + 0.5) * cell_w, area.y + (r + 0.5) * cell_h + size * 0.36
-                self.canvas.text(x, y, str(r * shape[1] + c), size=round(size, 1), anchor="middle")
+                self.canvas.text(x, y, str(first + r * down + c * along), size=round(size, 1), anchor="middle")
 
 
 class _Area:
@@ -277,6 +295,11 @@ def _shown(t: TensorType) -> tuple[tuple[int, ...], float, float]:
         return dims, float(PANEL), 22.0
     ratio = min(3.0, max(1 / 3, t.shape[dims[1]] / t.shape[dims[0]]))
     return dims, PANEL * min(1.0, ratio), PANEL * min(1.0, 1 / ratio)
+
+
+def _crowded(positions: Sequence[int], n: int, length: float) -> bool:
+    """Whether the lines between the parts of a dim would lie too close to be told apart."""
+    return n > 16 and length < LEAST_GAP * (len(positions) - 1)
 
 
 def _spans(kept: Box, box: Box, dims: tuple[int, ...]) -> bool:

@@ -234,8 +234,8 @@ def _trial_parts(program: Program) -> tuple[list[str], bool | None]:
     work = sum(shard_bytes(t) for name, _ in program.inputs for t in descent(program, name).values())
     if work > LARGEST_RUN:
         raise Infeasible(
-            f"the shards of all values take {work} bytes together; more than {LARGEST_RUN} are not run: `shardplan check` "
-            "of a plan runs a part of them"
+            f"the shards of all values take {work} bytes together; more than {LARGEST_RUN} are not run: "
+            "`shardplan check` of a plan runs a part of them"
         )
     sums, equal = {out: hashlib.sha256() for out in program.outputs}, True
     for name, t in program.inputs:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shardplan.errors import ParseError
+from shardplan.errors import ParseError, line
 from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.experiments import Experiment
 from shardplan.execution.lab.item import Engine
@@ -185,7 +185,7 @@ class Sweep:
         try:
             text = path.read_bytes()
         except OSError as error:
-            raise ParseError(f"{path}: {error.strerror}") from None
+            raise ParseError(f"{line(path)}: {error.strerror}") from None
         return Sweep.from_json(text, str(path))
 
 
