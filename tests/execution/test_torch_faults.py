@@ -62,8 +62,16 @@ OTHERS = [k for k in range(RANKS) if k != VICTIM]
     [
         ("killed", "BackendError", r"program \w{8}, step [12] \(.*\): lost rank 2 of \[0, 1, 2, 3\]: .*"),
         ("raising", "BackendError", r"program \w{8}, step [12] \(.*\): rank 2 failed: MemoryError: no room for the .*"),
-        ("stopped", "TimedOut", r"program \w{8}, step 2 \(.*\): rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s"),
-        ("absent", "TimedOut", r"program \w{8} did not start: rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s"),
+        (
+            "stopped",
+            "TimedOut",
+            r"program \w{8}, step 2 \(.*\): rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s",
+        ),
+        (
+            "absent",
+            "TimedOut",
+            r"program \w{8} did not start: rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s",
+        ),
     ],
 )
 def test_every_other_rank_says_who(fault: str, kind: str, text: str) -> None:

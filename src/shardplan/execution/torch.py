@@ -1,7 +1,7 @@
 """Programs on torch.distributed (gloo, nccl): one process a device, launched by torchrun; device ids are global ranks.
 
 `run_program` is the backend; `Executable` is a program bound to one rank, which the drop-ins of `interop.torch` keep
-and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between the two.
+and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardplan.execution.record import Record, Span
 from shardplan.execution.torch_clock import gathered, offset
 from shardplan.execution.torch_dtypes import to_torch, torch_dtype
 from shardplan.execution.torch_faults import Watch
-from shardplan.execution.torch_steps import Bound, bind
 from shardplan.execution.torch_site import site
+from shardplan.execution.torch_steps import Bound, bind
 from shardplan.execution.torch_wire import Wire
 
 Values = dict[str, torch.Tensor]
@@ -201,11 +201,12 @@ def checked(bound: Runnable, values: Values, device: torch.device) -> str:
 def _wrong(x: torch.Tensor, need: Need, device: torch.device) -> str:
     if x.shape != need.shape or x.dtype != need.dtype:
         return (
-            f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and "
-            f"{tuple(need.shape)}"
+            f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and {tuple(need.shape)}"
         )
     if x.layout is not torch.strided or x.device != device or x.is_meta:
-        return f"of layout {x.layout} on {x.device}; legal is {torch.strided} in the memory of one device for all inputs"
+        return (
+            f"of layout {x.layout} on {x.device}; legal is {torch.strided} in the memory of one device for all inputs"
+        )
     if not x.numel():
         return ""
     run = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
