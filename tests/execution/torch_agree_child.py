@@ -1,7 +1,8 @@
 """Run under torchrun: what ranks do to the store, and what each says when one has a wrong shard or another order.
 
-With the argument `batched` (the way of nccl, over gloo) only the wrong order, which ends the launch. Else every case is on the same process group, one after another: a run that is refused, or whose program fails on a living
-rank, leaves the group as it was. Rank 0 prints one JSON object.
+Every case is on one process group, one after another: a run that is refused, or whose program fails on a living rank,
+leaves the group as it was. Rank 0 prints one JSON object. With the argument `batched` (the way of nccl, over gloo) only
+another order, which ends the launch; every rank prints `RANK {json}`.
 """
 
 import json
