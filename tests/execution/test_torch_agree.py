@@ -1,5 +1,6 @@
-"""Agreement costs the store a constant, and nothing later; wrong shards and wrong orders are one error on every rank."""
+"""Agreement costs the store a constant, later runs nothing; a wrong shard or order is one error on every rank."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 import shardplan as sp
 from execution.stores import Counting
-from execution.torch_launch import printed
+from execution.torch_launch import printed, torchrun
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -182,13 +183,25 @@ def test_a_rank_that_raises_and_lives_releases_the_others(told) -> None:
 
 
 def test_another_order_is_an_error_on_every_rank_and_no_wrong_data(told) -> None:
-    seen = [rank["found"]["another order"] for rank in told]
+    _in_another_order([rank["found"]["another order"] for rank in told])
+
+
+def test_another_order_without_tags() -> None:
+    """As on nccl: headers differ before any data moves."""
+    done = torchrun(4, str(HERE / "torch_agree_child.py"), "batched", timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in re.findall(r"RANK (\{.*?\})", done.stdout)]
+    _in_another_order(sorted(rows, key=lambda row: row["rank"]))
+
+
+def _in_another_order(seen) -> None:
+    assert len(seen) == 4
     assert {s["kind"] for s in seen} == {"TimedOut"}
     for rank, s in enumerate(seen):
         who = r"ranks \[0, 1, 3\]" if rank == 2 else "rank 2"
         assert re.fullmatch(
-            rf"program (\w{{8}}), step 0 \(all_to_all.*\): {who} of \[0, 1, 2, 3\] came to program (?!\1)\w{{8}} in its "
-            r"place; legal is one order of programs on all ranks",
+            rf"program (\w{{8}}), step 0 \(all_to_all.*\): {who} of \[0, 1, 2, 3\] came to program (?!\1)\w{{8}} in "
+            r"its place; legal is one order of programs on all ranks",
             s["text"],
         ), s
     assert max(s["seconds"] for s in seen) < 50  # the timeout is 60

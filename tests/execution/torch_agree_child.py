@@ -1,13 +1,15 @@
 """Run under torchrun: what ranks do to the store, and what each says when one has a wrong shard or another order.
 
-Every case is on the same process group, one after another: a run that is refused, or whose program fails on a living
-rank, leaves the group as it was. Rank 0 prints one JSON object.
+Every case is on one process group, one after another: a run that is refused, or whose program fails on a living rank,
+leaves the group as it was. Rank 0 prints one JSON object. With the argument `batched` (the way of nccl, over gloo) only
+another order, which ends the launch; every rank prints `RANK {json}`.
 """
 
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ from shardplan.execution.torch_site import site  # noqa: E402
 from shardplan.interop.torch import redistribute  # noqa: E402
 
 VICTIM, TIMEOUT = 2, 120.0
-TEXTS = [("f32[16@a, 8]", "f32[16, 8@a]"), ("f32[16@a, 12]", "f32[16, 12@a]")]
+TEXTS = [("f32[16@a, 8]", "f32[16, 8@a]"), ("f32[8@a, 16]", "f32[8, 16@a]")]  # messages of one size
 
 
 def seen(call):
@@ -65,7 +67,7 @@ def main():
     programs, shards, wanted = [], [], []
     for s, t in TEXTS:
         s, t = sp.TensorType.parse(s, mesh), sp.TensorType.parse(t, mesh)
-        full = np.arange(s.nbytes // 4, dtype=np.float32).reshape(s.shape)
+        full = len(shards) + np.arange(s.nbytes // 4, dtype=np.float32).reshape(s.shape)
         programs.append(sp.redistribute(s, t).program)
         shards.append(sp.distribute(full, s)[rank])
         wanted.append(sp.distribute(full, t)[rank])
@@ -73,6 +75,16 @@ def main():
     def run(k, shard=None, timeout=TIMEOUT):
         [out] = sp.run(programs[k], [shards[k] if shard is None else shard], backend="torch", timeout=timeout)
         assert np.array_equal(np.asarray(out), wanted[k])
+
+    if sys.argv[1:] == ["batched"]:
+        plain_wire = backend.wire_for
+        backend.wire_for = lambda *a: replace(plain_wire(*a), batched=True)
+        for k in (0, 1, 1, 0):
+            run(k)
+        store.calls.clear()
+        swapped = seen(lambda: [run(k) for k in ((1, 0) if rank == VICTIM else (0, 1))])
+        print("RANK " + json.dumps(swapped | {"rank": rank}), flush=True)
+        os._exit(0)
 
     found, operations = {}, []
     mine = torch.from_numpy(shards[0])

@@ -1,7 +1,7 @@
 """Programs on torch.distributed (gloo, nccl): one process a device, launched by torchrun; device ids are global ranks.
 
 `run_program` is the backend; `Executable` is a program bound to one rank, which the drop-ins of `interop.torch` keep
-and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between the two.
+and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between.
 """
 
 from __future__ import annotations

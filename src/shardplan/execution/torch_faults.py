@@ -55,7 +55,7 @@ class Said(NamedTuple):
 
     number: int
     digest: str
-    peer: int  # for whom it waits in that run; -1 for nobody
+    peer: int  # for whom it waits in that run; -1 for nobody, or for all before it starts
     name: str
 
 
@@ -160,7 +160,7 @@ class Watch:
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
         who = named(others) if others else "another rank"
         told = next((s.name for s in others.values()), "another program")
-        if self.running:
+        if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
             return TimedOut(
                 f"{self.where}: {who} of {listed(self.ranks)} came to {told} in its place; legal is one order of "
                 "programs on all ranks"
@@ -218,9 +218,9 @@ class Watch:
             case _:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
-    def mismatched(self) -> Exception:
-        """Return the error to raise after a peer said in its header that it runs something else."""
-        self._say(self.site.store)
+    def mismatched(self, peer: int) -> Exception:
+        """Return the error to raise after `peer` said in its header that it runs something else."""
+        self._say(self.site.store, peer)
         return self.told(self._post("other"))
 
     def broke(self, error: BaseException, wire: Releasing) -> None:

@@ -1,9 +1,9 @@
 """What a process keeps about its process group: the store, the runs it counted, and a thread that looks after waits.
 
 gloo offers no way to ask whether a message has come, and a wait that times out closes every connection of the group.
-So the ranks of a program wait without a bound of their own making, and a second thread looks at the waits from outside:
-one that lasts longer than `GRACE` is slow, and only then is the store asked and told anything. A run that goes well and
-never waits that long costs the store nothing.
+So nothing is polled on the thread of a run, and a second thread looks at its waits from outside: one that lasts longer
+than `GRACE` is slow, and only then is the store asked and told anything. A run that goes well and never waits that long
+costs the store nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -46,7 +45,7 @@ class Site:
         self.agreements: dict[tuple[int, ...], str] = {}  # where the last one lies in the store
         self.agreed: set[str] = set()  # digests of the programs that all their ranks have come with
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
-        self.waits: dict[Any, Any] = {}  # by watch, what it waits for now
+        self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
 
@@ -68,41 +67,36 @@ class Site:
             self._thread.join(10 * TICK)
 
     def _look(self) -> None:
-        seen: dict[Any, tuple[Any, float]] = {}  # by watch, its wait and since when
-        told: set[Any] = set()
+        seen: dict[Watched, tuple[Any, float]] = {}  # by watch, its wait and since when
+        told: set[Watched] = set()
         while not self._ends.wait(TICK):
-            if not (self.waits or seen):
+            if not (self.waits or seen or told):
                 continue
             now, waits = time.monotonic(), dict(self.waits)
             seen = {w: seen[w] if w in seen and seen[w][0] is x else (x, now) for w, x in waits.items()}
-            for watch in told - {w for w, (_, since) in seen.items() if now - since >= GRACE}:
-                self._try(watch.over)
-                told.discard(watch)
-            for watch, (wait, since) in seen.items():
-                if now - since >= GRACE:
+            slow = {w: (x, now - since) for w, (x, since) in seen.items() if now - since >= GRACE}
+            with contextlib.suppress(RuntimeError):  # without a store nobody can be asked; the wait's own bound holds
+                for watch in told - set(slow):
+                    told.discard(watch)
+                    watch.over()
+                for watch, (wait, seconds) in slow.items():
                     told.add(watch)
-                    self._try(lambda watch=watch, wait=wait, since=since: watch.slow(wait, now - since))
-
-    def _try(self, act: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # without a store nobody can be asked; the wait's own bound holds
-            act()
+                    watch.slow(wait, seconds)
 
 
-_current: Site | None = None
+_sites: list[Site] = []  # the one of the default process group, once it was asked for
 
 
 def site() -> Site:
     """Return the state that belongs to the default process group."""
-    global _current
     group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    if _current is None or _current.group is not group:
-        if _current is not None:
-            _current.end()
-        _current = Site(group, dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
-    return _current
+    if not _sites or _sites[0].group is not group:
+        _leave()
+        _sites[:] = [Site(group, dist.distributed_c10d._get_default_store())]  # pyright: ignore[reportPrivateUsage]
+    return _sites[0]
 
 
 @atexit.register
 def _leave() -> None:
-    if _current is not None:
-        _current.end()
+    for old in _sites:
+        old.end()

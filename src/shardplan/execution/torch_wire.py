@@ -110,12 +110,14 @@ class Wire:
             self.wait(ins)
             self.wait(outs)
             if not torch.equal(theirs, mine.expand_as(theirs)):
-                raise self.watch.mismatched()
+                raise self.watch.mismatched(givers[0])
             return
         for _, work in (*ins, *outs):
             work.wait()  # the stream waits, the host does not
             self.under_way.pop(work, None)
-        torch._assert_async((theirs == mine).all(), f"{self.watch.name}: another rank runs another program")
+        torch._assert_async(  # pyright: ignore
+            (theirs == mine).all(), f"{self.watch.name}: another rank runs another program"
+        )
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `Watch.failed` makes of a failure."""
