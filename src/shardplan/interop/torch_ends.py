@@ -1,8 +1,8 @@
 """Both ends of a DTensor's move: what a plan sees of them, and what a rank does to its shard before and after.
 
-A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an average
-is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone), a dtype
-is cast, and one without arithmetic travels as the integers of its width.
+A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an
+average is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone), a
+dtype is cast, and one without arithmetic travels as the integers of its width.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def _partition(
 ) -> tuple[list[int], torch.Tensor | None]:
     """Return by what a value is divided, and what replaces it on this rank, for it to become partial.
 
-    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products) is
-    kept at coordinate 0 and is the identity of the reduction elsewhere.
+    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products)
+    is kept at coordinate 0 and is the identity of the reduction elsewhere.
     """
     divisors = [target.mesh.size(k) for k, p in begins.items() if p.reduce_op == "sum" and not _kept_once(p, dtype)]
     coordinate = target.mesh.get_coordinate()
