@@ -79,7 +79,7 @@ class Move:
 
 
 def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
-    """Return the types of both ends; None where a tensor goes alone: its shards are computed, or no layout says them."""
+    """Return the types of both ends; None where a tensor goes alone: it is computed, or no layout says it."""
     ends = Ends.of(source, target)
     plain = ends.source.tensor_meta == source.tensor_meta and not (ends.divisors or ends.masks)
     return ends.types if plain and ends.types is not None else (None, None)

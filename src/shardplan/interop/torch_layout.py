@@ -2,7 +2,8 @@
 
 A `DeviceMesh` becomes a `Mesh` of the same ranks; mesh dims without a usable name are called d0, d1, .... `Shard`s of
 one dim nest in the order that the spec says, by default that of the mesh dims; `_StridedShard`s that decode to another
-order become it where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks DTensor itself.
+order become it where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks
+DTensor itself.
 """
 
 from __future__ import annotations
