@@ -15,7 +15,10 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 
 Box = tuple[tuple[int, int], ...]
-COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+COMBINE = {
+    "sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply,
+    "band": lambda a, b: a & b, "bor": lambda a, b: a | b, "bxor": lambda a, b: a ^ b,
+}  # fmt: skip
 ROUND_CHARGE = 0.002
 
 

@@ -70,7 +70,7 @@ def test_loose_texts(text: str, same: str) -> None:
         (("a", "a.x"), {}, "axes 'a' and 'a.x' overlap in [@a, @a.x]; each axis is used at most once in a type"),
         (("c", "c"), {}, "axis 'c' is used twice in [@c, @c]; each axis is used at most once in a type"),
         (("b",), {"root": ("b",)}, "axis 'b' is used twice in [@b]{root:b}; each axis is used at most once in a type"),
-        (("b",), {"partial": {"a": "mean"}}, "unknown reduction 'mean'; legal are sum, max, min"),
+        (("b",), {"partial": {"a": "mean"}}, "unknown reduction 'mean'; legal are sum, max, min, product, band, bor, bxor"),  # noqa: E501
         ((None,), {"partial": {"a": "sum", "b": "max"}},
          "one type has the reductions max, sum; all its partial axes carry one"),
     ],
@@ -94,7 +94,7 @@ def test_more_entries_than_dims() -> None:
         ("[a]", "expected '@axis', '_' or ']' in a layout\n  [a]\n   ^"),
         ("[@]", "expected an axis after '@'\n  [@]\n    ^"),
         ("[@a _]", "expected ',' or ']' in a layout\n  [@a _]\n      ^"),
-        ("[_]{mean:a}", "unknown reduction 'mean'; legal are sum, max, min, root\n  [_]{mean:a}\n      ^"),
+        ("[_]{mean:a}", "unknown reduction 'mean'; legal are sum, max, min, product, band, bor, bxor, root\n  [_]{mean:a}\n      ^"),  # noqa: E501
         ("[_]{+a}{max:b}",
          "one type has the reductions sum and max; all its partial axes carry one\n  [_]{+a}{max:b}\n               ^"),
         ("[_] x", "unexpected text after the layout\n  [_] x\n      ^"),

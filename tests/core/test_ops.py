@@ -257,7 +257,7 @@ REFUSED: list[tuple[Op, str, str]] = [
      "reduce_scatter(sum) over b: f32[12, 6]{+a} is partial over a with sum"),
     (Broadcast(("a",)), "f32[12, 6]{root:b}",
      "broadcast over a: each must be root or unused, one root, in f32[12, 6]{root:b}"),
-    (ToPartial(("a",), "mean"), "f32[12, 6]", "to_partial: unknown reduction 'mean'; legal are sum, max, min, root"),
+    (ToPartial(("a",), "mean"), "f32[12, 6]", "to_partial: unknown reduction 'mean'; legal are sum, max, min, product, band, bor, bxor, root"),  # noqa: E501
     (ToPartial(("a",), "root"), "f32[12@a, 6]", "to_partial(root) over a: they must be unused in f32[12@a, 6]"),
     (ToPartial(("a",), "sum"), "f32[12, 6]{max:b}",
      "to_partial(sum): f32[12, 6]{max:b} is already partial with max"),

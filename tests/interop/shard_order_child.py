@@ -1,4 +1,4 @@
-"""Run under torchrun: orders of sharding (`DTensorSpec.shard_order`) through our drop-in; rank 0 prints one JSON object.
+"""Run under torchrun: orders of sharding (`DTensorSpec.shard_order`) through our drop-in; rank 0 prints a JSON object.
 
 Arguments: how many pairs of each mesh (0 for all), and a seed. The shards are cut by `torch.chunk`, one mesh dim after
 the other; the orders are PyTorch's own generator's. What DTensor itself makes of a pair is compared where it can.
@@ -66,7 +66,7 @@ def compare(count, seed):
     wrong, kinds = [], Counter()
     for sizes in MESHES[world]:
         mesh = init_device_mesh("cpu", sizes)
-        orders = list(dict.fromkeys(generator()(mesh, 3))) + [()]
+        orders = [*dict.fromkeys(generator()(mesh, 3)), ()]
         pairs = [(s, t, shape) for s in orders for t in orders for shape in SHAPES]
         if count:
             random.Random(seed).shuffle(pairs)

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="the extra `torch` is not installed")
 HERE = Path(__file__).parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DROP_IN = HERE / "torch_dropin_child.py"
+MEANING = HERE / "torch_semantics_child.py"
 
 
 def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
@@ -43,14 +44,23 @@ def test_equals_dtensor_on_random_pairs_of_six_ranks():
     assert {"strided", "plain", "sum"} <= found["kinds"].keys()
 
 
+@pytest.mark.parametrize("ranks", [4, 6, 8])
+def test_orders_of_sharding(ranks: int):
+    """PyTorch's own generator's orders to each other, of 2 x 2, 2 x 3, 3 x 2 and 2 x 2 x 2."""
+    found = launch(ranks, HERE / "shard_order_child.py", "40", "1", seconds=400)
+    assert found["wrong"] == 0, "\n".join(found["first"])
+    assert found["status"] == 0 and found["orders"] == (60 if ranks == 8 else 12)
+    assert found["kinds"]["in another order than the default"] > 5 and found["kinds"]["equal to DTensor's"]
+
+
 @cache
-def checks() -> dict:
-    return launch(4, DROP_IN, seconds=240)
+def checks(child: Path = DROP_IN) -> dict:
+    return launch(4, child, seconds=600)
 
 
-def names() -> list[str]:
+def names(child: Path = DROP_IN) -> list[str]:
     """The checks that the child lists, read off its source: importing it would need torch's processes."""
-    for node in ast.parse(DROP_IN.read_text(encoding="utf-8")).body:
+    for node in ast.parse(child.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "CHECKS":
             return [e.id for e in ast.walk(node.value) if isinstance(e, ast.Name)]
     raise AssertionError("the child lists no checks")
@@ -61,6 +71,12 @@ def test_drop_in(name: str):
     found = checks()
     if found["skipped"].get(name):
         pytest.skip(found["skipped"][name])
+    assert not found["wrong"][name], "\n".join(found["wrong"][name])
+
+
+@pytest.mark.parametrize("name", names(MEANING))
+def test_meaning(name: str):
+    found = checks(MEANING)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 

@@ -1,7 +1,12 @@
-"""Run under torchrun on 4 ranks: what a DTensor means, through the drop-in and through DTensor; see `torch_dropin_child`."""
+"""Run under torchrun on 4 ranks: what a DTensor means, as `torch_dropin_child`; here beside DTensor wherever it can."""
 
+# ruff: noqa: I001
 import random
 
+from torch_dropin_child import (
+    DTensor, DTensorSpec, Infeasible, LayoutError, P, Partial, R, S0, S1, Shard, Storages, _StridedShard, local_of,
+    main, numbers, raises, redistribute, torch,
+)  # fmt: skip
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
@@ -127,7 +132,7 @@ def becomes_partial_exactly_where_nothing_divides(here):
 
 
 def partial_to_partial_elsewhere(here):
-    x = own(mine(here, 4, 6), here.square, [P, R])
+    x = own(numbers(4, 6, seed=here.square.get_coordinate()[0]), here.square, [P, R])
     for goal in ([R, P], [R, Partial("avg")], [S0, Partial("max")]):
         assert close(redistribute(redistribute(x, goal), [R, R])._local_tensor, x.full_tensor()), goal
     y = redistribute(x, [Partial("avg")], here.back)  # on another mesh
@@ -315,8 +320,17 @@ def _live(x, goal, limit, **options):
     return book.peak
 
 
+def _refused(x, goal, limit, **options):
+    try:
+        redistribute(x, goal, memory_limit=limit, **options)
+    except Infeasible as error:
+        assert str(error.least_bytes) in str(error), str(error)
+        return error
+    raise AssertionError(f"{limit} bytes were enough")
+
+
 def _least(x, goal, **options):
-    return raises_least(lambda: redistribute(x, goal, memory_limit=1, **options))
+    return _refused(x, goal, 1, **options).least_bytes
 
 
 def limits_count_the_source(here):
@@ -341,8 +355,8 @@ def limits_count_the_source(here):
                 y = redistribute(x, goal, memory_limit=least)
             want = local_of(full, mesh, goal, here.rank, None)
             assert torch.equal(y._local_tensor, want) or isinstance(source[0], Partial)
-            error = raises_least(lambda: redistribute(x, goal, memory_limit=least - 1))  # noqa: B023
-            assert error == least, (error, least)
+            below = _refused(x, goal, 1).absolute_least_bytes - 1
+            assert below < least and _refused(x, goal, below).absolute_least_bytes == below + 1
 
 
 def limits_count_casts_and_what_is_made_partial(here):
@@ -353,7 +367,8 @@ def limits_count_casts_and_what_is_made_partial(here):
             least = _least(x, goal, **options)
             for limit in (least, least * 3 // 2):
                 assert (peak := _live(x, goal, limit, **options)) <= limit, (goal, options, limit, peak)
-            raises_least(lambda: redistribute(x, goal, memory_limit=least - 1, **options))  # noqa: B023
+            below = _refused(x, goal, 1, **options).absolute_least_bytes - 1
+            assert below < least and _refused(x, goal, below, **options).absolute_least_bytes == below + 1
     whole = here.tensor(full, here.line, [R])
     least = _least(whole, [P])
     assert least == 2 * 64 * 64 * 4 and _live(whole, [P], least) <= least
@@ -394,7 +409,7 @@ def compiled_second_batch(here):
 def compiled_with_dynamic_sizes(here):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: redistribute(x * 2, [S1]), fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (4, 9, 12):
+    for n in (4, 8, 16):
         here.expect(compiled(here.tensor(numbers(n, 5), here.line, [S0])), numbers(n, 5) * 2, here.line, [S1])
 
 

@@ -333,7 +333,7 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
                 return lax.psum(x, **group)
             if op.reduction in ("sum", "max", "min"):
                 return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
-            q = math.prod(a.size for a in order)
+            q = math.prod(wire.mesh.atoms[a].size for a in order)
             tiles = jnp.pad(x, (0, -x.size % q)).reshape(q, -1)
             parts = lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
             return lax.all_gather(_folded(parts, op.reduction), axis=0, tiled=True, **group)[: x.size]

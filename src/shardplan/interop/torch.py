@@ -7,6 +7,7 @@ from it; the ranks compare their programs then, once. Gradients flow back along 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ class Move:
 
 
 def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
-    """Return the types of both ends; None where a tensor goes alone: no layout says its shards, or they are computed."""
+    """Return the types of both ends; None where a tensor goes alone: it is computed, or no layout says it."""
     ends = Ends.of(source, target)
     plain = ends.source.tensor_meta == source.tensor_meta and not (ends.divisors or ends.masks)
     return ends.types if plain and ends.types is not None else (None, None)
@@ -98,8 +99,8 @@ def redistribute(
     Args:
         dtensor: The tensor. With another `device_mesh`, ranks outside its mesh pass it too, with an empty local tensor.
         placements: One a dim of the destination's mesh: `Shard`, `Replicate`, `_StridedShard`, `Partial`. A value
-            becomes partial as inside DTensor: divided for a sum, left as it is for avg, max and min; what is not divided
-            (integers, products) is kept at coordinate 0, and the identity elsewhere.
+            becomes partial as inside DTensor: divided for a sum, left as it is for avg, max and min; what is not
+            divided (integers, products) is kept at coordinate 0, and the identity elsewhere.
         device_mesh: The destination's mesh, if it is another; every rank of both meshes calls.
         memory_limit: Bytes of workspace on every device (source, result and staging), see `shardplan.redistribute`. The
             caller's shard counts to the end.
@@ -115,7 +116,8 @@ def redistribute(
 
     Returns:
         A DTensor; the input itself when nothing changes and no gradient is asked for. It is differentiable: the
-        gradient moves back to the source's placements, replicated where the source is partial (as DTensor has it), and so it does when nothing else changes (but not under torch.compile).
+        gradient moves back to the source's placements, replicated where the source is partial (as DTensor has it),
+        and so it does when nothing else changes (but not under torch.compile).
 
     Raises:
         LayoutError: Placements that make no sense for the tensor, or that are not supported; they are named.
@@ -155,10 +157,8 @@ def planned(
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
     target = target_of(spec, placements, device_mesh, shard_order, dtype)
     move = between(spec, target, None, options)
-    try:
+    with contextlib.suppress(TypeError):  # an order of lists: read anew at every call
         _moves[key] = move
-    except TypeError:  # an order of lists: read anew at every call
-        pass
     return move
 
 

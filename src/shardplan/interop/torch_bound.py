@@ -31,7 +31,6 @@ class Bound:
         """Plan; raises `Infeasible` where `limit`, which counts the caller's own shard to the end, is too small."""
         self.ends = ends
         self.moving = _planned(ends, rank, limit, topology)
-        self.fresh = moves(self.moving)
         self.ranks, self.device = self.moving.ranks, rank
         self.name, self.texts = self.moving.name, self.moving.texts
         self.result_shape = self.moving.result_shape
@@ -49,7 +48,7 @@ class Bound:
         results = yield from self.moving.drive(values, wire, watch, record)
         moved = results[0]
         del results  # under a limit the source is among them
-        return [self.ends.after(moved, self.fresh)]
+        return [self.ends.after(moved)]
 
 
 def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executable | BoxMove:
@@ -69,11 +68,10 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
             raise
         least = error.least_bytes + beside
         absolute = least if error.absolute_least_bytes is None else error.absolute_least_bytes + beside
-        if not beside and not ends.remakes(False):
+        if not beside and not ends.remakes:
             raise
-    last = sizes[0] * ends.given.itemsize + sizes[1] * ends.travels.itemsize
-    if ends.remakes(moving is None or moves(moving)):
-        last += sizes[1] * ends.result.itemsize
+    last = sizes[0] * ends.given.itemsize
+    last += sizes[1] * (ends.travels.itemsize * (ends.fresh or ends.copies) + ends.result.itemsize * ends.remakes)
     if moving is None or (limit is not None and limit < last):
         assert limit is not None
         asked = (
@@ -81,11 +79,6 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         )
         raise too_little(asked, limit, max(least, last), max(absolute, last))
     return moving
-
-
-def moves(moving: Executable | BoxMove) -> bool:
-    """Say whether the result is a tensor of its own; where nothing moves it is the source."""
-    return isinstance(moving, BoxMove) or any(bound is not None for bound, *_ in moving.steps)
 
 
 def _largest(spec: DTensorSpec, t: TensorType | None) -> int:

@@ -1,10 +1,9 @@
 """`redistribute` under torch.compile: planned while it is traced, and one opaque op in the graph that is left.
 
-Dynamo keeps the whole call as one node. When that node is traced with the tensors' specs and shapes, the move is planned,
-put into an explicit table, and the op `shardplan::move` is recorded with its key; the move of the gradient likewise. A
-plan is of one shape: where dynamo would have a size stand for any, it is guarded to be the one at hand, so that another
-batch size is compiled anew, as it is for DTensor's own collectives. The op runs the plan as the eager call does, and is
-never async.
+Dynamo keeps the whole call as one node. When that node is traced with the tensors' specs and shapes, the move is
+planned, put into an explicit table, and the op `shardplan::move` is recorded with its key; the move of the gradient
+likewise. A plan is of one shape: where dynamo would have a size stand for any, it is guarded to be the one at hand, so
+that another batch size is compiled anew. The op runs the plan as the eager call does, and is never async.
 """
 
 from __future__ import annotations

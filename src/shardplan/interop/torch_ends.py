@@ -1,8 +1,8 @@
 """Both ends of a DTensor's move: what a plan sees of them, and what a rank does to its shard before and after.
 
-A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an average
-is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone), a dtype
-is cast, and one without arithmetic travels as the integers of its width.
+A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an
+average is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone),
+a dtype is cast, and one without arithmetic travels as the integers of its width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from shardplan.core.dtypes import IDEMPOTENT
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch_dtypes import carrier_of, identity_of, name_of
 from shardplan.interop.torch_layout import reduction_of, respec, text_of, type_of
@@ -131,13 +131,14 @@ class Ends:
         meta = self.source.tensor_meta
         return local if meta is None or meta.dtype == local.dtype else local.view(meta.dtype)
 
-    def after(self, moved: torch.Tensor, fresh: bool) -> torch.Tensor:
-        """Return the shard of the target.
+    @property
+    def fresh(self) -> bool:
+        """Whether the move makes a tensor, which may be written to; where nothing moves it gives the source itself."""
+        return self.types is None or not same(*self.types)
 
-        Args:
-            moved: What the move left on this rank.
-            fresh: Whether `moved` may be written to; a move that moves nothing gives the source itself.
-        """
+    def after(self, moved: torch.Tensor) -> torch.Tensor:
+        """Return the shard of the target, given what the move left on this rank."""
+        fresh = self.fresh
         if moved.dtype != self.travels:
             moved = moved.view(self.travels)
         for n in self.divisors:
@@ -146,9 +147,10 @@ class Ends:
             moved = (moved if fresh else torch.empty_like(moved)).copy_(self.blank)
         return moved if moved.dtype == self.result else moved.to(self.result)
 
-    def remakes(self, fresh: bool) -> bool:
-        """Say whether `after` makes a second tensor of the result."""
-        return self.result != self.travels or (not fresh and (bool(self.divisors) or self.partitions))
+    @property
+    def remakes(self) -> bool:
+        """Whether `after` makes a tensor of its own."""
+        return self.result != self.travels or (not self.fresh and (bool(self.divisors) or self.partitions))
 
 
 def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:
@@ -174,8 +176,8 @@ def _partition(
 ) -> tuple[list[int], torch.Tensor | None]:
     """Return by what a value is divided, and what replaces it on this rank, for it to become partial.
 
-    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products) is
-    kept at coordinate 0 and is the identity of the reduction elsewhere.
+    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products)
+    is kept at coordinate 0 and is the identity of the reduction elsewhere.
     """
     divisors = [target.mesh.size(k) for k, p in begins.items() if p.reduce_op == "sum" and not _kept_once(p, dtype)]
     coordinate = target.mesh.get_coordinate()

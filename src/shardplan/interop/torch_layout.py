@@ -2,7 +2,8 @@
 
 A `DeviceMesh` becomes a `Mesh` of the same ranks; mesh dims without a usable name are called d0, d1, .... `Shard`s of
 one dim nest in the order that the spec says, by default that of the mesh dims; `_StridedShard`s that decode to another
-order become that order where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks DTensor itself.
+order become it where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks
+DTensor itself.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
     """Return an order of sharding as DTensor's specs have it, or raise `LayoutError` unless it is one of `placements`.
 
     Args:
-        shard_order: For every sharded dim the mesh dims that cut it, the first one first; as a `ShardOrderEntry` or as a
+        shard_order: For every sharded dim the mesh dims that cut it, the first one first; as a `ShardOrderEntry` or a
             pair, in any order of the dims. None is the default: mesh dims in their own order.
         placements: One a mesh dim, dims counted from the front.
     """
@@ -141,7 +142,7 @@ def respec(spec: DTensorSpec, placements: Placements, meta: TensorMeta) -> DTens
         spec.mesh,
         placements,
         tensor_meta=meta,
-        shard_order=None if spec.use_strided_shard_as_shard_order else spec.shard_order,
+        shard_order=None if spec.use_strided_shard_as_shard_order else spec.shard_order,  # pyright: ignore
         use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order,
     )
 
