@@ -41,13 +41,13 @@ def gathered(wire: Wire, ranks: tuple[int, ...], rank: int, spans: list[Span], s
     mine = [(s.device, s.step, s.start + shift, s.end + shift, s.received) for s in spans]
     leader = ranks[0]
     if rank != leader:
-        _put(wire, leader, json.dumps(mine))
-        return [Span(*row) for row in json.loads(_get(wire, leader))]
+        put(wire, leader, json.dumps(mine).encode())
+        return [Span(*row) for row in json.loads(get(wire, leader))]
     rows = [list(astuple(Span(*row))) for row in mine]
     for other in ranks[1:]:
-        rows += json.loads(_get(wire, other))
+        rows += json.loads(get(wire, other))
     for other in ranks[1:]:
-        _put(wire, other, json.dumps(rows))
+        put(wire, other, json.dumps(rows).encode())
     return [Span(*row) for row in rows]
 
 
@@ -63,12 +63,13 @@ def _receive(wire: Wire, peer: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _put(wire: Wire, peer: int, text: str) -> None:
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def put(wire: Wire, peer: int, data: bytes) -> None:
+    """Send bytes to a rank that gets them."""
     _send(wire, peer, torch.tensor([len(data)]))
-    _send(wire, peer, data)
+    _send(wire, peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _get(wire: Wire, peer: int) -> str:
+def get(wire: Wire, peer: int) -> bytes:
+    """Receive the bytes that a rank puts."""
     size = int(_receive(wire, peer, torch.empty(1, dtype=torch.int64))[0])
-    return bytes(_receive(wire, peer, torch.empty(size, dtype=torch.uint8)).tolist()).decode()
+    return _receive(wire, peer, torch.empty(size, dtype=torch.uint8)).cpu().numpy().tobytes()

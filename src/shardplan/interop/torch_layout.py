@@ -112,6 +112,18 @@ def type_of(
     return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
+def ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
+    """Return the types of both ends of a move; None for one that only runs of indices describe."""
+    meta = source.tensor_meta
+    if meta is None:
+        raise LayoutError("the DTensor's spec has no global shape")
+    ordered = bool(source.use_strided_shard_as_shard_order)
+    return (
+        type_of(meta.shape, meta.dtype, source.placements, source.mesh, ordered),
+        type_of(meta.shape, meta.dtype, target.placements, target.mesh),
+    )
+
+
 def _reduction(p: Partial) -> str:
     if type(p) is not Partial or p.reduce_op not in REDUCTIONS:
         raise LayoutError(f"{p!r} is not supported; legal are {', '.join(f'Partial({r})' for r in REDUCTIONS)}")
