@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import astuple
 
+import numpy as np
 import torch
 
 from shardplan.execution.record import Span
@@ -64,12 +65,12 @@ def _receive(wire: Wire, peer: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def put(wire: Wire, peer: int, data: bytes) -> None:
-    """Send bytes to a rank that gets them."""
-    _send(wire, peer, torch.tensor([len(data)]))
-    _send(wire, peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    """Send bytes to a rank that gets them; on the host they lie in no storage of torch."""
+    _send(wire, peer, torch.from_numpy(np.array([len(data)])))
+    _send(wire, peer, torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8)))
 
 
 def get(wire: Wire, peer: int) -> bytes:
     """Receive the bytes that a rank puts."""
-    size = int(_receive(wire, peer, torch.empty(1, dtype=torch.int64))[0])
-    return _receive(wire, peer, torch.empty(size, dtype=torch.uint8)).cpu().numpy().tobytes()
+    size = int(_receive(wire, peer, torch.from_numpy(np.zeros(1, dtype=np.int64)))[0])
+    return _receive(wire, peer, torch.from_numpy(np.empty(size, dtype=np.uint8))).cpu().numpy().tobytes()

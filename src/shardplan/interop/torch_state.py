@@ -114,7 +114,8 @@ def redistribute_state(
     }  # fmt: skip
     moving, spare = _agreed(call, state, tensors, asked)
     plan = moves(moving, memory_limit, spare, topology)
-    had = [[p for p in item.paths if p in tensors] for item in moving]
+    own = {(path, Grid.of(x.device_mesh)) for path, x in tensors.items()}
+    had = [[key[0] for key in item.keys if key in own] for item in moving]
     sources = [
         local_of(tensors[paths[0]]).detach() if paths else call.nothing(item)
         for item, paths in zip(moving, had, strict=True)
@@ -124,17 +125,17 @@ def redistribute_state(
     if donate:
         removed(state, (p for paths in had for p in paths))
         _tell(moving)
+    arriving = [call.rank in Grid.of(item.target.mesh).ranks for item in moving]
     results = plan.run(sources, timeout)
     made = [
         DTensor(local, item.target, requires_grad=False)  # pyright: ignore[reportCallIssue]
         for item, local in zip(moving, results, strict=True)
     ]
     out = rebuilt(frame, {p: x for paths, x in zip(had, made, strict=True) for p in paths})
-    for item, paths, x in zip(moving, had, made, strict=True):
-        if call.rank in item.target.mesh.mesh:
-            for path in item.paths:
-                if path not in paths:
-                    added(out, path, x)
+    for item, paths, x, arrives in zip(moving, had, made, arriving, strict=True):
+        for path in item.paths if arrives else ():
+            if path not in paths:
+                added(out, path, x)
     return out
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Grid:
         ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
         return Grid(mesh.device_type, tuple(mesh.mesh.shape), ranks, mesh.mesh_dim_names)
 
+    @lru_cache(maxsize=256)  # noqa: B019  # a mesh holds a tensor
     def mesh(self) -> DeviceMesh:
         """Return a mesh without process groups, for planning."""
         ranks = torch.tensor(self.ranks).reshape(self.shape)
@@ -108,8 +110,8 @@ class View:
             for keyword, text in self.asked.items():
                 if text != other.asked[keyword]:
                     raise LayoutError(
-                        f"redistribute_state: {keyword}={text} on one rank and {other.asked[keyword]} on another; legal "
-                        "is one value on every rank"
+                        f"redistribute_state: {keyword}={text} on one rank and {other.asked[keyword]} on another; "
+                        "legal is one value on every rank"
                     )
             for key, theirs in other.held.items():
                 held[key] = theirs if key not in held else _both(key[0], held[key], theirs)
