@@ -13,6 +13,7 @@ from shardplan.execution.record import Span
 from shardplan.execution.torch_wire import Wire
 
 PINGS = 8
+PIECE = 1024  # bytes of a message of `put`
 
 
 def offset(wire: Wire, ranks: tuple[int, ...], rank: int) -> float:
@@ -65,12 +66,17 @@ def _receive(wire: Wire, peer: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def put(wire: Wire, peer: int, data: bytes) -> None:
-    """Send bytes to a rank that gets them; on the host they lie in no storage of torch."""
+    """Send bytes to a rank that gets them, in pieces that are small beside any tensor."""
     _send(wire, peer, torch.from_numpy(np.array([len(data)])))
-    _send(wire, peer, torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8)))
+    for start in range(0, len(data), PIECE):
+        _send(wire, peer, torch.from_numpy(np.frombuffer(bytearray(data[start : start + PIECE]), dtype=np.uint8)))
 
 
 def get(wire: Wire, peer: int) -> bytes:
     """Receive the bytes that a rank puts."""
     size = int(_receive(wire, peer, torch.from_numpy(np.zeros(1, dtype=np.int64)))[0])
-    return _receive(wire, peer, torch.from_numpy(np.empty(size, dtype=np.uint8))).cpu().numpy().tobytes()
+    out = bytearray()
+    while len(out) < size:
+        piece = torch.from_numpy(np.empty(min(PIECE, size - len(out)), dtype=np.uint8))
+        out += _receive(wire, peer, piece).cpu().numpy().tobytes()
+    return bytes(out)

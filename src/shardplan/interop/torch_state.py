@@ -154,13 +154,12 @@ class _Call:
     ) -> _Call:
         """Find who calls."""
         rank = dist.get_rank()
-        meshes = {x.device_mesh for x in tensors}
         if group is not None:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
         elif device_mesh is not None:
             ranks = tuple(range(dist.get_world_size()))
         else:
-            ranks = tuple(sorted({int(r) for mesh in meshes for r in mesh.mesh.flatten().tolist()}))
+            ranks = tuple(sorted({r for x in tensors for r in Grid.of(x.device_mesh).ranks}))
         if rank not in ranks:  # nobody waits for a rank that has nothing
             ranks = (rank,)
         places = [local_of(x).device for x in tensors]

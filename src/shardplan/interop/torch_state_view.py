@@ -34,6 +34,7 @@ class Grid:
     names: tuple[str, ...] | None
 
     @staticmethod
+    @lru_cache(maxsize=256)  # a mesh makes the tensor of its ranks at every look
     def of(mesh: DeviceMesh) -> Grid:
         """Return the value of a mesh."""
         ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
