@@ -41,12 +41,14 @@ class TopologyError(ShardplanError):
 class Infeasible(ShardplanError):
     """No answer exists within the limits that were asked for.
 
-    `least_bytes` is the smallest memory limit that works, where the limit was a number of bytes.
+    Where the limit was a number of bytes, `least_bytes` is the smallest memory limit that works with at most 64 chunks
+    a step, and `absolute_least_bytes` the smallest that works at all.
     """
 
-    def __init__(self, message: str, least_bytes: int | None = None) -> None:
-        """Carry the smallest limit that works, when there is one."""
+    def __init__(self, message: str, least_bytes: int | None = None, absolute_least_bytes: int | None = None) -> None:
+        """Carry the smallest limits that work, when there are any."""
         self.least_bytes = least_bytes
+        self.absolute_least_bytes = absolute_least_bytes
         super().__init__(message)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardplan.core.accounting import MANY_CHUNKS, account
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
@@ -108,10 +109,23 @@ def load_plan(path: Path) -> Plan:
         raise ParseError(f"{path} is not a plan file: {reason}") from None
 
 
+def remarks(plan: Plan) -> list[str]:
+    """Return a line for each thing that a plan could not avoid: a peak above its bound, more chunks than are good."""
+    lines: list[str] = []
+    c = plan.certificate
+    if c.memory_limit is None and c.peak_bytes > c.bound_bytes:
+        lines.append(
+            f"order      peak {format_bytes(c.peak_bytes - c.bound_bytes)} above the bound: no order found of these "
+            "moves keeps it, and this is the least peak found"
+        )
+    chunks = max((getattr(step.op, "chunks", 1) for step in plan.program.steps), default=1)
+    if chunks > MANY_CHUNKS:
+        lines.append(f"chunks     {chunks} in the largest step, more than {MANY_CHUNKS}: each pays its latency again")
+    return lines
+
+
 def annotated(plan: Plan) -> str:
     """Return the program's text with the bytes the worst device receives and the predicted seconds of every step."""
-    from shardplan.core.accounting import account
-
     books = account(plan.program)
     c = plan.certificate
     if c.where is None:
@@ -135,9 +149,11 @@ def annotated(plan: Plan) -> str:
         f"{c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
+        + (f" with {len(c.kept)} kept" if c.kept else "")
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
+    lines += remarks(plan)
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where
         names = [level.name for level in topology.levels] if topology else []

@@ -22,26 +22,24 @@ Where = Topology | Placement
 
 
 def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
-    """Return the fabric: device ids are topology positions, or, of a placement's mesh, places that it lays out.
+    """Return the fabric: device ids are topology positions, or, under a placement, lie where it lays them.
 
-    Raises `TopologyError` for a device id that is not on the topology, or a mesh of which the placement knows nothing.
+    A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
+    and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
     """
     topology = where.topology if isinstance(where, Placement) else where
     ids = sorted({d for mesh in meshes for d in mesh.devices})
-    position: np.ndarray | None = None
     if isinstance(where, Placement):
-        laid = where.device_mesh().reshape(-1)
-        if not set(ids) <= set(where.mesh.devices):
-            strange = sorted(set(ids) - set(where.mesh.devices))
+        strange = sorted(set(ids) - set(where.mesh.devices))
+        if strange:
             raise TopologyError(f"the placement does not place the devices {strange[:5]}; it places {where.mesh}")
-        position = np.zeros(max(ids) + 1, dtype=np.int64)
-        position[where.mesh.ids] = laid
-    elif ids and ids[-1] >= topology.size:
+        return Fabric(topology, where.position())
+    if ids and ids[-1] >= topology.size:
         raise TopologyError(
             f"device {ids[-1]} is not on the topology {topology.name or '(unnamed)'} of {topology.size} devices; "
             f"legal ids are 0 to {topology.size - 1}"
         )
-    return Fabric(topology, position)
+    return Fabric(topology)
 
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
