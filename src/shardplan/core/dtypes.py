@@ -1,4 +1,4 @@
-"""Element types: one table from the short name that types print to the numpy dtype that holds the data."""
+"""Element types, from the short name that types print to the numpy dtype that holds the data; reductions over them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,17 @@ _ALIASES = {
 
 NAMES = tuple(_NUMPY)
 
+COMBINE: dict[str, Any] = {  # what a reduction makes of two addends
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+IDEMPOTENT = ("max", "min", "band", "bor")  # equal addends reduce to themselves
+
 
 @functools.cache
 def short_name(dtype: Any) -> str:
@@ -69,10 +80,23 @@ def itemsize(name: str) -> int:
     return numpy_dtype(name).itemsize
 
 
+def reduces(reduction: str, name: str) -> bool:
+    """Say whether a reduction is defined on a dtype: those of bits are on integers and bool only.
+
+    >>> reduces("product", "f32"), reduces("bxor", "u8"), reduces("bor", "f32")
+    (True, True, False)
+    """
+    return reduction not in ("band", "bor", "bxor") or numpy_dtype(name).kind in "biu"
+
+
 def identity(reduction: str, dtype: np.dtype[Any]) -> Any:
-    """Return the value that leaves `reduction` (sum, max, min) unchanged, for a numpy dtype."""
-    if reduction == "sum":
+    """Return the value that leaves a reduction of `COMBINE` unchanged, for a numpy dtype."""
+    if reduction in ("sum", "bor", "bxor"):
         return dtype.type(0)
+    if reduction == "product":
+        return dtype.type(1)
+    if reduction == "band":
+        return np.invert(dtype.type(0))
     if dtype.kind == "b":
         return dtype.type(reduction == "min")
     if dtype.kind in "iu":

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
 from shardplan.errors import LayoutError
 
-REDUCTIONS = ("sum", "max", "min")
+REDUCTIONS = tuple(COMBINE)
 Spec = Sequence[str | Sequence[str] | None]
 
 

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def _index(t: TensorType, box: np.ndarray) -> tuple[slice, ...]:
@@ -84,7 +82,7 @@ def collect(shards: Shards, t: TensorType) -> Array:
             shard = np.asarray(shards[m])
             if shard.shape != t.local_shape(int(m)):
                 raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {t.local_shape(int(m))}")
-            total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
+            total = shard if total is None else COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
         where = _index(t, boxes[group[0]])
         assert total is not None
         if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):

@@ -62,6 +62,8 @@ class TensorType:
             if n < 1:
                 raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
         layout = make_layout(len(sizes), spec, mesh, partial, root)
+        if layout.reduction is not None and not dtypes.reduces(layout.reduction, name):
+            raise LayoutError(f"{layout.reduction} of {name} is not defined; legal are integers and bool")
         atoms = tuple(mesh.expand(d) for d in layout.dims)
         even: list[bool] = []
         for k, (n, names, run) in enumerate(zip(sizes, layout.dims, atoms, strict=True)):

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import permutation
 from shardplan.core.ops import (
@@ -117,7 +117,7 @@ def _to_partial(op: ToPartial, x: Any, t: TensorType, u: TensorType, wire: Wire)
             blank = wire.varying(jnp.full(u.local_shape(), identity(op.reduction, dtype), dtype))
             at = wire.index(atoms) * t.local_shape()[d]
             return lax.dynamic_update_slice_in_dim(blank, wire.varying(x), at, d)
-    if op.reduction in ("max", "min"):
+    if op.reduction in IDEMPOTENT:
         return x
     other = poison((), dtype) if op.reduction == "root" else identity(op.reduction, dtype)
     return _where(wire.index(atoms) == 0, x, other)
@@ -324,11 +324,16 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum_scatter(x, scatter_dimension=0, tiled=False, **group)
             parts = lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **group)
-            return (jnp.min if op.reduction == "min" else jnp.max)(parts, axis=0)
+            return _folded(parts, op.reduction)
         case AllReduce() | Reduce():
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum(x, **group)
-            return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
+            if op.reduction in ("sum", "max", "min"):
+                return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
+            q = math.prod(a.size for a in order)
+            tiles = jnp.pad(x, (0, -x.size % q)).reshape(q, -1)
+            parts = lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
+            return lax.all_gather(_folded(parts, op.reduction), axis=0, tiled=True, **group)[: x.size]
         case Broadcast():
             bits = _bits(x)
             blank = jnp.zeros((), bits.dtype)
@@ -336,6 +341,16 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
             return _unbits(total, x.dtype)
         case _:
             assert_never(op)
+
+
+def _folded(parts: Any, reduction: str) -> Any:
+    """Reduce over the first dim, in the dtype of the parts; a sum of bools is their maximum."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+
+    if reduction == "product":
+        return jnp.prod(parts, axis=0).astype(parts.dtype)
+    ufuncs = {"min": jnp.minimum, "band": jnp.bitwise_and, "bor": jnp.bitwise_or, "bxor": jnp.bitwise_xor}
+    return ufuncs.get(reduction, jnp.maximum).reduce(parts, axis=0)
 
 
 def _bits(x: Any) -> Any:

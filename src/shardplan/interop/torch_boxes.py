@@ -43,10 +43,11 @@ class BoxMove:
         """Work out who sends what to whom; raises `LayoutError` for partial placements, `Infeasible` over the limit."""
         assert source.tensor_meta is not None
         shape, dtype = tuple(source.tensor_meta.shape), source.tensor_meta.dtype
-        before, after = holdings(shape, source.placements, source.mesh), holdings(shape, target.placements, target.mesh)
+        before, after = (holdings(shape, end.placements, end.mesh, end.shard_order) for end in (source, target))
         self.ranks = tuple(sorted({*before, *after}))
         self.device = rank
-        text = f"{shape} {dtype} {source.placements} {target.placements} {self.ranks}"
+        ends = [f"{end.placements} {end.shard_order} {end.mesh.mesh.tolist()}" for end in (source, target)]
+        text = f"{shape} {dtype} {ends}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.name = f"move of boxes {self.digest[:8]}"
         self.texts = ["exchange of boxes"]

@@ -236,6 +236,8 @@ def _target(name: str, x: DTensor, layouts: Layouts, device_mesh: DeviceMesh | N
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from None
     target = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
+    if masked := next((p for p in spec.placements if isinstance(p, Partial) and type(p) is not Partial), None):
+        raise LayoutError(f"{name}: {masked!r} in a state; legal are Shard, Replicate and Partial")
     strange = next((p for p in wanted if isinstance(p, Partial)), None)
     if strange is not None and not in_place(spec, target):
         raise LayoutError(f"{name}: cannot move a tensor of a state to {strange!r}; legal are Shard and Replicate")

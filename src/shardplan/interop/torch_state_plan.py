@@ -1,5 +1,6 @@
-"""The programs of a state's moves: one batch for all that has types, one exchange for each tensor that has none.
+"""The programs of a state's moves: one batch for all that has types, one move for each tensor that goes alone.
 
+Alone go the tensors that no layout describes, and those whose values are computed on the way (an average, a mask).
 The memory limit holds over all of them: what the others keep alive at the time is taken off it first.
 """
 
@@ -21,8 +22,9 @@ from shardplan.errors import Infeasible, LayoutError, ShardplanError
 from shardplan.execution.torch import Executable, executable, finish, wire_for
 from shardplan.execution.torch_faults import Watch
 from shardplan.hardware.where import Where
-from shardplan.interop.torch_boxes import BoxMove
-from shardplan.interop.torch_layout import ends, holdings
+from shardplan.interop.torch_bound import Bound
+from shardplan.interop.torch_ends import Ends
+from shardplan.interop.torch_layout import holdings
 from shardplan.interop.torch_state_view import Item
 from shardplan.movement.redistribute import plan_kept
 
@@ -31,19 +33,19 @@ from shardplan.movement.redistribute import plan_kept
 class Moves:
     """What a state's moves run: places in the list of items, with what moves them."""
 
-    boxed: tuple[tuple[int, BoxMove], ...]
+    alone: tuple[tuple[int, Bound], ...]
     typed: tuple[int, ...]
     batch: Program | None  # of the typed ones; its outputs begin with theirs
 
     def run(self, sources: list[torch.Tensor], timeout: float) -> list[torch.Tensor]:
         """Move this rank's shards, one an item; the list is emptied on the way, so that what is not kept is freed."""
         rank, results = dist.get_rank(), list(sources)
-        for k, _ in self.boxed:
+        for k, _ in self.alone:
             results[k] = _NOTHING
         for k in self.typed:
             results[k] = _NOTHING
-        for k, move in self.boxed:
-            values = {move.input_name: sources[k].contiguous()}
+        for k, move in self.alone:
+            values = {move.input_name: sources[k]}
             sources[k] = _NOTHING
             (results[k],) = _driven(move, move.ranks, values, timeout)
         if self.batch is not None:
@@ -61,7 +63,7 @@ _NOTHING = torch.empty(0)
 
 
 def _driven(
-    bound: Executable | BoxMove, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+    bound: Executable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
 ) -> list[torch.Tensor]:
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
@@ -90,25 +92,28 @@ def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where 
         Infeasible: No plan within the limit; `least_bytes` is that of the first step that does not fit.
     """
     types: dict[int, tuple[TensorType, TensorType]] = {}
-    boxed: list[tuple[int, BoxMove]] = []
+    strange: dict[int, Ends] = {}
+    alone: list[tuple[int, Bound]] = []
     for k, item in enumerate(items):
         try:
-            s, t = ends(item.source, item.target)
+            ends = Ends.of(item.source, item.target)
         except ShardplanError as error:
             raise LayoutError(f"{item.name}: {error}") from None
-        if s is not None and t is not None:
-            types[k] = s, t
-    strange = [k for k in range(len(items)) if k not in types]
+        plain = ends.source.tensor_meta == item.source.tensor_meta and not (ends.divisors)
+        if plain and ends.types is not None:
+            types[k] = ends.types
+        else:
+            strange[k] = ends
     live: Counter[int] = Counter()  # bytes by rank
     if limit is not None and strange:
         for item in items:
             live += _bytes(item.source)
-    for k in strange:
+    for k, ends in strange.items():
         item = items[k]
         source = Counter[int]() if limit is None else _bytes(item.source)
         taken = spare + _worst(live - source)
         try:
-            boxed.append((k, BoxMove(item.source, item.target, dist.get_rank(), _left(limit, taken))))
+            alone.append((k, Bound(ends, dist.get_rank(), _left(limit, taken), topology)))
         except LayoutError as error:
             raise LayoutError(f"{item.name}: {error}") from None
         except Infeasible as error:
@@ -116,7 +121,7 @@ def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where 
         if limit is not None:
             live = live + _bytes(item.target) - (Counter() if item.kept else source)
     if not types:
-        return Moves(tuple(boxed), (), None)
+        return Moves(tuple(alone), (), None)
     if strange:
         for k in types:
             live -= _bytes(items[k].source)
@@ -127,7 +132,7 @@ def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where 
         plan = plan_kept(sources, targets, topology, _left(limit, taken), keep=keep)
     except Infeasible as error:
         raise _with(error, "", taken) from None
-    return Moves(tuple(boxed), tuple(types), plan.program)
+    return Moves(tuple(alone), tuple(types), plan.program)
 
 
 def _left(limit: int | None, taken: int) -> int | None:
@@ -150,7 +155,7 @@ def _bytes(spec: DTensorSpec) -> Counter[int]:
     """Return the bytes that every rank holds of a tensor."""
     assert spec.tensor_meta is not None
     whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    held = holdings(tuple(spec.tensor_meta.shape), whole, spec.mesh)
+    held = holdings(tuple(spec.tensor_meta.shape), whole, spec.mesh, spec.shard_order)
     return Counter({r: math.prod(h.shape) * spec.tensor_meta.dtype.itemsize for r, h in held.items()})
 
 
