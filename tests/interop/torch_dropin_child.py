@@ -488,9 +488,9 @@ def _big(here):
 
 def state_within_memory(here):
     least = raises_least(lambda: redistribute_state(_big(here), {"*": [S1]}, memory_limit=1))
-    redistribute_state(_big(here), {"*": [S1]}, memory_limit=2 * least)  # what is made once only is no workspace
+    redistribute_state(_big(here), {"*": [S1]}, memory_limit=least)  # what is made once only is no workspace
     peaks = []
-    for limit in (2 * least, None):
+    for limit in (least, None):
         state = _big(here)
         with Storages(*(x._local_tensor for x in state.values())) as book:
             out = redistribute_state(state, {"*": [S1]}, memory_limit=limit)

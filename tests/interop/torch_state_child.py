@@ -11,7 +11,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from storages import Storages  # noqa: E402
+from storages import Made, Storages  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -43,19 +43,11 @@ def squares():
     return mesh, mesh["dp"], mesh["tp"]
 
 
-def traced(here, state, call):
+def traced(state, call):
     """The most bytes in storages at any time of the call, those of the state included, and what it returned."""
-    with Storages(*(x._local_tensor for _, x in leaves(state) if isinstance(x, DTensor))) as book:
-        before = book.live
-        # views of the tables of ranks that meshes keep are no storages that the call makes
-        views = [x.device_mesh.mesh for _, x in leaves(state) if isinstance(x, DTensor)] + [
-            here.back.mesh,
-            here.line.mesh,
-        ]
-        tables = book.live - before
+    with Made(*(x._local_tensor for _, x in leaves(state) if isinstance(x, DTensor))) as book:
         out = call(state)
-        del views
-    return book.peak - tables, out
+    return book.peak, out
 
 
 # Patterns
@@ -351,7 +343,7 @@ def limit_counts_what_is_kept(here):
             redistribute_state(make(here), {"*": [S1]}, memory_limit=least, donate=donate)  # tables are made once
             state = make(here)
             peak, out = traced(
-                here, state, lambda x: redistribute_state(x, {"*": [S1]}, memory_limit=least, donate=donate)  # noqa: B023
+                state, lambda x: redistribute_state(x, {"*": [S1]}, memory_limit=least, donate=donate)  # noqa: B023
             )  # fmt: skip
             assert peak <= least, (make.__name__, donate, peak, least)
             assert len(state) == (0 if donate else 6)
@@ -381,7 +373,7 @@ def limit_holds_over_all_groups(here):
                 except Exception as error:
                     assert error.least_bytes > limit, (str(error), limit)
                     limit = error.least_bytes
-            peak, _ = traced(here, state(), lambda x: redistribute_state(x, layouts, goal, limit, donate=donate))  # noqa: B023
+            peak, _ = traced(state(), lambda x: redistribute_state(x, layouts, goal, limit, donate=donate))  # noqa: B023
             assert peak <= limit, (donate, peak, limit)
 
 
@@ -394,7 +386,7 @@ def storages_larger_than_shards_count(here):
 
     least = raises_least(lambda: redistribute_state(state(), {"*": [S1]}, memory_limit=1))
     redistribute_state(state(), {"*": [S1]}, memory_limit=least)
-    peak, _ = traced(here, state(), lambda x: redistribute_state(x, {"*": [S1]}, memory_limit=least))
+    peak, _ = traced(state(), lambda x: redistribute_state(x, {"*": [S1]}, memory_limit=least))
     assert 64 * 64 * 4 < peak <= least
 
 
@@ -440,7 +432,7 @@ def donation_that_frees_nothing(here):
     plain = raises_least(lambda: redistribute_state(_plain(here), {"*": [S1]}, memory_limit=1))
     assert donated < kept == plain
     again = {n: x.detach() for n, x in model.items()}
-    peak, _ = traced(here, again, lambda x: told(x, memory_limit=kept))
+    peak, _ = traced(again, lambda x: told(x, memory_limit=kept))
     assert peak <= kept
     state = _plain(here)
     raises_least(lambda: told(state, memory_limit=1))

@@ -64,9 +64,7 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         if error.least_bytes is None:
             raise
         least = error.least_bytes + beside
-        absolute = (
-            least if getattr(error, "absolute_least_bytes", None) is None else error.absolute_least_bytes + beside
-        )
+        absolute = least if getattr(error,"absolute_least_bytes",None) is None else error.absolute_least_bytes + beside
         if not beside and not ends.remakes(False):
             raise
     last = sizes[0] * ends.given.itemsize + sizes[1] * ends.travels.itemsize
@@ -74,9 +72,7 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         last += sizes[1] * ends.result.itemsize
     if moving is None or (limit is not None and limit < last):
         assert limit is not None
-        asked = (
-            f"move {ends.given} {tuple(ends.source.shape)} from {ends.source.placements} to {ends.target.placements}"
-        )
+        asked = f"move {ends.given} {tuple(ends.source.shape)} from {ends.source.placements} to {ends.target.placements}"
         raise too_little(asked, limit, max(least, last), max(absolute, last))
     return moving
 
