@@ -40,7 +40,7 @@ class Storages(TorchDispatchMode):
 
 
 class Made(Storages):
-    """Counts the storages that ops make; one that was there before, as a mesh's table of ranks, is not made by a view."""
+    """Counts the storages that ops make: a view of one that was there, as a mesh's table of ranks, makes none."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
-from interop.test_torch import launch  # noqa: E402
+from interop.test_torch import launch
 
 CHILD = Path(__file__).with_name("torch_state_child.py")
 RANDOM = Path(__file__).with_name("random_states_child.py")

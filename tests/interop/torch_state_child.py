@@ -480,15 +480,9 @@ def fsdp2_and_tensor_parallel(here):
         }
 
     before = fulls(state)
-    for layouts, goal in (
-        ({"*norm*": [R], "*up.weight": [R, S0], "*down.weight": [R, S1], "*.bias": [R, R]}, None),
-        ({"*.weight": [S0, R]}, here.square),
-        ({"*": [S0]}, here.back),
-    ):
-        if goal is None:
-            layouts = {"*norm*": [R], "*up.bias*": [S0, S0], "*up.*": [R, S0], "*down.weight*": [R, S1]}
-        elif goal is here.square:
-            layouts = {"*.weight*": [S0, R]}
+    own = {"*norm*": [R], "*up.bias*": [S0, S0], "*up.*": [R, S0], "*down.weight*": [R, S1]}
+    # full_tensor gathers in ascending order of ranks: `line`, not `back`
+    for layouts, goal in ((own, None), ({"*.weight*": [S0, R]}, here.square), ({"*": [S0]}, here.line)):
         least = 0
         try:
             redistribute_state(state, layouts, goal, 1)

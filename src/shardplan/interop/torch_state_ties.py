@@ -83,6 +83,13 @@ def held_elsewhere(tensors: Mapping[Path, DTensor], tied: Mapping[Path, Path | N
     # in this tuple everything has as many references from here; before it a tensor has two for every name, `spare` one
     counts = [sys.getrefcount(x) for x in (*tensors.values(), spare)]
     base = counts.pop() - 2
+    counted = {id(x): x for x in tensors.values()}
+    uses = Counter(id(x._local_tensor) for x in counted.values())  # pyright: ignore[reportPrivateUsage]
+    lent = {
+        k
+        for k, x in counted.items()
+        if sys.getrefcount(x._local_tensor) > _ALONE + uses[id(x._local_tensor)]  # pyright: ignore[reportPrivateUsage]
+    }
     groups: dict[Path, list[torch.Tensor]] = {}
     for path, x in tensors.items():
         groups.setdefault(tied[path] or path, []).append(local_of(x))
@@ -90,7 +97,7 @@ def held_elsewhere(tensors: Mapping[Path, DTensor], tied: Mapping[Path, Path | N
     return {
         path
         for (path, x), count in zip(tensors.items(), counts, strict=True)
-        if count - 3 * times[id(x)] > base or (tied[path] or path) in shared
+        if count - 3 * times[id(x)] > base or id(x) in lent or (tied[path] or path) in shared
     }
 
 
