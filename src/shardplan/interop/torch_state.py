@@ -222,7 +222,7 @@ def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], t
         for path, source in sources.items()
     }
     plain = [name_of(p) for p, x in leaves(state) if isinstance(x, torch.Tensor) and p not in tensors]
-    spare = surplus([local_of(tensors[path]) for path in moved])
+    spare = surplus([local_of(tensors[path]) for path in dict.fromkeys(tied[path] or path for path in moved)])
     return View(texts, held, matching(layouts, names.values()), matching(layouts, plain), spare)
 
 
