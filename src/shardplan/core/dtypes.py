@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 
 _NUMPY: dict[str, Any] = {
     "bool": np.bool_,
@@ -54,18 +54,32 @@ COMBINE: dict[str, Any] = {  # what a reduction makes of two addends
 IDEMPOTENT = ("max", "min", "band", "bor")  # equal addends reduce to themselves
 
 
-@functools.cache
 def short_name(dtype: Any) -> str:
-    """Return the short name of `dtype`, which may be a short name, a numpy name or a numpy dtype.
+    """Return the short name of `dtype`, which may be a short name, a numpy name, a numpy dtype or a scalar's class.
 
     Raises `LayoutError` naming the legal dtypes.
     """
-    if isinstance(dtype, str) and dtype in _NUMPY:
-        return dtype
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    if name in _ALIASES:
-        return _ALIASES[name]
-    raise LayoutError(f"unknown dtype {name!r}; legal dtypes are {', '.join(NAMES)}")
+    if isinstance(dtype, str):
+        found = dtype if dtype in _NUMPY else _ALIASES.get(dtype)
+    else:
+        found = _name_of(dtype)
+    if found is None:
+        raise LayoutError(f"unknown dtype {shown(dtype)}; legal dtypes are {', '.join(NAMES)}")
+    return found
+
+
+def _name_of(dtype: object) -> str | None:
+    """The short name of what numpy takes as a dtype; None is none here, though numpy reads it as f64."""
+    # jax.numpy.float32 is an object with a dtype
+    kind = dtype if isinstance(dtype, (np.dtype, type)) else getattr(dtype, "dtype", None)
+    if not isinstance(kind, (np.dtype, type)) or kind is type(None):
+        return None
+    try:
+        exact = np.dtype(kind)
+    except (TypeError, ValueError):
+        return None
+    name = _ALIASES.get(exact.name)
+    return name if name is not None and exact == numpy_dtype(name) else None  # another byte order is another dtype
 
 
 @functools.cache

@@ -71,7 +71,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan file."""
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+    try:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+    except OSError as error:
+        raise ShardplanError(f"cannot write the plan file {path}: {error.strerror}") from None
 
 
 def _type(text: str) -> TensorType:
@@ -104,8 +107,16 @@ def load_plan(path: Path) -> Plan:
         return Plan(program, Certificate(program=program, **claims))
     except OSError as error:
         raise ParseError(f"cannot read the plan file {path}: {error.strerror}") from None
-    except (ShardplanError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+    except (
+        ShardplanError,
+        msgspec.DecodeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise ParseError(f"{path} is not a plan file: {reason}") from None
 
 

@@ -11,14 +11,28 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TopologyError
+from shardplan.errors import TopologyError, shown
 from shardplan.hardware.bounds import batch_lower_bound_seconds, most_over
 from shardplan.hardware.cost import Fabric, Price, price
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.reduction_bound import reduction_bound
-from shardplan.hardware.topology import Topology
+from shardplan.hardware.topology import Topology, topology_of
 
 Where = Topology | Placement
+
+
+def where_of(what: str, value: object) -> Where | None:
+    """Return a topology, given as one or as text, a placement, or None; raises `TopologyError` for any other value."""
+    return value if value is None or isinstance(value, Placement) else topology_of(what, value)
+
+
+def placement_of(what: str, value: object) -> Placement:
+    """Return a placement; raises `TopologyError` for any other value."""
+    if not isinstance(value, Placement):
+        raise TopologyError(
+            f"{what} is {shown(value)}; legal is a Placement, such as placements(mesh, topology) or place() gives"
+        )
+    return value
 
 
 def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:

@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from shardplan.errors import missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, "torch") from None
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -18,8 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import finish, wire_for
-from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch import agreed, finish, launch
 from shardplan.interop.torch_async import later, settle, under_way, waited
 from shardplan.interop.torch_bound import Bound
 from shardplan.interop.torch_ends import Ends
@@ -36,7 +40,7 @@ MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
 class Move:
     """A redistribution bound to this rank: from a spec to a spec, planned once."""
 
-    __slots__ = ("agreed", "bound", "inside", "options", "target", "timeout")
+    __slots__ = ("bound", "inside", "options", "target", "timeout")
 
     def __init__(
         self,
@@ -54,24 +58,12 @@ class Move:
         self.options = (limit, topology, timeout)
         self.bound = Bound(Ends.of(source, target, travels), rank, limit, topology)
         self.inside = rank in self.bound.ranks
-        self.agreed = False
 
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
-        bound = self.bound
-        watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, self.timeout, posts=False)
-        try:
-            if not self.agreed:
-                settle()  # comparing programs waits for all ranks, and some may wait for those moves
-                watch.agree(bound.digest)
-                self.agreed = True
-            wire = wire_for(watch, local.device, self.timeout)
-            return (yield from bound.drive({bound.input_name: local}, wire, watch))
-        except GeneratorExit:  # never finished: the process group was destroyed before the process ended
-            raise
-        except BaseException as error:
-            watch.broke(error)
-            raise
+        if not agreed(self.bound):
+            settle()  # comparing programs waits for all ranks, and some may wait for those moves
+        return launch(self.bound, {self.bound.input_name: local}, self.timeout)
 
 
 Options = tuple[int | None, Any, float]  # memory limit, topology, timeout

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
-from shardplan.execution.torch import Executable, executable
+from shardplan.execution.torch import Executable, Need, executable
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_wire import Wire
 from shardplan.interop.torch_boxes import BoxMove
@@ -35,6 +35,10 @@ class Bound:
         self.ranks, self.device = self.moving.ranks, rank
         self.name, self.texts = self.moving.name, self.moving.texts
         self.result_shape = self.moving.result_shape
+        need = self.moving.needs[self.moving.input_name]
+        self.needs: dict[str, Need | None] = {
+            self.input_name: None if need is None else need._replace(dtype=ends.given),
+        }
         self.digest = hashlib.sha256(f"{self.moving.digest} {ends.text}".encode()).hexdigest()
 
     def drive(
@@ -64,7 +68,7 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         if error.least_bytes is None:
             raise
         least = error.least_bytes + beside
-        absolute = least if getattr(error,"absolute_least_bytes",None) is None else error.absolute_least_bytes + beside
+        absolute = least if error.absolute_least_bytes is None else error.absolute_least_bytes + beside
         if not beside and not ends.remakes(False):
             raise
     last = sizes[0] * ends.given.itemsize + sizes[1] * ends.travels.itemsize
@@ -72,7 +76,9 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         last += sizes[1] * ends.result.itemsize
     if moving is None or (limit is not None and limit < last):
         assert limit is not None
-        asked = f"move {ends.given} {tuple(ends.source.shape)} from {ends.source.placements} to {ends.target.placements}"
+        asked = (
+            f"move {ends.given} {tuple(ends.source.shape)} from {ends.source.placements} to {ends.target.placements}"
+        )
         raise too_little(asked, limit, max(least, last), max(absolute, last))
     return moving
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.tensor import Box
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
+from shardplan.execution.torch import Need
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_pack import at
 from shardplan.execution.torch_wire import Wire
@@ -52,6 +53,8 @@ class BoxMove:
         self.name = f"move of boxes {self.digest[:8]}"
         self.texts = ["exchange of boxes"]
         mine, ours = before.get(rank), after.get(rank)
+        need = None if mine is None else Need(mine.shape, dtype, f"{source.placements} of {shape}")
+        self.needs: dict[str, Need | None] = {self.input_name: need}
         self.result_shape: tuple[int, ...] = (0,) if ours is None else ours.shape
         self.copies: list[tuple[View, View]] = []
         sends: dict[int, list[View]] = {}

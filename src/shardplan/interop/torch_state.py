@@ -7,8 +7,9 @@ anything moves.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,9 +22,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import wire_for
+from shardplan.execution.torch import Need, finish, launch
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_tree import united
+from shardplan.execution.torch_wire import Wire
 from shardplan.interop.torch_async import settle
 from shardplan.interop.torch_layout import normal
 from shardplan.interop.torch_state_names import (
@@ -139,6 +141,28 @@ def redistribute_state(
     return out
 
 
+class _Joining:
+    """What the ranks of a call tell each other, run as a program is; its steps move no tensor."""
+
+    name = "redistribute_state"
+    needs: dict[str, Need | None] = {"0": Need((0,), torch.float32, "nothing")}  # noqa: RUF012
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, what: str, value: Any, join: Callable[[Any, Any], Any]):
+        """Note what this rank brings; afterwards `value` is what all bring."""
+        self.ranks, self.device, self.value, self.join = ranks, rank, value, join
+        self.texts = [what]
+        self.digest = hashlib.sha256(f"{self.name} {what} {ranks}".encode()).hexdigest()
+
+    def drive(
+        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Join; see `Executable.drive`."""
+        watch.at(0)
+        self.value = united(wire, self.ranks, self.device, self.value, self.join)
+        yield
+        return []
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """The ranks that make one call, and this one's part in it."""
@@ -170,9 +194,9 @@ class _Call:
         """Return the values of all ranks, joined."""
         if len(self.ranks) == 1:
             return value
-        watch = Watch(self.ranks, self.rank, "redistribute_state", [what], self.timeout, posts=False)
-        watch.at(0)
-        return united(wire_for(watch, self.device, self.timeout), self.ranks, self.rank, value, join)
+        joining = _Joining(self.ranks, self.rank, what, value, join)
+        finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
+        return joining.value
 
     def nothing(self, item: Item) -> torch.Tensor:
         """Return what stands for a tensor that this rank does not have."""

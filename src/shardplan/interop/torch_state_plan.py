@@ -19,8 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from shardplan.execution.torch import Executable, executable, finish, wire_for
-from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch import Executable, executable, finish, launch
 from shardplan.hardware.where import Where
 from shardplan.interop.torch_bound import Bound
 from shardplan.interop.torch_ends import Ends
@@ -68,14 +67,7 @@ def _driven(
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
         return list(values.values())
-    watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, timeout)
-    watch.agree(bound.digest)
-    device = next(iter(values.values())).device
-    try:
-        return finish(bound.drive(values, wire_for(watch, device, timeout), watch))
-    except BaseException as error:
-        watch.broke(error)
-        raise
+    return finish(launch(bound, values, timeout))
 
 
 def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where | None) -> Moves:

@@ -13,16 +13,19 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from shardplan.core import border
 from shardplan.core.accounting import account, bound_bytes
+from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType, same
+from shardplan.core.tensor import TensorType, same, type_of
 from shardplan.errors import Infeasible, LayoutError
 from shardplan.hardware.certificate import issue
 from shardplan.hardware.cost import Fabric, linear_cost
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.plan import Plan
 from shardplan.hardware.topology import Topology
-from shardplan.hardware.where import Where, fabric_of
+from shardplan.hardware.units import limit_of
+from shardplan.hardware.where import Where, fabric_of, where_of
 from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.crossmesh import crossings
 from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer, price, too_little
@@ -34,14 +37,17 @@ MOST_PLACEMENTS = 64
 
 
 def redistribute(
-    src: TensorType | Sequence[TensorType],
-    dst: TensorType | Sequence[TensorType],
-    topology: Topology | Placement | None = None,
-    memory_limit: int | None = None,
+    src: TensorType | str | Sequence[TensorType | str],
+    dst: TensorType | str | Sequence[TensorType | str],
+    topology: Topology | Placement | str | None = None,
+    memory_limit: float | str | None = None,
     portable: bool = False,
+    *,
+    mesh: Mesh | str | None = None,
 ) -> Plan:
     """Return a certified plan from `src` to `dst`; two lists are a batch and become one plan.
 
+    With `mesh` types may be texts; a topology (`"dgx-h100"`), a mesh and `memory_limit` (`"1 GB"`) may be texts too.
     `memory_limit` (bytes) bounds the workspace of every device; without it only shards between steps are bounded, by
     the larger of source and destination. `portable` admits no exchange over more than half of the devices. With a
     `Topology` the best placement of a default mesh is taken, with a `Placement` that one; it serves every mesh of the
@@ -54,17 +60,20 @@ def redistribute(
     >>> plan = redistribute(TensorType("f32", (8, 8), ("x", "y"), mesh), TensorType("f32", (8, 8), ("y", "x"), mesh))
     >>> [step.op.name for step in plan.program.steps], plan.certificate.status
     (['permute'], 'floor')
+    >>> plan == redistribute("f32[8@x, 8@y]", "f32[8@y, 8@x]", mesh="x=2,y=2")
+    True
     """
-    return plan_kept(src, dst, topology, memory_limit, portable, keep=False)
+    return plan_kept(src, dst, topology, memory_limit, portable, mesh=mesh, keep=False)
 
 
 def plan_kept(
-    src: TensorType | Sequence[TensorType],
-    dst: TensorType | Sequence[TensorType],
-    topology: Topology | Placement | None = None,
-    memory_limit: int | None = None,
+    src: TensorType | str | Sequence[TensorType | str],
+    dst: TensorType | str | Sequence[TensorType | str],
+    topology: Topology | Placement | str | None = None,
+    memory_limit: float | str | None = None,
     portable: bool = False,
     *,
+    mesh: Mesh | str | None = None,
     keep: bool | Sequence[bool] = True,
 ) -> Plan:
     """Return the plan of `redistribute` for a caller who keeps sources: under a limit they count to the end.
@@ -72,22 +81,24 @@ def plan_kept(
     `keep` says it of all sources, or of each. The program of a plan under a limit then lists the kept inputs as further
     outputs, behind those of the destinations; without a limit there is nothing to count, and it lists none.
     """
-    if isinstance(src, TensorType) != isinstance(dst, TensorType):
+    where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
+    portable = border.flag("portable", portable)
+    keep = keep if limit is not None else False
+    if isinstance(src, (TensorType, str)) != isinstance(dst, (TensorType, str)):
         raise LayoutError("redistribute takes two types, or two lists of types of equal length")
-    if memory_limit is not None and memory_limit < 1:
-        raise LayoutError(f"the memory limit is {memory_limit} bytes; it must be at least 1")
-    if isinstance(src, TensorType) and isinstance(dst, TensorType):
-        check_pair(src, dst)
-        return _cached(src, dst, topology, memory_limit, portable, _each(keep if memory_limit else False, 1)[0])
-    sources, destinations = tuple(src), tuple(dst)  # type: ignore[arg-type]
+    if isinstance(src, (TensorType, str)):
+        source, destination = type_of("the source", src, mesh), type_of("the destination", dst, mesh)
+        check_pair(source, destination)
+        return _cached(source, destination, where, limit, portable, _each(keep, 1)[0])
+    sources = tuple(type_of(f"source {k}", t, mesh) for k, t in enumerate(border.items("src", src, "types")))
+    destinations = tuple(type_of(f"destination {k}", t, mesh) for k, t in enumerate(border.items("dst", dst, "types")))
     if len(sources) != len(destinations):
         raise LayoutError(
             f"a batch of {len(sources)} sources and {len(destinations)} destinations; give as many of each"
         )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
-    kept = _each(keep if memory_limit is not None else False, len(sources))
-    return _cached_batch(sources, destinations, topology, memory_limit, portable, kept)
+    return _cached_batch(sources, destinations, where, limit, portable, _each(keep, len(sources)))
 
 
 def _each(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
