@@ -37,3 +37,15 @@ class Storages(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.count(x)
         return out
+
+
+class Made(Storages):
+    """Counts the storages that ops make: a view of one that was there, as a mesh's table of ranks, makes none."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.count(x)
+        return out

@@ -6,12 +6,14 @@ import json
 import time
 from dataclasses import astuple
 
+import numpy as np
 import torch
 
 from shardplan.execution.record import Span
 from shardplan.execution.torch_wire import Wire
 
 PINGS = 8
+PIECE = 1024  # bytes of a message of `put`
 
 
 def offset(wire: Wire, ranks: tuple[int, ...], rank: int) -> float:
@@ -41,13 +43,13 @@ def gathered(wire: Wire, ranks: tuple[int, ...], rank: int, spans: list[Span], s
     mine = [(s.device, s.step, s.start + shift, s.end + shift, s.received) for s in spans]
     leader = ranks[0]
     if rank != leader:
-        _put(wire, leader, json.dumps(mine))
-        return [Span(*row) for row in json.loads(_get(wire, leader))]
+        put(wire, leader, json.dumps(mine).encode())
+        return [Span(*row) for row in json.loads(get(wire, leader))]
     rows = [list(astuple(Span(*row))) for row in mine]
     for other in ranks[1:]:
-        rows += json.loads(_get(wire, other))
+        rows += json.loads(get(wire, other))
     for other in ranks[1:]:
-        _put(wire, other, json.dumps(rows))
+        put(wire, other, json.dumps(rows).encode())
     return [Span(*row) for row in rows]
 
 
@@ -63,12 +65,18 @@ def _receive(wire: Wire, peer: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _put(wire: Wire, peer: int, text: str) -> None:
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    _send(wire, peer, torch.tensor([len(data)]))
-    _send(wire, peer, data)
+def put(wire: Wire, peer: int, data: bytes) -> None:
+    """Send bytes to a rank that gets them, in pieces that are small beside any tensor."""
+    _send(wire, peer, torch.from_numpy(np.array([len(data)])))
+    for start in range(0, len(data), PIECE):
+        _send(wire, peer, torch.from_numpy(np.frombuffer(bytearray(data[start : start + PIECE]), dtype=np.uint8)))
 
 
-def _get(wire: Wire, peer: int) -> str:
-    size = int(_receive(wire, peer, torch.empty(1, dtype=torch.int64))[0])
-    return bytes(_receive(wire, peer, torch.empty(size, dtype=torch.uint8)).tolist()).decode()
+def get(wire: Wire, peer: int) -> bytes:
+    """Receive the bytes that a rank puts."""
+    size = int(_receive(wire, peer, torch.from_numpy(np.zeros(1, dtype=np.int64)))[0])
+    out = bytearray()
+    while len(out) < size:
+        piece = torch.from_numpy(np.empty(min(PIECE, size - len(out)), dtype=np.uint8))
+        out += _receive(wire, peer, piece).cpu().numpy().tobytes()
+    return bytes(out)

@@ -8,8 +8,7 @@ from it; the ranks compare their programs then, once. Gradients flow back along 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import missing
@@ -23,16 +22,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ShardplanError
+from shardplan.errors import LayoutError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import agreed, executable, finish, launch
+from shardplan.execution.torch import agreed, finish, launch
 from shardplan.interop.torch_async import later, settle, under_way, waited
 from shardplan.interop.torch_bound import Bound
 from shardplan.interop.torch_ends import Ends
 from shardplan.interop.torch_layout import normal, ordered, respec
-from shardplan.movement.redistribute import redistribute as plan_move
+from shardplan.interop.torch_state import redistribute_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,13 +65,6 @@ class Move:
         if not agreed(self.bound):
             settle()  # comparing programs waits for all ranks, and some may wait for those moves
         return launch(self.bound, {self.bound.input_name: local}, self.timeout)
-
-
-def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
-    """Return the types of both ends; None where a tensor goes alone: it is computed, or no layout says it."""
-    ends = Ends.of(source, target)
-    plain = ends.source.tensor_meta == source.tensor_meta and not (ends.divisors or ends.masks)
-    return ends.types if plain and ends.types is not None else (None, None)
 
 
 Options = tuple[int | None, Any, float]  # memory limit, topology, timeout
@@ -275,103 +265,6 @@ def gradient_of(spec: DTensorSpec, grad: DTensorSpec) -> DTensorSpec:
     meta = grad.tensor_meta._replace(dtype=spec.tensor_meta.dtype)
     strided = spec.use_strided_shard_as_shard_order
     return DTensorSpec(spec.mesh, back, tensor_meta=meta, use_strided_shard_as_shard_order=strided)
-
-
-def redistribute_state(
-    state: Mapping[str, Any],
-    layouts: Mapping[str, Sequence[Placement]],
-    device_mesh: DeviceMesh | None = None,
-    memory_limit: int | None = None,
-    *,
-    donate: bool = False,
-    topology: Any = None,
-    timeout: float = TIMEOUT,
-) -> dict[str, Any]:
-    """Move all tensors of a model as one batch plan, equal moves packed into one transfer.
-
-    Args:
-        state: DTensors by name; anything else is passed on as it is.
-        layouts: Placements by name or pattern (as `*.weight`); the first that matches holds, without one a tensor is
-            replicated.
-        device_mesh: The destination's mesh for all of them, if it is another.
-        memory_limit: Bytes of workspace on every device for the whole move (sources, results, staging). Tensors that no
-            layout describes (an uneven `_StridedShard`) are moved first, each by itself within the limit.
-        donate: Free every source as soon as it is not needed: `state`, which must be a dict then, is emptied of what
-            was moved, and the sources must not be used again.
-        topology: As of `redistribute`.
-        timeout: As of `redistribute`.
-
-    Returns:
-        The state with the moved tensors, in the order of `state`; a tensor that is where it belongs is passed on.
-
-    Raises:
-        LayoutError: As `redistribute`, naming the tensor.
-        Infeasible: No plan within the limit.
-    """
-    if donate and not isinstance(state, dict):
-        raise LayoutError(f"donate=True empties the state on the way, a {type(state).__name__}; legal is a dict")
-    wanted = _targets(state, layouts, device_mesh)
-    out: dict[str, Any] = {name: None if name in wanted else value for name, value in state.items()}
-    typed: dict[str, tuple[TensorType, TensorType]] = {}
-    for name, target in wanted.items():
-        try:
-            s, t = _ends(state[name]._spec, target)
-        except ShardplanError as error:
-            raise LayoutError(f"{name}: {error}") from None
-        if s is not None and t is not None:
-            typed[name] = (s, t)
-            continue
-        with torch.no_grad():
-            out[name] = redistribute(state[name], target.placements, target.mesh, memory_limit, timeout=timeout)
-        if donate and isinstance(state, dict):
-            del state[name]
-    if not typed:
-        return out
-    sources, targets = zip(*typed.values(), strict=True)
-    plan = plan_move(sources, targets, topology=topology, memory_limit=memory_limit)
-    keys = [key for key, _ in plan.program.inputs]
-    locals_ = (waited(state[name]._local_tensor.detach()).contiguous() for name in typed)
-    values = dict(zip(keys, locals_, strict=True))
-    if donate and isinstance(state, dict):
-        for name in typed:
-            del state[name]
-    results = _batch(plan.program, keys, values, timeout)
-    for name, local in zip(typed, results, strict=True):
-        out[name] = DTensor(local, wanted[name], requires_grad=False)  # pyright: ignore[reportCallIssue]
-    return out
-
-
-def _batch(program: Program, keys: list[str], values: dict[str, torch.Tensor], timeout: float) -> list[torch.Tensor]:
-    """Run a batch on this rank's shards, which is emptied on the way; ranks without a part keep what they have."""
-    rank = dist.get_rank()
-    if rank not in program.devices:
-        return [values[key] for key in keys]
-    settle()
-    return finish(launch(executable(program, rank), values, timeout))
-
-
-def _targets(
-    state: Mapping[str, Any], layouts: Mapping[str, Sequence[Placement]], device_mesh: DeviceMesh | None
-) -> dict[str, DTensorSpec]:
-    """Return the spec that every tensor that has to move is to have, by name, in the order of the state."""
-    out: dict[str, DTensorSpec] = {}
-    for name, value in state.items():
-        if not isinstance(value, DTensor):
-            continue
-        spec = value._spec  # pyright: ignore[reportPrivateUsage]
-        mesh = device_mesh or spec.mesh
-        found = next((p for pattern, p in layouts.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        try:
-            wanted = normal([Replicate()] * mesh.ndim if found is None else found, value.ndim, mesh)
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from None
-        if mesh == spec.mesh and wanted == spec.placements:
-            continue
-        strange = next((p for p in wanted if isinstance(p, Partial)), None)
-        if strange is not None:
-            raise LayoutError(f"{name}: cannot move a tensor of a state to {strange!r}; legal are Shard and Replicate")
-        out[name] = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
-    return out
 
 
 __all__ = ["redistribute", "redistribute_state"]

@@ -92,7 +92,7 @@ class BoxMove:
         x = values.pop(self.input_name)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
-        packed = [torch.cat([at(x, v).reshape(-1) for v in t.views]) for t in self.sends]
+        packed = [_packed(x, t, wire) for t in self.sends]
         ins, outs = wire.post(
             [(t.peer, y) for t, y in zip(self.receives, stages, strict=True)],
             [(t.peer, y) for t, y in zip(self.sends, packed, strict=True)],
@@ -108,6 +108,15 @@ class BoxMove:
                 start += v.elements
         wire.wait(outs)
         return [out]
+
+
+def _packed(x: torch.Tensor, traffic: _Traffic, wire: Wire) -> torch.Tensor:
+    """Return the parts for a peer, one after another; nothing but the message itself is allocated."""
+    out, start = wire.empty(traffic.elements, x.dtype), 0
+    for v in traffic.views:
+        out[start : start + v.elements].view(v.size).copy_(at(x, v))
+        start += v.elements
+    return out
 
 
 def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list[tuple[int, Box, Box]]:

@@ -1,0 +1,280 @@
+"""`redistribute_state`: all tensors of a state as one batch plan, on whatever meshes they lie.
+
+The ranks first join what they hold (`torch_state_view`), so that every rank has the same list of moves; then each makes
+the same plans (`torch_state_plan`) and runs its part. What is wrong on any rank is raised on all of them before
+anything moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+
+from shardplan.errors import LayoutError, ShardplanError
+from shardplan.execution.run import TIMEOUT
+from shardplan.execution.torch import Need, finish, launch
+from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch_tree import united
+from shardplan.execution.torch_wire import Wire
+from shardplan.interop.torch_async import settle
+from shardplan.interop.torch_layout import normal
+from shardplan.interop.torch_state_names import (
+    Layouts,
+    Path,
+    added,
+    layout_for,
+    leaves,
+    matching,
+    name_of,
+    rebuilt,
+    removed,
+    within_tuple,
+)
+from shardplan.interop.torch_state_plan import moves
+from shardplan.interop.torch_state_ties import held_elsewhere, local_of, surplus, ties
+from shardplan.interop.torch_state_view import (
+    Grid,
+    Held,
+    Item,
+    Source,
+    View,
+    copies,
+    digests,
+    in_place,
+    items,
+    refuse_unlike,
+    same_digests,
+)
+
+T = TypeVar("T")
+Tensors = dict[Path, DTensor]
+
+
+def redistribute_state(
+    state: Mapping[str, Any],
+    layouts: Layouts,
+    device_mesh: DeviceMesh | None = None,
+    memory_limit: int | None = None,
+    *,
+    donate: bool = False,
+    group: dist.ProcessGroup | None = None,
+    topology: Any = None,
+    timeout: float = TIMEOUT,
+) -> dict[str, Any]:
+    """Move all DTensors of a state as one batch plan, equal moves packed into one transfer.
+
+    Args:
+        state: DTensors, also in nested dicts, lists and tuples as an optimizer has them; anything else is passed on as
+            it is. A name is the path joined by dots: `state.layers.0.weight.exp_avg`, `param_groups.0.scale`. Ranks may
+            hold other names, on other meshes: norms on a submesh, the layers of a pipeline's stage. One name on several
+            meshes is a tensor on each of them; under a `device_mesh` these are copies of one tensor, and are compared.
+        layouts: Placements by name or pattern (as `*.weight`); the first that matches holds, and a tensor that none
+            matches is replicated. Each must match a DTensor, of this rank or of another that calls.
+        device_mesh: The destination's mesh for all of them, if it is another; without it every tensor stays on its own.
+        memory_limit: Bytes on every device for the whole move: sources (to the end, unless they are donated), results
+            and staging. Tensors that no layout describes (an uneven `_StridedShard`) are moved first, one by one.
+        donate: Free every source as soon as it is not needed: what is moved is taken out of `state` (dicts, and lists,
+            which keep None in its place), and must not be used again. A source that something else holds, as the
+            parameters of a live model, is not freed: a warning names it, and under a limit it counts to the end.
+        group: The ranks that call; without it all ranks where there is a `device_mesh`, else those of the meshes in
+            this rank's state.
+        topology: As of `redistribute`.
+        timeout: As of `redistribute`.
+
+    Returns:
+        The state with the moved tensors, in the order of `state`; a tensor that is where it belongs is passed on. What
+        is one tensor under several names stays one. A tensor that this rank did not have, and whose new mesh it is on,
+        is added at the end.
+
+    Raises:
+        LayoutError: As `redistribute`, naming the tensor; a pattern that matches nothing, one tensor wanted in two
+            layouts, views that overlap, ranks that differ. Every rank raises before anything moves.
+        Infeasible: No plan within the limit.
+        BackendError, TimedOut: As `redistribute`.
+    """
+    given: Any = state
+    if donate and not isinstance(given, dict):
+        raise LayoutError(f"donate=True empties the state on the way, a {type(given).__name__}; legal is a dict")
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"redistribute_state takes a mapping of names to tensors, not a {type(given).__name__}")
+    settle()  # what follows waits for all ranks, and some may wait for those moves
+    tensors: Tensors = {path: x for path, x in leaves(state) if isinstance(x, DTensor)}
+    call = _Call.of(tensors.values(), device_mesh, group, timeout)
+    asked = {
+        "memory_limit": memory_limit, "donate": donate, "layouts": dict(layouts), "device_mesh": device_mesh,
+        "topology": topology,
+    }  # fmt: skip
+    moving, spare = _agreed(call, state, tensors, asked)
+    plan = moves(moving, memory_limit, spare, topology)
+    own = {(path, Grid.of(x.device_mesh)) for path, x in tensors.items()}
+    had = [[key[0] for key in item.keys if key in own] for item in moving]
+    sources = [
+        local_of(tensors[paths[0]]).detach() if paths else call.nothing(item)
+        for item, paths in zip(moving, had, strict=True)
+    ]
+    frame = rebuilt(state, {p: None for paths in had for p in paths})
+    tensors.clear()
+    if donate:
+        removed(state, (p for paths in had for p in paths))
+        _tell(moving)
+    arriving = [call.rank in Grid.of(item.target.mesh).ranks for item in moving]
+    results = plan.run(sources, timeout)
+    made = [
+        DTensor(local, item.target, requires_grad=False)  # pyright: ignore[reportCallIssue]
+        for item, local in zip(moving, results, strict=True)
+    ]
+    out = rebuilt(frame, {p: x for paths, x in zip(had, made, strict=True) for p in paths})
+    for item, paths, x, arrives in zip(moving, had, made, arriving, strict=True):
+        for path in item.paths if arrives else ():
+            if path not in paths:
+                added(out, path, x)
+    return out
+
+
+class _Joining:
+    """What the ranks of a call tell each other, run as a program is; its steps move no tensor."""
+
+    name = "redistribute_state"
+    needs: dict[str, Need | None] = {"0": Need((0,), torch.float32, "nothing")}  # noqa: RUF012
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, what: str, value: Any, join: Callable[[Any, Any], Any]):
+        """Note what this rank brings; afterwards `value` is what all bring."""
+        self.ranks, self.device, self.value, self.join = ranks, rank, value, join
+        self.texts = [what]
+        self.digest = hashlib.sha256(f"{self.name} {what} {ranks}".encode()).hexdigest()
+
+    def drive(
+        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Join; see `Executable.drive`."""
+        watch.at(0)
+        self.value = united(wire, self.ranks, self.device, self.value, self.join)
+        yield
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The ranks that make one call, and this one's part in it."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    timeout: float
+
+    @staticmethod
+    def of(
+        tensors: Collection[DTensor], device_mesh: DeviceMesh | None, group: dist.ProcessGroup | None, timeout: float
+    ) -> _Call:
+        """Find who calls."""
+        rank = dist.get_rank()
+        if group is not None:
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        elif device_mesh is not None:
+            ranks = tuple(range(dist.get_world_size()))
+        else:
+            ranks = tuple(sorted({r for x in tensors for r in Grid.of(x.device_mesh).ranks}))
+        if rank not in ranks:  # nobody waits for a rank that has nothing
+            ranks = (rank,)
+        places = [local_of(x).device for x in tensors]
+        kind = "cpu" if device_mesh is None else device_mesh.device_type
+        return _Call(ranks, rank, places[0] if places else torch.empty(0, device=kind).device, timeout)
+
+    def united(self, value: T, join: Callable[[T, T], T], what: str) -> T:
+        """Return the values of all ranks, joined."""
+        if len(self.ranks) == 1:
+            return value
+        joining = _Joining(self.ranks, self.rank, what, value, join)
+        finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
+        return joining.value
+
+    def nothing(self, item: Item) -> torch.Tensor:
+        """Return what stands for a tensor that this rank does not have."""
+        assert item.source.tensor_meta is not None
+        return torch.empty(0, dtype=item.source.tensor_meta.dtype, device=self.device)
+
+
+def _agreed(
+    call: _Call, state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any]
+) -> tuple[tuple[Item, ...], int]:
+    """Return what moves, and the bytes that storages take beyond shards: the same on all ranks; or raise on all."""
+    layouts, device_mesh = asked["layouts"], asked["device_mesh"]
+    texts = {keyword: " ".join(str(value).split()) for keyword, value in asked.items()}
+    own: ShardplanError | None = None
+    try:
+        view = _own(state, tensors, asked, texts)
+    except ShardplanError as error:
+        own, view = error, View(texts, error=f"rank {call.rank}: {error}")
+    view = call.united(view, View.__add__, "what every rank holds")
+    if own is not None:
+        raise own
+    view.check(layouts)
+    moving = items(view, device_mesh, {Grid.of(x.device_mesh): x.device_mesh for x in tensors.values()})
+    copied = copies(moving)
+    if copied:
+        mine = digests(copied, {path: local_of(x) for path, x in tensors.items()}, call.rank)
+        refuse_unlike(call.united(mine, same_digests, "digests of copies"))
+    return moving, view.surplus
+
+
+def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]) -> View:
+    """Return what this rank brings."""
+    layouts, device_mesh, donate = asked["layouts"], asked["device_mesh"], asked["donate"]
+    names = {path: name_of(path) for path in tensors}
+    for name in names.values():
+        if list(names.values()).count(name) > 1:
+            raise LayoutError(f"two tensors of the state are called {name}; legal is one name for each")
+    targets = {path: _target(names[path], x, layouts, device_mesh) for path, x in tensors.items()}
+    moved = {path for path, x in tensors.items() if not in_place(x._spec, targets[path])}  # pyright: ignore
+    if donate and (stuck := within_tuple(state, moved)):
+        raise LayoutError(f"donate=True cannot free {names[stuck]}, which is in a tuple; legal are dicts and lists")
+    tied = ties(tensors, moved)
+    kept = held_elsewhere(tensors, tied) if donate else moved
+    sources = {path: Source.of(x._spec) for path, x in tensors.items()}  # pyright: ignore[reportPrivateUsage]
+    held = {
+        (path, source.grid): Held(source, targets[path].placements, tied[path], path in kept)
+        for path, source in sources.items()
+    }
+    plain = [name_of(p) for p, x in leaves(state) if isinstance(x, torch.Tensor) and p not in tensors]
+    spare = surplus([local_of(tensors[path]) for path in dict.fromkeys(tied[path] or path for path in moved)])
+    return View(texts, held, matching(layouts, names.values()), matching(layouts, plain), spare)
+
+
+def _target(name: str, x: DTensor, layouts: Layouts, device_mesh: DeviceMesh | None) -> DTensorSpec:
+    """Return the spec that a tensor is to have."""
+    spec = x._spec  # pyright: ignore[reportPrivateUsage]
+    mesh = device_mesh or spec.mesh
+    found: Sequence[Placement] | None = layout_for(name, layouts)
+    try:
+        wanted = normal([Replicate()] * mesh.ndim if found is None else found, x.ndim, mesh)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from None
+    target = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
+    if masked := next((p for p in spec.placements if isinstance(p, Partial) and type(p) is not Partial), None):
+        raise LayoutError(f"{name}: {masked!r} in a state; legal are Shard, Replicate and Partial")
+    strange = next((p for p in wanted if isinstance(p, Partial)), None)
+    if strange is not None and not in_place(spec, target):
+        raise LayoutError(f"{name}: cannot move a tensor of a state to {strange!r}; legal are Shard and Replicate")
+    return target
+
+
+def _tell(moving: Sequence[Item]) -> None:
+    """Warn of donated tensors that are not freed."""
+    kept = [item.name for item in moving if item.kept]
+    if kept:
+        shown = ", ".join(kept[:3]) + (", ..." if kept[3:] else "")
+        warnings.warn(
+            f"redistribute_state: donate=True does not free {len(kept)} of {len(moving)} tensors ({shown}): something "
+            "else holds their storage, such as the parameters of a live model; legal is a state that alone holds them",
+            stacklevel=3,
+        )

@@ -1,0 +1,155 @@
+"""The programs of a state's moves: one batch for all that has types, one move for each tensor that goes alone.
+
+Alone go the tensors that no layout describes, and those whose values are computed on the way (an average, a mask).
+The memory limit holds over all of them: what the others keep alive at the time is taken off it first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import Infeasible, LayoutError, ShardplanError
+from shardplan.execution.torch import Executable, executable, finish, launch
+from shardplan.hardware.where import Where
+from shardplan.interop.torch_bound import Bound
+from shardplan.interop.torch_ends import Ends
+from shardplan.interop.torch_layout import holdings
+from shardplan.interop.torch_state_view import Item
+from shardplan.movement.redistribute import plan_kept
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a state's moves run: places in the list of items, with what moves them."""
+
+    alone: tuple[tuple[int, Bound], ...]
+    typed: tuple[int, ...]
+    batch: Program | None  # of the typed ones; its outputs begin with theirs
+
+    def run(self, sources: list[torch.Tensor], timeout: float) -> list[torch.Tensor]:
+        """Move this rank's shards, one an item; the list is emptied on the way, so that what is not kept is freed."""
+        rank, results = dist.get_rank(), list(sources)
+        for k, _ in self.alone:
+            results[k] = _NOTHING
+        for k in self.typed:
+            results[k] = _NOTHING
+        for k, move in self.alone:
+            values = {move.input_name: sources[k]}
+            sources[k] = _NOTHING
+            (results[k],) = _driven(move, move.ranks, values, timeout)
+        if self.batch is not None:
+            keys = [name for name, _ in self.batch.inputs]
+            values = {name: sources[k].contiguous() for name, k in zip(keys, self.typed, strict=True)}
+            sources.clear()
+            ranks = self.batch.devices
+            found = _driven(executable(self.batch, rank), ranks, values, timeout) if rank in ranks else values.values()
+            for k, y in zip(self.typed, found, strict=False):  # kept inputs come after the results
+                results[k] = y
+        return results
+
+
+_NOTHING = torch.empty(0)
+
+
+def _driven(
+    bound: Executable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+) -> list[torch.Tensor]:
+    """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
+    if bound.device not in ranks:
+        return list(values.values())
+    return finish(launch(bound, values, timeout))
+
+
+def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where | None) -> Moves:
+    """Plan, the same on every rank.
+
+    Args:
+        items: What moves.
+        limit: Bytes on every device over all of the moves, or None.
+        spare: Bytes of it that are taken all the time, by storages larger than their shards.
+        topology: As of `redistribute`.
+
+    Raises:
+        LayoutError: An item without a plan; it is named.
+        Infeasible: No plan within the limit; `least_bytes` is that of the first step that does not fit.
+    """
+    types: dict[int, tuple[TensorType, TensorType]] = {}
+    strange: dict[int, Ends] = {}
+    alone: list[tuple[int, Bound]] = []
+    for k, item in enumerate(items):
+        try:
+            ends = Ends.of(item.source, item.target)
+        except ShardplanError as error:
+            raise LayoutError(f"{item.name}: {error}") from None
+        plain = ends.source.tensor_meta == item.source.tensor_meta and not (ends.divisors)
+        if plain and ends.types is not None:
+            types[k] = ends.types
+        else:
+            strange[k] = ends
+    live: Counter[int] = Counter()  # bytes by rank
+    if limit is not None and strange:
+        for item in items:
+            live += _bytes(item.source)
+    for k, ends in strange.items():
+        item = items[k]
+        source = Counter[int]() if limit is None else _bytes(item.source)
+        taken = spare + _worst(live - source)
+        try:
+            alone.append((k, Bound(ends, dist.get_rank(), _left(limit, taken), topology)))
+        except LayoutError as error:
+            raise LayoutError(f"{item.name}: {error}") from None
+        except Infeasible as error:
+            raise _with(error, f"{item.name}: ", taken) from None
+        if limit is not None:
+            live = live + _bytes(item.target) - (Counter() if item.kept else source)
+    if not types:
+        return Moves(tuple(alone), (), None)
+    if strange:
+        for k in types:
+            live -= _bytes(items[k].source)
+    taken = spare + _worst(live)
+    sources, targets = zip(*types.values(), strict=True)
+    try:
+        keep = [items[k].kept for k in types]
+        plan = plan_kept(sources, targets, topology, _left(limit, taken), keep=keep)
+    except Infeasible as error:
+        raise _with(error, "", taken) from None
+    return Moves(tuple(alone), tuple(types), plan.program)
+
+
+def _left(limit: int | None, taken: int) -> int | None:
+    return None if limit is None else max(1, limit - taken)
+
+
+def _with(error: Infeasible, name: str, taken: int) -> Infeasible:
+    """Return the error in bytes of the whole state's limit."""
+    if not taken or error.least_bytes is None:
+        return Infeasible(f"{name}{error}", error.least_bytes)
+    least = error.least_bytes + taken
+    return Infeasible(
+        f"{name}{error}, beside {taken} bytes that the rest of the state keeps; the least limit that works for both is "
+        f"{least} bytes",
+        least,
+    )
+
+
+def _bytes(spec: DTensorSpec) -> Counter[int]:
+    """Return the bytes that every rank holds of a tensor."""
+    assert spec.tensor_meta is not None
+    whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    held = holdings(tuple(spec.tensor_meta.shape), whole, spec.mesh, spec.shard_order)
+    return Counter({r: math.prod(h.shape) * spec.tensor_meta.dtype.itemsize for r, h in held.items()})
+
+
+def _worst(live: Counter[int]) -> int:
+    return max(live.values(), default=0)
