@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.utils import _pytree as pytree
 
 MESHES = {2: ((2,),), 4: ((4,), (2, 2)), 8: ((8,), (2, 4), (2, 2, 2))}
@@ -76,8 +75,6 @@ class Placed:
 
     def spec(self, mesh: Any, like: torch.Tensor) -> DTensorSpec:
         """The spec of a tensor of this shape that lies like this."""
-        from torch.distributed.tensor._dtensor_spec import TensorMeta
-
         meta = TensorMeta(like.shape, like.stride(), like.dtype)
         if self.strided:
             return DTensorSpec(mesh, self.said(mesh), tensor_meta=meta)
@@ -301,8 +298,6 @@ def _move(
             if target.strided or target.usual:
                 out.append(x.redistribute(mesh, target.said(mesh)))
             else:
-                from torch.distributed.tensor import _redistribute
-
                 spec = target.spec(mesh, full)
                 local = _redistribute.redistribute_local_tensor(x._local_tensor, x._spec, spec)
                 out.append(DTensor(local, spec, requires_grad=False))
@@ -312,7 +307,7 @@ def _move(
         f"{x.dtype} {list(x.shape)} {_text(a)} -> {_text(b)}" for x, a, b in zip(fulls, places, targets, strict=True)
     )
     about = f"on {tuple(mesh.mesh.shape)}: {about}"
-    return Problem(call, lambda tensors: list(tensors), fulls, places, mesh, seed, about, gradient, targets=targets)
+    return Problem(call, list, fulls, places, mesh, seed, about, gradient, targets=targets)
 
 
 @functools.cache

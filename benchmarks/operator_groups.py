@@ -10,19 +10,16 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
-PATIENCE = 60.0  # seconds that all ranks may take to answer
+PATIENCE = 120.0  # seconds that all ranks may take to answer
 GRACE = 4.0  # seconds for the others once a rank has failed: they may be waiting for it
 
-
-class Rank(Protocol):
-    """What answers on a rank."""
-
-    def __call__(self, question: Any) -> Any: ...
+Answer = Callable[[Any], Any]  # what answers the questions on a rank
+Meet = Callable[[int], int]  # rank 0 tells its port, the others are told it
 
 
 @dataclass(slots=True)
@@ -33,12 +30,18 @@ class Broken(Exception):
     why: str
 
 
-class Group:
-    """`world` forked ranks; `make(rank, world, port)` is called on each and gives what answers its questions."""
+def _never(_: Any) -> bool:
+    return False
 
-    def __init__(self, world: int, make: Callable[[int, int, Callable[[int], int]], Rank], verbose: bool = False):
+
+class Group:
+    """`world` forked ranks; `make(rank, world, meet)` is called on each and gives what answers its questions."""
+
+    def __init__(
+        self, world: int, make: Callable[[int, int, Meet], Answer], grace: float = GRACE, verbose: bool = False
+    ):
         context = multiprocessing.get_context("fork")
-        self.world = world
+        self.world, self.grace = world, grace
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(world):
@@ -50,29 +53,26 @@ class Group:
             process.start()
             theirs.close()
             self.processes.append(process)
-        (port,) = self._answers([0], PATIENCE).values()
+        port = self._answers([0])[0]
         for pipe in self.pipes[1:]:
             pipe.send(port)
-        self.answers(PATIENCE)
+        self._answers(range(world))  # ready
 
-    def ask(self, question: Any, failed: Callable[[Any], bool] = lambda answer: False) -> list[Any]:
-        """Ask all ranks and return their answers; raises `Broken`."""
+    def ask(self, question: Any, failed: Callable[[Any], bool] = _never) -> list[Any]:
+        """Ask all ranks and return their answers in order; raises `Broken`.
+
+        Once an answer is `failed`, the others have only the grace to come.
+        """
         for pipe in self.pipes:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a rank that has ended is seen when its answer is read
                 pipe.send(question)
-        return self.answers(PATIENCE, failed)
-
-    def answers(self, seconds: float, failed: Callable[[Any], bool] = lambda answer: False) -> list[Any]:
-        """One answer of every rank, in order; raises `Broken`."""
-        found = self._answers(list(range(self.world)), seconds, failed)
+        found = self._answers(range(self.world), failed)
         return [found[rank] for rank in range(self.world)]
 
-    def _answers(
-        self, ranks: list[int], seconds: float, failed: Callable[[Any], bool] = lambda answer: False
-    ) -> dict[int, Any]:
+    def _answers(self, ranks: Iterable[int], failed: Callable[[Any], bool] = _never) -> dict[int, Any]:
         waiting = {self.pipes[rank]: rank for rank in ranks}
         found: dict[int, Any] = {}
-        until = time.monotonic() + seconds
+        until = time.monotonic() + PATIENCE
         while waiting:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
@@ -85,7 +85,7 @@ class Group:
                     self.processes[rank].join(5)
                     raise Broken(found, f"rank {rank} ended, exit status {self.processes[rank].exitcode}") from None
                 if failed(found[rank]):
-                    until = min(until, time.monotonic() + GRACE)
+                    until = min(until, time.monotonic() + self.grace)
         return found
 
     def close(self) -> None:
@@ -98,11 +98,14 @@ class Group:
             pipe.close()
 
 
-def _ranks(ranks: Any) -> str:
+def _ranks(ranks: Iterable[int]) -> str:
     return "ranks " + ", ".join(map(str, sorted(ranks)))
 
 
-def _serve(rank: int, world: int, make: Any, pipe: Connection, inherited: list[Connection], verbose: bool) -> None:
+def _serve(
+    rank: int, world: int, make: Callable[[int, int, Meet], Answer], pipe: Connection, inherited: list[Connection],
+    verbose: bool,
+) -> None:  # fmt: skip
     """Answer until the asking process ends."""
     for other in inherited:  # or the end of the asking process would not be seen
         other.close()
@@ -112,7 +115,6 @@ def _serve(rank: int, world: int, make: Any, pipe: Connection, inherited: list[C
         os.dup2(nothing, 2)
 
     def meet(port: int) -> int:
-        """Rank 0 tells its port, the others are told it."""
         if rank == 0:
             pipe.send(port)
             return port
