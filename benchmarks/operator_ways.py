@@ -28,19 +28,22 @@ from benchmarks.operator_cases import (
     database,
     drawn,
     laid,
+    part,
     problem,
     weights,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from shardplan.interop import torch as drop_in
 
 STOCK, OURS = "stock", "ours"
 STEPS = ("call", "results", "gradient", "gradients")
-WAIT = 120.0
+WAIT = 120.0  # seconds that a move may wait for other ranks
+LETTERS = {Replicate: "R", Shard: "S", _StridedShard: "strided S", Partial: "P"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +128,13 @@ class Ours:
 
 
 def _kind(source: DTensorSpec, target: DTensorSpec) -> str:
-    """The kinds of placements that change, as `S S -> R S`."""
+    """The kinds of placements that a move changes, as `S S -> R S`; a star where dims nest in another order."""
 
     def letters(spec: DTensorSpec) -> str:
+        star = "" if spec.shard_order is None or DTensorSpec.is_default_device_order(spec.shard_order) else "*"
         return " ".join(
-            f"P({p.reduce_op})" if isinstance(p, Partial) else type(p).__name__.lstrip("_")[0] for p in spec.placements
+            LETTERS.get(type(p), type(p).__name__) + (f"({p.reduce_op})" if isinstance(p, Partial) else star)
+            for p in spec.placements
         )
 
     return f"{letters(source)} -> {letters(target)}"
@@ -226,15 +231,16 @@ class Answers:
         return found
 
     def compare(self, steps: int) -> dict[str, list[str]]:
-        """What differs between the ways in the first steps, and what either has other than plain tensors: lines."""
-        assert self.problem is not None and self.truth is not None
-        stock, ours, truth = self.runs[STOCK], self.runs[OURS], self.truth
-        out: dict[str, list[str]] = {"differs": [], "rounding": [], "stock wrong": [], "ours wrong": []}
+        """What differs between the ways in the first steps, and what rounding explains: a line each."""
+        assert self.problem is not None
+        stock, ours = self.runs[STOCK], self.runs[OURS]
+        out: dict[str, list[str]] = {"differs": [], "rounding": []}
         pairs = (
-            ("result", stock.results, ours.results), ("gathered result", stock.gathered, ours.gathered),
+            ("result", stock.results, ours.results),
+            ("gathered result", stock.gathered, ours.gathered),
             ("gradient", stock.gradients, ours.gradients),
             ("gathered gradient", stock.gathered_gradients, ours.gathered_gradients),
-        )  # fmt: skip
+        )
         for name, a, b in pairs[:steps]:
             if len(a) != len(b):
                 out["differs"].append(f"{len(b)} of {name}, not {len(a)}")
@@ -243,17 +249,23 @@ class Answers:
                 kind, text = unlike(x, y)
                 if kind and not (self.problem.empty and text == "values"):
                     out[kind].append(f"{name} {k}: {text}")
-        if self.problem.random or self.problem.empty:
-            return out
-        for name, run in (("stock wrong", stock), ("ours wrong", ours)):
-            for what, a, b in (
-                ("result", truth.results, run.gathered), ("gradient", truth.gradients, run.gathered_gradients),
-            ):  # fmt: skip
-                for k, (x, y) in enumerate(zip(a, b, strict=False)):
-                    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and close(x, y) == "different":
-                        out[name].append(f"{what} {k}")
-            out[name] += [f"result {k} is not at the indices of its placements" for k in self._misplaced(run)]
         return out
+
+    def wrong(self, way: str) -> list[str]:
+        """What is not as plain tensors have it, or not as its own spec says: a line each."""
+        assert self.problem is not None and self.truth is not None
+        run, out = self.runs.get(way), list[str]()
+        if run is None or self.problem.random or self.problem.empty:
+            return out
+        for what, mine in (("result", run.results), ("gradient", run.gradients)):
+            out += [f"{what} {k}: shards that its spec does not say" for k, x in enumerate(mine) if not sound(x)]
+        for what, truth, mine in (
+            ("result", self.truth.results, run.gathered), ("gradient", self.truth.gradients, run.gathered_gradients),
+        ):  # fmt: skip
+            for k, (x, y) in enumerate(zip(truth, mine, strict=False)):
+                if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and close(x, y) == "different":
+                    out.append(f"{what} {k}: other values than plain tensors give")
+        return out + [f"result {k}: not the indices of its placements" for k in self._misplaced(run)]
 
     def _misplaced(self, run: Run) -> list[int]:
         """Moves whose shards are not those that their targets say."""
@@ -263,7 +275,10 @@ class Answers:
         for k, (target, full) in enumerate(zip(p.targets, p.fulls, strict=False)):
             if any(isinstance(q, Partial) for q in target.placements):
                 continue
-            if close(laid(full, p.mesh, target, "")._local_tensor, run.results[k]._local_tensor) == "different":
+            if (
+                k < len(run.results)
+                and close(laid(full, p.mesh, target, "")._local_tensor, run.results[k]._local_tensor) == "different"
+            ):
                 found.append(k)
         return found
 
@@ -294,6 +309,14 @@ def truth_of(p: Problem, seed: int = 1) -> Truth:
 def grad_place(x: DTensor, seed: str) -> Placed:
     """Random placements of a gradient, of its own."""
     return drawn(random.Random(seed), tuple(x.shape), x.dtype, x.device_mesh, partial=False)
+
+
+def sound(x: Any) -> bool:
+    """Whether the shard has the shape that the spec says (of `_StridedShard`: nothing is asked)."""
+    if not isinstance(x, DTensor) or any(isinstance(p, _StridedShard) for p in x.placements):
+        return True
+    placed = Placed(x.placements, x._spec.shard_order)
+    return part(torch.empty(x.shape, device="meta"), x.device_mesh, placed).shape == x._local_tensor.shape
 
 
 def _gathered(x: Any) -> Any:

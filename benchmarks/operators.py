@@ -28,8 +28,8 @@ from benchmarks.operator_ways import OURS, STEPS, STOCK, Answers, Failed
 
 LIFE = 400  # cases that a group of ranks may answer
 VERDICTS = (
-    "equal", "rounding", "differs", "ours refuses", "fail alike", "fail otherwise", "ours does more", "stock breaks",
-    "no such case",
+    "equal", "rounding", "differs", "ours refuses", "refuses what is wrong", "fail alike", "fail otherwise",
+    "ours does more", "stock breaks", "no such case",
 )  # fmt: skip
 AGAINST = ("differs", "ours refuses")
 
@@ -94,15 +94,17 @@ def run(ranks: Ranks, case: Case) -> Found:
             ranks.drop()
             return Found(case, about, "stock breaks", stock.steps, [told(stock)])
         group.ask(("moved",))
+        wrong = lines_of(group.ask(("wrong", STOCK)))
         ours = steps(group, OURS)
-        found = Found(case, about, verdict(stock, ours), ours.steps)
-        if ours.even:
-            found.moves = Counter(group.ask(("moved",))[0])
+        found = Found(case, about, verdict(stock, ours), ours.steps, stock_wrong=wrong[:3])
         if stock.kind or ours.kind:
             found.lines = [f"ours: {told(ours)}", f"stock: {told(stock)}"]
-        both = min(stock.steps, ours.steps)
-        if ours.even and both:
-            judge(found, group.ask(("compare", both)))
+        if ours.even:
+            found.moves = Counter(group.ask(("moved",))[0])
+            judge(found, group, min(stock.steps, ours.steps))
+        if found.verdict == "ours refuses" and wrong:
+            found.verdict = "refuses what is wrong"
+            found.lines.append(f"stock is wrong: {wrong[0]}")
         if not ours.even or (ours.kind and ours.kind != stock.kind):
             ranks.drop()
     except Broken as error:
@@ -141,25 +143,33 @@ def verdict(stock: End, ours: End) -> str:
     return "fail alike" if ours.kind == stock.kind else "fail otherwise"
 
 
-def judge(found: Found, answers: list[Any]) -> None:
-    """Add what the ranks say of the values."""
+def judge(found: Found, group: Group, done: int) -> None:
+    """Compare what both ways did, and ours with plain tensors."""
     said: dict[str, list[str]] = defaultdict(list)
-    for rank, answer in enumerate(answers):
+    for rank, answer in enumerate(group.ask(("compare", done)) if done else []):
         if isinstance(answer, Failed):
             said["differs"].append(f"rank {rank}: no comparison: {answer.kind}: {answer.text}")
             continue
         for kind, lines in answer.items():
             said[kind] += [f"rank {rank}: {line}" for line in lines]
-    found.stock_wrong = said["stock wrong"][:3]
+    wrong = lines_of(group.ask(("wrong", OURS)))
     if said["differs"]:
-        right = said["stock wrong"] and not said["ours wrong"]
+        right = found.stock_wrong and not wrong
         found.verdict = "ours does more" if right else "differs"
-        found.lines = ["stock is wrong, ours is not"] * bool(right) + said["differs"][:4]
+        found.lines = [f"stock is wrong, ours is not: {found.stock_wrong[0]}"] if right else said["differs"][:4]
+    elif wrong and not found.stock_wrong:
+        found.verdict, found.lines = "differs", wrong[:4]
     elif said["rounding"] and found.verdict == "equal":
-        found.verdict = "rounding"
-        found.lines = said["rounding"][:2]
-    if said["ours wrong"] and not said["stock wrong"] and found.verdict != "differs":
-        found.verdict, found.lines = "differs", said["ours wrong"][:4]
+        found.verdict, found.lines = "rounding", said["rounding"][:2]
+
+
+def lines_of(answers: list[Any]) -> list[str]:
+    """What the ranks say, with the rank; a failure to say it too."""
+    return [
+        f"rank {rank}: {line}"
+        for rank, answer in enumerate(answers)
+        for line in ([f"{answer.kind}: {answer.text}"] if isinstance(answer, Failed) else answer)
+    ]
 
 
 def cases(world: int, count: int, orders: int, seed: int, only: set[str]) -> list[list[Case]]:
@@ -261,6 +271,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "moves of ours": sum(moves.values()),
         "kinds of moves": len(moves),
         "against ours": [{"name": r["name"]} | t for r in rows for t in r["told"] if t["verdict"] in AGAINST],
+        "refuses what is wrong": {k: Counter(v) for k, v in reasons["refuses what is wrong"].items()},
         "ours does more": {k: Counter(v) for k, v in reasons["ours does more"].items()},
         "stock breaks": {k: Counter(v) for k, v in reasons["stock breaks"].items()},
         "fail alike": {k: sorted(set(v)) for k, v in reasons["fail alike"].items()},
