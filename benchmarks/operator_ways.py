@@ -160,7 +160,7 @@ class Answers:
         self.truth: Truth | None = None
 
     def __call__(self, question: tuple[Any, ...]) -> Any:
-        """Answer `("draw", case)`, `("step", way, step)` or `("compare",)`; an error is an answer."""
+        """Answer `("draw", case)`, `("step", way, step)`, `("wrong", way)` or `("judge", steps)`, or with an error."""
         name, *rest = question
         try:
             return getattr(self, name)(*rest)
@@ -170,6 +170,7 @@ class Answers:
     def draw(self, case: Case) -> Any:
         """Draw the case and run it on plain tensors; what it is in words, or None where there is none."""
         self.runs, self.problem, self.truth = {}, None, None
+        self.swap.moves.clear()
         found = problem(case, self.meshes)
         if found is None:
             return None
@@ -224,16 +225,13 @@ class Answers:
         with torch.no_grad():
             run.gathered_gradients = [_gathered(x) for x in run.gradients]
 
-    def moved(self) -> dict[str, int]:
-        """The moves of ours since the last such question."""
-        found = dict(self.swap.moves)
-        self.swap.moves.clear()
-        return found
+    def judge(self, steps: int) -> dict[str, Any]:
+        """What ours is wrong in, what it moved, and beside the first steps of stock: how it differs."""
+        return {"wrong": self.wrong(OURS), "moves": dict(self.swap.moves)} | self._compared(steps)
 
-    def compare(self, steps: int) -> dict[str, list[str]]:
-        """What differs between the ways in the first steps, and what rounding explains: a line each."""
+    def _compared(self, steps: int) -> dict[str, list[str]]:
         assert self.problem is not None
-        stock, ours = self.runs[STOCK], self.runs[OURS]
+        stock, ours = (self.runs.get(way, Run([])) for way in (STOCK, OURS))
         out: dict[str, list[str]] = {"differs": [], "rounding": []}
         pairs = (
             ("result", stock.results, ours.results),

@@ -56,6 +56,7 @@ class Found:
     stock_wrong: list[str] = field(default_factory=list)
     moves: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    doubt: bool = False  # whether the ranks may be out of step
 
 
 class Ranks:
@@ -86,32 +87,38 @@ def run(ranks: Ranks, case: Case) -> Found:
     started = time.monotonic()
     group = ranks.get()
     try:
-        (about, *_) = group.ask(("draw", case))
-        if about is None or isinstance(about, Failed):
-            return Found(case, "", "no such case", lines=[] if about is None else [f"{about.kind}: {about.text}"])
-        stock = steps(group, STOCK)
-        if not stock.even:
-            ranks.drop()
-            return Found(case, about, "stock breaks", stock.steps, [told(stock)])
-        group.ask(("moved",))
-        wrong = lines_of(group.ask(("wrong", STOCK)))
-        ours = steps(group, OURS)
-        found = Found(case, about, verdict(stock, ours), ours.steps, stock_wrong=wrong[:3])
-        if stock.kind or ours.kind:
-            found.lines = [f"ours: {told(ours)}", f"stock: {told(stock)}"]
-        if ours.even:
-            found.moves = Counter(group.ask(("moved",))[0])
-            judge(found, group, min(stock.steps, ours.steps))
-        if found.verdict == "ours refuses" and wrong:
-            found.verdict = "refuses what is wrong"
-            found.lines.append(f"stock is wrong: {wrong[0]}")
-        if not ours.even or (ours.kind and ours.kind != stock.kind):
-            ranks.drop()
+        about = group.ask(("draw", case))[0]
     except Broken as error:
+        about = Failed("Broken", error.why)
         ranks.drop()
-        return Found(case, "", "no such case", lines=[error.why])
+    if about is None or isinstance(about, Failed):
+        return Found(case, "", "no such case", lines=[f"{about.kind}: {about.text}"] if about else [])
+    stock = steps(group, STOCK)
+    found = Found(case, about, "stock breaks", stock.steps, [told(stock)])
+    if stock.even:
+        try:
+            beside(found, group, stock)
+        except Broken as error:
+            found.verdict, found.lines = "ours refuses", [f"ours: {error.why}"]
+    if found.doubt or not stock.even:
+        ranks.drop()
     found.seconds = time.monotonic() - started
     return found
+
+
+def beside(found: Found, group: Group, stock: End) -> None:
+    """Run the case our way, and hold it beside what stock came to."""
+    found.doubt = True
+    found.stock_wrong = lines_of(group.ask(("wrong", STOCK)))[:3]
+    ours = steps(group, OURS)
+    found.verdict, found.steps = verdict(stock, ours), ours.steps
+    found.lines = [f"ours: {told(ours)}", f"stock: {told(stock)}"] if stock.kind or ours.kind else []
+    if ours.even:
+        judge(found, group, min(stock.steps, ours.steps))
+    if found.verdict == "ours refuses" and found.stock_wrong:
+        found.verdict = "refuses what is wrong"
+        found.lines.append(f"stock is wrong: {found.stock_wrong[0]}")
+    found.doubt = not ours.even or ours.kind not in ("", stock.kind)
 
 
 def steps(group: Group, way: str) -> End:
@@ -146,13 +153,15 @@ def verdict(stock: End, ours: End) -> str:
 def judge(found: Found, group: Group, done: int) -> None:
     """Compare what both ways did, and ours with plain tensors."""
     said: dict[str, list[str]] = defaultdict(list)
-    for rank, answer in enumerate(group.ask(("compare", done)) if done else []):
+    for rank, answer in enumerate(group.ask(("judge", done))):
         if isinstance(answer, Failed):
             said["differs"].append(f"rank {rank}: no comparison: {answer.kind}: {answer.text}")
             continue
-        for kind, lines in answer.items():
-            said[kind] += [f"rank {rank}: {line}" for line in lines]
-    wrong = lines_of(group.ask(("wrong", OURS)))
+        for kind in ("differs", "rounding", "wrong"):
+            said[kind] += [f"rank {rank}: {line}" for line in answer[kind]]
+        if rank == 0:
+            found.moves = Counter(answer["moves"])
+    wrong = said["wrong"]
     if said["differs"]:
         right = found.stock_wrong and not wrong
         found.verdict = "ours does more" if right else "differs"
@@ -161,6 +170,8 @@ def judge(found: Found, group: Group, done: int) -> None:
         found.verdict, found.lines = "differs", wrong[:4]
     elif said["rounding"] and found.verdict == "equal":
         found.verdict, found.lines = "rounding", said["rounding"][:2]
+        if not any("P" in kind.partition("->")[0] for kind in found.moves):
+            found.lines.insert(0, "rounded without a sum of ours")
 
 
 def lines_of(answers: list[Any]) -> list[str]:
@@ -238,7 +249,7 @@ def row_of(name: str, found: list[Found]) -> dict[str, Any]:
     row["told"] = [
         {"verdict": f.verdict, "case": asdict(f.case), "about": f.about, "lines": f.lines, "moves": f.moves}
         for f in found
-        if f.lines and f.verdict not in ("equal", "rounding")
+        if f.lines and (f.verdict != "rounding" or len(f.lines) > 2)
     ]
     row["stock wrong"] = [f"{f.case.kind} {f.about}: {f.stock_wrong[0]}" for f in found if f.stock_wrong]
     return row
