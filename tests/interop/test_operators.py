@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = (
-    "add", "mm", "softmax", "sum", "var", "view", "cat", "split.list_args", "max.reduction_with_dim", "index_select",
+    "add", "mm", "softmax", "std", "var", "cumsum", "cat", "split.list_args", "max.reduction_with_dim", "index_select",
     "nn.functional.embedding", "nn.functional.layer_norm", "addmm", "where",
 )  # fmt: skip
 RUN = "from benchmarks.operators import main; main()"
