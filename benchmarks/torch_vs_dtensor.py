@@ -119,13 +119,11 @@ def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
 
 
 def _direct(program: Any, local: Any) -> Any:
-    """The plan on this rank, without the comparison of programs that every `run` makes (the drop-in makes one)."""
-    from shardplan.execution.torch import executable, finish, wire_for
-    from shardplan.execution.torch_faults import Watch
+    """The plan on this rank; its first run compares the programs of the ranks, as the drop-in's does."""
+    from shardplan.execution.torch import executable, finish, launch
 
     bound = executable(program, _rank())
-    watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, 300.0, posts=False)
-    return finish(bound.drive({bound.input_name: local}, wire_for(watch, local.device, 300.0), watch))[0]
+    return finish(launch(bound, {bound.input_name: local}, 300.0))[0]
 
 
 def _rank() -> int:

@@ -225,3 +225,23 @@ def cost(program: Program, bound_bytes: int) -> float:
         types = [program.types[o] for o in step.operands]
         total += int(step.op.received(*types).max(initial=0)) + ROUND_CHARGE * bound_bytes * step.op.rounds(*types)
     return total
+
+
+def live_peak(program: Program) -> int:
+    """Largest sum of live shards between steps, device by device: a value lives to its last use, outputs to the end."""
+    last = {o: len(program.steps) for o in program.outputs}
+    for k, step in reversed(list(enumerate(program.steps))):
+        for o in step.operands:
+            last.setdefault(o, k)
+    born = {n: -1 for n, _ in program.inputs}
+    born |= {r: k for k, step in enumerate(program.steps) for r in step.results}
+    worst = 0
+    for moment in range(-1, len(program.steps)):
+        held: dict[int, int] = {}
+        for name, k in born.items():
+            if k <= moment < last.get(name, k) or (k == moment == -1):
+                t = program.types[name]
+                for place, device in enumerate(t.mesh.devices):
+                    held[device] = held.get(device, 0) + volume(box(t, place)) * t.itemsize
+        worst = max(worst, *held.values()) if held else worst
+    return worst

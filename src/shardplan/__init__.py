@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.plan import Plan
     from shardplan.hardware.topology import Topology
+    from shardplan.movement.audit import audit
     from shardplan.movement.place import place
     from shardplan.movement.redistribute import redistribute
     from shardplan.movement.reduce import reduce
@@ -59,6 +60,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TypingError",
+    "audit",
     "collect",
     "distribute",
     "place",
@@ -83,6 +85,7 @@ _ROOMS = {
     "hardware.placement": ("Placement", "placements"),
     "hardware.plan": ("Plan",),
     "hardware.topology": ("Topology",),
+    "movement.audit": ("audit",),
     "movement.place": ("place",),
     "movement.redistribute": ("redistribute",),
     "movement.reduce": ("reduce",),

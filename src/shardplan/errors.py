@@ -1,10 +1,16 @@
 """Every error a user can cause, as one small hierarchy.
 
 A message says what was asked, what is wrong, the offending values, and what would be legal. The command line maps
-`Infeasible` and missing privileges to exit status 3, failures while running to 4, and every other error to 2.
+`Infeasible`, a missing package and missing privileges to exit status 3, failures while running to 4, and every other
+error to 2.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+LONGEST = 80  # characters of a value in a message
 
 
 class ShardplanError(Exception):
@@ -41,12 +47,14 @@ class TopologyError(ShardplanError):
 class Infeasible(ShardplanError):
     """No answer exists within the limits that were asked for.
 
-    `least_bytes` is the smallest memory limit that works, where the limit was a number of bytes.
+    Where the limit was a number of bytes, `least_bytes` is the smallest memory limit that works with at most 64 chunks
+    a step, and `absolute_least_bytes` the smallest that works at all.
     """
 
-    def __init__(self, message: str, least_bytes: int | None = None) -> None:
-        """Carry the smallest limit that works, when there is one."""
+    def __init__(self, message: str, least_bytes: int | None = None, absolute_least_bytes: int | None = None) -> None:
+        """Carry the smallest limits that work, when there are any."""
         self.least_bytes = least_bytes
+        self.absolute_least_bytes = absolute_least_bytes
         super().__init__(message)
 
 
@@ -64,3 +72,48 @@ class TimedOut(ShardplanError):
 
 class BackendError(ShardplanError):
     """A backend cannot run an op, or failed while running one."""
+
+
+class MissingExtra(BackendError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: on one line, and cut where it is long.
+
+    >>> shown("a" * 100)[-4:], shown([1.5, "x"])
+    ('a...', "[1.5, 'x']")
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a value's own repr may fail, as that of an integer of 5,000 digits does
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def optional(module: str, extra: str) -> ModuleType:
+    """Import a module that needs an optional package.
+
+    Args:
+        module: Its full name.
+        extra: The extra of shardplan that installs the package.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingExtra: The package is not installed.
+
+    >>> optional("json", "none").__name__
+    'json'
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise missing(error, extra) from None
+
+
+def missing(error: ModuleNotFoundError, extra: str) -> MissingExtra:
+    """Return the error to raise where an import failed for want of the package that an extra installs."""
+    package = (error.name or extra).partition(".")[0]
+    return MissingExtra(f"{package} is not installed: pip install 'shardplan[{extra}]'", name=error.name)

@@ -29,7 +29,7 @@ def process(rank: int, port: str) -> None:
     t = TensorType("f32", (8, 8), ("a", "b"), mesh)
     array = np.arange(64, dtype=np.float32).reshape(8, 8)
     shards = [x for k, x in enumerate(sp.distribute(array, t)) if k in local]
-    ops: list[Any] = [AllToAll(0, 1, ("a",)), AllGather(0, ("a",))]
+    ops: list[Any] = [AllToAll(0, 1, ("a",)), AllGather(0, ("a",)), AllGather(1, ("b",)), Slice(0, ("b",))]
     programs = [Program({"0": t}, [Step(op, ("0",), ("1",))], ("1",)) for op in ops]
     out: dict[str, Any] = {}
     got = sp.run(programs[0], shards, backend="jax", timeout=60)

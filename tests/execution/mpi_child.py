@@ -1,14 +1,8 @@
-"""Run under mpiexec: `cases` compares with the reference, `memory` traces allocations, `fault` breaks a rank.
-
-Rank 0 prints one JSON object, where the job comes that far.
-"""
+"""Run under mpiexec: `cases` compares with the reference, `memory` traces allocations; rank 0 prints a JSON object."""
 
 import json
-import os
 import random
-import signal
 import sys
-import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -23,10 +17,9 @@ import shardplan as sp  # noqa: E402
 from conformance import Case, cases, data, differences  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.core.layout import make_layout  # noqa: E402
-from shardplan.core.messages import at_root  # noqa: E402
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send, Slice  # noqa: E402
 from shardplan.core.program import Program, Step  # noqa: E402
-from shardplan.execution import mpi, mpi_steps, mpi_wire  # noqa: E402
+from shardplan.execution import mpi, mpi_pacts  # noqa: E402
 from shardplan.execution.mpi_site import KEPT  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 
@@ -46,7 +39,7 @@ def compare(seed: int, count: int) -> None:
     """Run the cases; every output equals the reference, every step receives what its op says."""
     wrong: list[str] = []
     seen: Counter[str] = Counter()
-    mpi.REMEMBERED = 8  # so that some are forgotten
+    mpi.REMEMBERED = mpi_pacts.AGREED = 8  # so that some are forgotten
     received = 0
     for number, case in enumerate(cases(seed, count, SIZE)):
         record = Record()
@@ -73,7 +66,7 @@ def compare(seed: int, count: int) -> None:
             "ranks": SIZE,
             "ops": dict(sorted(seen.items())),
             "received": sum(n for _, n in gathered),
-            "communicators": len(mpi_wire._communicators),
+            "communicators": sum(len(pact.communicators) for made in mpi_pacts.pacts()._made.values() for pact in made),
             "bound programs": len(bound),
             "library": MPI.Get_library_version().splitlines()[0].split(":")[-1].strip(),
             "wrong": [x for part, _ in gathered for x in part],
@@ -198,96 +191,12 @@ def memory() -> None:
         print(json.dumps({"rows": rows, "wrong": [x for _, part in gathered for x in part]}))
 
 
-def program_of(text: str) -> Program:
-    mesh = sp.Mesh(x=4)
-    t = sp.TensorType.parse(text, mesh)
-    steps = [Step(AllGather(0, ("x",)), ("0",), ("1",)), Step(AllGather(1, ("x",)), ("2",), ("3",))]
-    return Program({"0": t, "2": sp.TensorType("i32", (4, 8), (None, "x"), mesh)}, steps, ("1", "3"))
-
-
-def chain() -> Program:
-    t = sp.TensorType.parse("i32[65536]{+x}", sp.Mesh(x=4))
-    return Program({"0": t}, [Step(Reduce(("x",)), ("0",), ("1",))], ("1",))
-
-
-def fault(kind: str, timeout: float) -> None:
-    """Run on four ranks of which rank 2 does something wrong."""
-    program = program_of("i32[8@x, 4]")
-    odd = RANK == 2
-    if kind == "stopped":
-        mpi.run_program(program, inputs_of(program), timeout=timeout)
-        if odd:
-            os.kill(os.getpid(), signal.SIGSTOP)
-    if kind == "killed":
-        mpi.run_program(program, inputs_of(program), timeout=timeout)
-        if odd:
-            os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "other" and odd:
-        program = program_of("i32[16@x, 4]")
-    if kind == "late" and odd:
-        try:
-            mpi.run_program(program, [x[:0] for x in inputs_of(program)], timeout=timeout)
-        except sp.LayoutError as error:
-            print(f"caught: {error}", file=sys.stderr, flush=True)
-        time.sleep(1.0)
-    if kind == "never" and odd:
-        time.sleep(120.0)
-    if kind == "stuck" and odd:  # comes, but not as far as the second step
-        slow(1)
-    if kind == "chain":  # of the chain 3, 2, 1, 0 a member hangs: the last in line waits for it over another
-        program = chain()
-        if odd:
-            slow(0)
-    if kind == "creation" and odd:  # agrees, and then does not make its communicators
-        mpi.connect = lambda *_: time.sleep(120.0)
-    if kind == "raising" and odd:
-        broken(1)
-    expected = sp.run(program, [[x] * 4 for (x,) in inputs_of(program)])
-    if RANK == 0:
-        print(f"started at {time.monotonic()}", file=sys.stderr, flush=True)
-    got = mpi.run_program(program, inputs_of(program), timeout=timeout)
-    same = all(
-        np.array_equal(x[0], want[RANK])
-        for x, want, t in zip(got, listed(expected, program), program.output_types, strict=True)
-        if at_root(t)[RANK]
-    )
-    gathered = WORLD.gather(same, root=0)
-    if gathered is not None:
-        print(json.dumps({"same": all(gathered)}))
-
-
-def listed(got, program):
-    return [got] if len(program.outputs) == 1 else got
-
-
-def inputs_of(program):
-    return [[np.ones(t.local_shape(k), np.int32) for k in places(t.mesh)] for t in program.input_types]
-
-
-def slow(number: int) -> None:
-    replace_step(number, lambda step: lambda arrays, wire: (time.sleep(120.0), step(arrays, wire))[1])
-
-
-def broken(number: int) -> None:
-    def fail(arrays, wire):
-        raise ZeroDivisionError("made to fail")
-
-    replace_step(number, lambda step: fail)
-
-
-def replace_step(number: int, make) -> None:
-    bind, count = mpi_steps.bind, iter(range(100))
-    mpi.bind = lambda *args: make(bind(*args)) if next(count) == number else bind(*args)
-
-
 def main() -> None:
     match sys.argv[1:]:
         case "cases", seed, count:
             compare(int(seed), int(count))
         case ("memory",):
             memory()
-        case "fault", kind, timeout:
-            fault(kind, float(timeout))
         case other:
             raise SystemExit(f"what is {other}?")
 

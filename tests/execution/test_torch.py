@@ -8,7 +8,7 @@ import pytest
 import shardplan as sp
 from execution.torch_launch import printed, torchrun
 from shardplan.cli import run_command
-from shardplan.simulation.trace import load
+from shardplan.simulation.timeline import load_timelines
 
 pytest.importorskip("torch")
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def test_run_under_torchrun_says_what_was_predicted_and_measured(tmp_path: Path)
     assert "ok: every shard of this process (1) equals the reference's" in done.stdout
     assert "all_to_all(%0; src_dim=0, dst_dim=1, axes=(a))" in done.stdout
     assert done.stdout.count("makespan") == 1
-    predicted, measured = load(trace)
+    predicted, measured = load_timelines(trace)
     assert (predicted.source, measured.source) == ("predicted", "measured")
     assert [i.device for i in measured.intervals] in ([0, 1], [1, 0])
     assert [i.received_bytes for i in measured.intervals] == [i.received_bytes for i in predicted.intervals]

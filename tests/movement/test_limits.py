@@ -1,4 +1,7 @@
-"""Memory limits: the least that works, and plans between it and no limit."""
+"""Memory limits: the least that works, with few chunks a step and at all, and plans between it and no limit."""
+
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,23 +11,46 @@ from hypothesis import strategies as st
 import oracle
 import shardplan as sp
 import strategies as some
+from shardplan.core.accounting import account
+from shardplan.movement.redistribute import plan_kept
 
 Pair = tuple[sp.TensorType, sp.TensorType]
+Ends = sp.TensorType | list[sp.TensorType]
 ANY = st.one_of(some.pairs(("even", "uneven", "partial", "rooted"), most=12), some.cross_pairs(most=8))
+MANY = 64  # chunks a step, from which on a plan says so
+
+
+def refusal(s: Ends, t: Ends, limit: int, keep: bool = False, **how: object) -> sp.Infeasible:
+    """The refusal of a limit, which names both leasts."""
+    with pytest.raises(sp.Infeasible) as error:
+        plan_kept(s, t, memory_limit=limit, keep=keep, **how)  # type: ignore[arg-type]
+    least, absolute = error.value.least_bytes, error.value.absolute_least_bytes
+    if least is None or absolute is None:
+        assert how.get("portable")
+        pytest.skip("no portable plan at all")
+    beyond = f", or {absolute} bytes with more than 64 chunks a step" if absolute < least else ""
+    text = f"within {limit} bytes a device: no plan; the least that works is {least} bytes{beyond}"
+    assert str(error.value).endswith(text)
+    assert limit < absolute <= least
+    return error.value
 
 
 def least(s: sp.TensorType, t: sp.TensorType, portable: bool = False) -> int:
-    """The least limit that works, as `Infeasible` names it."""
+    """The least limit that works with few chunks, as `Infeasible` names it."""
     if sp.same(s, t) or max(x.local_bytes() for x in (s, t)) <= 1:
         return max(1, sp.redistribute(s, t, portable=portable).certificate.workspace_bytes)
-    with pytest.raises(sp.Infeasible) as error:
-        sp.redistribute(s, t, memory_limit=1, portable=portable)
-    if error.value.least_bytes is None:
-        assert portable
-        pytest.skip("no portable plan at all")
-    text = f"within 1 bytes a device: no plan; the least that works is {error.value.least_bytes} bytes"
-    assert str(error.value).endswith(text)
-    return error.value.least_bytes
+    found = refusal(s, t, 1, portable=portable).least_bytes
+    assert found is not None
+    return found
+
+
+def most_chunks(plan: sp.Plan) -> int:
+    return max([1, *(getattr(step.op, "chunks", 1) for step in plan.program.steps)])
+
+
+def tall(t: sp.TensorType, n: int) -> sp.TensorType:
+    """The type with a whole dim of `n` before the others: a shard of many elements."""
+    return sp.TensorType(t.dtype, (n, *t.shape), replace(t.layout, dims=((), *t.layout.dims)), t.mesh)
 
 
 @settings(max_examples=150, deadline=None)
@@ -37,10 +63,104 @@ def test_the_least_limit_works_and_one_byte_less_does_not(pair: Pair) -> None:
     assert plan.certificate.workspace_bytes <= low
     assert plan.certificate.memory_limit == low
     assert oracle.unsound(plan.program, [t]) is None
-    if low > 1 and not sp.same(s, t):
-        with pytest.raises(sp.Infeasible) as error:
-            sp.redistribute(s, t, memory_limit=low - 1)
-        assert error.value.least_bytes == low
+
+
+def hold_limits(s: Ends, t: Ends, share: float, targets: list[sp.TensorType], **how: object) -> None:
+    """From the absolute least on every limit is planned, from the least on in few chunks; below it is refused."""
+    keep = bool(how.pop("keep", False))
+    found = refusal(s, t, 1, keep, **how)
+    low, absolute = found.least_bytes, found.absolute_least_bytes
+    assert low is not None and absolute is not None
+    limits = {absolute: low == absolute, low: True, low + 7: True}
+    if absolute < low:
+        limits |= {low - 1: False, absolute + round(share * (low - 1 - absolute)): False}
+    for limit, few in sorted(limits.items()):
+        plan = plan_kept(s, t, memory_limit=limit, keep=keep, **how)  # type: ignore[arg-type]
+        plan.certificate.check()
+        assert plan.certificate.workspace_bytes <= limit
+        assert (most_chunks(plan) <= MANY) == few, (limit, low, absolute)
+        assert f"chunks     {most_chunks(plan)} in " in str(plan) or few
+        moves, kept = plan.program, plan.program.outputs[len(targets) :]
+        assert kept == (tuple(name for name, _ in moves.inputs) if keep else ())
+        assert oracle.unsound(sp.Program(moves.inputs, moves.steps, moves.outputs[: len(targets)]), targets) is None
+    if absolute > 1:
+        below = refusal(s, t, absolute - 1, keep, **how)
+        assert (below.least_bytes, below.absolute_least_bytes) == (low, absolute)
+
+
+@settings(max_examples=120, deadline=None)
+@given(ANY, st.sampled_from((1, 13, 70)), st.floats(0, 1), st.booleans(), st.booleans())
+def test_every_limit_from_the_absolute_least_on_is_planned(
+    pair: Pair, rows: int, share: float, portable: bool, keep: bool
+) -> None:
+    s, t = (tall(x, rows) for x in pair)
+    if not sp.same(s, t):
+        hold_limits(s, t, share, [t], portable=portable, keep=keep)
+
+
+@settings(max_examples=40, deadline=None)
+@given(some.batches(most=8, tensors=4), st.sampled_from((1, 70)), st.floats(0, 1), st.booleans())
+def test_so_it_is_for_batches(
+    batch: tuple[list[sp.TensorType], list[sp.TensorType]], rows: int, share: float, keep: bool
+) -> None:
+    s, t = ([tall(x, rows) for x in side] for side in batch)
+    if not all(sp.same(a, b) for a, b in zip(s, t, strict=True)):
+        hold_limits(s, t, share, t, keep=keep)
+
+
+@pytest.mark.parametrize("text", ["dgx-a100", "data=[1, 4]"])
+def test_so_it_is_on_a_topology(text: str) -> None:
+    mesh = sp.Mesh(a=4, b=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64@b]", "f32[64@b, 64@a]"))
+    topology = sp.Topology.load("dgx-a100", nodes=1)
+    where = topology if text == "dgx-a100" else next(iter(sp.placements(mesh, topology)))
+    hold_limits(s, t, 0.5, [t], topology=where)
+
+
+def test_the_least_of_a_large_array_has_few_chunks() -> None:
+    """Its transposition once needed 16.7 million chunks, twice."""
+    mesh = sp.Mesh(x=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8192@x, 8192]", "f32[8192, 8192@x]"))
+    found = refusal(s, t, 1)
+    low, absolute = found.least_bytes, found.absolute_least_bytes
+    assert low is not None and absolute is not None
+    shard = 8192 * 8192 * 4 // 2
+    assert 2 * shard < absolute < low <= 2 * shard + 2 * (shard // 64 + 8)
+    few, many = (sp.redistribute(s, t, memory_limit=limit) for limit in (low, low - 1))
+    assert most_chunks(few) <= MANY < most_chunks(many)
+    assert "chunks " not in str(few)
+    (line,) = re.findall(r"^chunks .*$", str(many), re.MULTILINE)
+    assert line == f"chunks     {most_chunks(many)} in the largest step, more than 64: each pays its latency again"
+
+
+def test_a_kept_source_counts_to_the_end() -> None:
+    """What a drop-in's caller keeps alive: S(0) to S(1) of 64 x 64 over four took 12,296 bytes under 8,208."""
+    mesh = sp.Mesh(a=4)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
+    shard = 64 * 64 * 4 // 4
+    freed, kept = refusal(s, t, 1), refusal(s, t, 1, keep=True)
+    assert freed.least_bytes is not None and kept.least_bytes is not None
+    assert freed.least_bytes < 3 * shard
+    plan = plan_kept(s, t, memory_limit=4 * shard)
+    assert plan.program.outputs == (plan.program.steps[-1].results[0], "0")
+    assert plan.certificate.workspace_bytes == account(plan.program).workspace_bytes <= 4 * shard
+    assert plan_kept(s, t) == sp.redistribute(s, t), "without a limit there is nothing to count"
+    assert plan_kept(s, t, memory_limit=4 * shard, keep=False) == sp.redistribute(s, t, memory_limit=4 * shard)
+
+
+def test_one_word_for_each_kept_source() -> None:
+    mesh = sp.Mesh(a=4)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
+    least = [refusal([s, s], [t, t], 1, keep).least_bytes for keep in (False, True)]  # type: ignore[arg-type]
+    between = plan_kept([s, s], [t, t], memory_limit=10**6, keep=(False, True))
+    assert between.program.outputs[2:] == ("in1",)
+    between.certificate.check()
+    low = refusal([s, s], [t, t], 1, (False, True)).least_bytes  # type: ignore[arg-type]
+    assert least[0] is not None and least[1] is not None and low is not None
+    assert least[0] == low < least[1], "the other one moves first"
+    with pytest.raises(sp.LayoutError) as error:
+        plan_kept([s, s], [t, t], memory_limit=10**6, keep=(True,))
+    assert str(error.value) == "keep says something of 1 sources, but there are 2; give one for each"
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,9 +203,9 @@ def test_staging_is_one_buffer_each_way() -> None:
     free = sp.redistribute(s, t).certificate
     assert (free.peak_bytes, free.bound_bytes) == (shard, shard)
     assert 2 * shard <= free.workspace_bytes <= 4 * shard
-    low = least(s, t)
-    assert 2 * shard < low < free.workspace_bytes
-    plan = sp.redistribute(s, t, memory_limit=low + 16)  # below it a detour over narrower tiles stages a bit less
+    absolute = refusal(s, t, 1).absolute_least_bytes
+    assert absolute is not None and 2 * shard < absolute <= least(s, t) < free.workspace_bytes
+    plan = sp.redistribute(s, t, memory_limit=absolute + 16)  # below it a detour over narrower tiles stages a bit less
     assert any(getattr(step.op, "chunks", 1) > 1 for step in plan.program.steps)
     assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
 

@@ -45,7 +45,12 @@ def test_examples():
 def test_text_with_a_fix():
     found = audit(range(32), Mesh(tensor=2, data=16), SMALL, {"tensor": 2e9, "data": 1e6})
     lines = audit_text(found, "torch").splitlines()
-    assert lines[:2] == ["verdict  canonical", "matrix   tensor=[2, 1], data=[1, 16]"]
+    assert lines[:3] == [
+        "verdict  canonical",
+        "matrix   tensor=[2, 1], data=[1, 16]",
+        "on       gcp-a100x16: node=2 x gpu=16, 32 devices",
+    ]
+    lines = lines[1:]
     assert lines[3].split() == ["axes", "node", "gpu", "groups", "a", "NIC", "a", "step", "(all_reduce)"]
     assert lines[4].startswith("tensor     2    1            16  2 GB in ") and "(best " in lines[4]
     assert lines[7].startswith("cost     ") and " times the " in lines[7]
@@ -69,6 +74,7 @@ def test_text_of_no_placement():
     found = audit(range(48), Mesh(data=16, tensor=3), Topology.load("dgx-a100", nodes=6))
     assert audit_text(found).splitlines() == [
         "verdict  not a placement",
+        "on       dgx-a100: node=6 x gpu=8, 48 devices",
         "why      4 of the 16 groups over `tensor` span 2 nodes where a placement has 1",
         "         tensor: ranks 6, 7, 8 span 2 nodes, not 1",
         "         tensor: ranks 15, 16, 17 span 2 nodes, not 1",
@@ -110,10 +116,24 @@ def test_options(tmp_path):
     lines.write_text("alpha\nbeta\n" * 16)
     for order in ("cyclic", ",".join(map(str, cyclic)), ranks, lines):
         for hostfile in (hosts, None):
-            found = audit_command("gcp-a100x16", "data=16, tensor=2", hostfile=hostfile, rank_order=order)
+            nodes = 2 if hostfile is None else None
+            found = audit_command("gcp-a100x16", "data=16, tensor=2", nodes, hostfile=hostfile, rank_order=order)
             assert found.object["ids"] == cyclic and found.object["matrix"] == [[1, 16], [2, 1]]
-    assert audit_command("gcp-a100x16", "data=16, tensor=2", rank_order="block").object["ids"] == list(range(32))
+    assert audit_command("gcp-a100x16", "data=16, tensor=2", 2, rank_order="block").object["ids"] == list(range(32))
     assert audit_command("gcp-a100x16", "data=32", hostfile=lines).object["ids"] == cyclic
+
+
+def test_a_mesh_does_not_resize_the_cluster():
+    """Of 5 x 8 devices on 4 nodes of 8 nothing is said but that they do not fit; --nodes says how many there are."""
+    with pytest.raises(TopologyError) as caught:
+        audit_command("dgx-a100", "data=5, tensor=8")
+    assert str(caught.value) == (
+        "mesh data=5, tensor=8 has 40 devices, topology 'dgx-a100' has 32 (node=4 x gpu=8); a launch covers its "
+        "topology: give the topology the launch's size, as in Topology.load(..., nodes=...) or with --nodes"
+    )
+    found = audit_command("dgx-a100", "data=5, tensor=8", 5)
+    assert "on       dgx-a100: node=5 x gpu=8, 40 devices" in found.text.splitlines()
+    assert (found.object["topology_name"], found.object["topology_size"]) == ("dgx-a100", 40)
 
 
 def test_megatron():
@@ -124,13 +144,13 @@ def test_megatron():
 
 
 def test_fail_above():
-    options = {"topology": "gcp-a100x16", "mesh": "tensor=2, data=16", "traffic": "tensor=2GB"}
+    options = {"topology": "gcp-a100x16", "mesh": "tensor=2, data=16", "nodes": 2, "traffic": "tensor=2GB"}
     assert audit_command(**options).status == 0
     bad = audit_command(**options, fail_above=1.5)
     assert bad.status == bad.object["status"] == 1 and bad.object["fail_above"] == 1.5
     assert bad.text.splitlines()[-1].startswith("above    the ratio ") and "--fail-above 1.5" in bad.text
     assert audit_command(**options, fail_above=1e6).status == 0
-    good = audit_command("gcp-a100x16", "data=16, tensor=2", traffic="tensor=2GB", fail_above=1.0)
+    good = audit_command("gcp-a100x16", "data=16, tensor=2", 2, traffic="tensor=2GB", fail_above=1.0)
     assert good.status == 0 and "cause    no matrix is faster for this traffic" in good.text
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shardplan.report.timeline import comparison_text, timeline_text
-from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline, TimelineError
+from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.timeline import Timeline, TimelineError
 
 US = 1e-6
 GATHER = "all_gather(%0; dim=0, axes=(x))"

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
-from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline, TimelineError
+from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.timeline import Timeline, TimelineError
 
 US = 1e-6
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
-from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline
-from shardplan.simulation.trace import events, load, save_traces
+from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.timeline import Timeline, load_timelines
+from shardplan.simulation.trace import events, save_traces
 
 REQUIRED = {
     "M": {"ph", "pid", "name", "args"},
@@ -78,12 +79,12 @@ def assert_same(found: Timeline, asked: Timeline) -> None:
 def test_what_is_saved_is_loaded(lines: list[Timeline], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     save_traces(path, lines)
-    found = load(path)
+    found = load_timelines(path)
     assert len(found) == len(lines)
     for a, b in zip(found, lines, strict=True):
         assert_same(a, b)
     save_traces(path, found)
-    assert load(path) == found  # whole nanoseconds come back as they are
+    assert load_timelines(path) == found  # whole nanoseconds come back as they are
 
 
 @settings(max_examples=150)
@@ -158,7 +159,7 @@ def test_two_timelines_lie_over_each_other(tmp_path: Path) -> None:
         ("device 0 (measured)", 1.0, 3.0),
         ("device 3 (measured)", 1.0, 3.0),
     ]
-    assert load(tmp_path / "both.json") == (predicted, measured)
+    assert load_timelines(tmp_path / "both.json") == (predicted, measured)
 
 
 def test_one_timeline_has_its_device_ids_as_process_ids(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         Timeline((), title="new").save(path)
-    assert [t.title for t in load(path)] == ["old"] and list(tmp_path.iterdir()) == [path]
+    assert [t.title for t in load_timelines(path)] == ["old"] and list(tmp_path.iterdir()) == [path]
 
 
 HEAD = '{"otherData":{"format":"shardplan timelines 1","timelines":'
@@ -211,11 +212,11 @@ def test_what_a_wrong_file_says(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(sp.ParseError) as error:
-        load(path)
+        load_timelines(path)
     assert str(error.value) == f"{path} is not a trace file of timelines: {reason}"
 
 
 def test_what_a_missing_file_says(tmp_path: Path) -> None:
     with pytest.raises(sp.ParseError) as error:
-        load(tmp_path / "none.json")
+        load_timelines(tmp_path / "none.json")
     assert str(error.value) == f"cannot read the trace file {tmp_path / 'none.json'}: No such file or directory"

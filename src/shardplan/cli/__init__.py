@@ -1,6 +1,6 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
-Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device or memory is missing; 4 a failure while
+Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a failure while
 running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the lab, `options`
 what they share; what they print is made in `report`.
 """
@@ -17,7 +17,7 @@ import typer
 from shardplan.cli import labs
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
-from shardplan.errors import BackendError, Infeasible, ShardplanError, TimedOut
+from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut
 
 MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
@@ -55,7 +55,7 @@ def run_command(arguments: Sequence[str]) -> int:
         # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
-    except (Infeasible, MemoryError) as error:
+    except (Infeasible, MemoryError, MissingExtra) as error:
         return _complain(error, IMPOSSIBLE, "not enough memory for what was asked")
     except (TimedOut, BackendError) as error:
         return _complain(error, FAILED)

@@ -1,7 +1,8 @@
 """Bytes of a program: live, staged and received, per device; derived from the types alone.
 
 A value is live from its definition (inputs: from the start) to its last use, outputs to the end. During a step its
-operands, its results, every other live value and its staging exist at once: that is the workspace.
+operands, its results, every other live value and its staging exist at once: that is the workspace. An input that is
+an output too is *kept*: its storage belongs to the caller, and counts to the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, live_reduction, same
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
+MANY_CHUNKS = 64  # a step that runs in more pays its latency so often that a plan says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Account:
     """The bytes of a program on its devices (ascending ids)."""
 
     devices: tuple[int, ...]
+    input_bytes: int  # largest sum of inputs
     peak_bytes: int  # largest sum of live values between steps
     workspace_bytes: int  # largest sum of live values, results and staging during a step
     step_workspaces: tuple[int, ...]
@@ -69,41 +72,60 @@ def relabels(step: Step, operands: Sequence[TensorType], results: Sequence[Tenso
     )
 
 
-def account(program: Program) -> Account:
-    """Return the bytes of a program."""
-    ledger = _Ledger(program.devices)
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What exists during a step, without its staging, and after it; per device, or the same on all."""
+
+    during: Bytes
+    after: Bytes
+
+
+def holds(program: Program, devices: tuple[int, ...]) -> tuple[Bytes, list[Hold]]:
+    """Return the live bytes at the start of a program, and of every step, on `devices` (ascending ids)."""
+    ledger = _Ledger(devices)
     sizes = {name: ledger.size(t) for name, t in program.types.items()}
-    live: Bytes = 0
     used = {o for step in program.steps for o in step.operands} | set(program.outputs)
-    for name, _ in program.inputs:
-        live = live + sizes[name]
-    peak = workspace = _worst(live)
+    start: Bytes = sum((sizes[name] for name, _ in program.inputs), 0)
+    live: Bytes = start
     for name, _ in program.inputs:
         if name not in used:
             live = live - sizes[name]
-    received = np.zeros(len(program.devices), dtype=np.int64)
-    workspaces: list[int] = []
-    step_received: list[int] = []
-    rounds: list[int] = []
+    found: list[Hold] = []
     for step, freed in zip(program.steps, program.last_uses(), strict=True):
-        operands, results = program.step_types(step)
-        if relabels(step, operands, results, freed):  # the result is the operand's storage
+        if relabels(step, *program.step_types(step), freed):  # the result is the operand's storage
             freed = freed - set(step.operands)
         else:
             for name in step.results:
                 live = live + sizes[name]
-        workspaces.append(_worst(live) + step.op.staging(*operands))
+        during = live
         for name in freed:
             live = live - sizes[name]
-        peak = max(peak, _worst(live))
+        found.append(Hold(during, live))
+    return start, found
+
+
+def account(program: Program) -> Account:
+    """Return the bytes of a program."""
+    ledger = _Ledger(program.devices)
+    start, found = holds(program, program.devices)
+    peak = _worst(start)
+    received = np.zeros(len(program.devices), dtype=np.int64)
+    workspaces: list[int] = []
+    step_received: list[int] = []
+    rounds: list[int] = []
+    for step, hold in zip(program.steps, found, strict=True):
+        operands, results = program.step_types(step)
+        workspaces.append(_worst(hold.during) + step.op.staging(*operands))
+        peak = max(peak, _worst(hold.after))
         got = step.op.received(*operands)
         step_received.append(int(got.max(initial=0)))
         received = received + ledger.spread(results[0], got)
         rounds.append(step.op.rounds(*operands))
     return Account(
         devices=program.devices,
+        input_bytes=_worst(start),
         peak_bytes=peak,
-        workspace_bytes=max([workspace, *workspaces]),
+        workspace_bytes=max([_worst(start), *workspaces]),
         step_workspaces=tuple(workspaces),
         received=received,
         step_received=tuple(step_received),

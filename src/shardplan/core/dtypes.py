@@ -1,4 +1,4 @@
-"""Element types: one table from the short name that types print to the numpy dtype that holds the data."""
+"""Element types, from the short name that types print to the numpy dtype that holds the data; reductions over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 
 _NUMPY: dict[str, Any] = {
     "bool": np.bool_,
@@ -42,19 +42,44 @@ _ALIASES = {
 
 NAMES = tuple(_NUMPY)
 
+COMBINE: dict[str, Any] = {  # what a reduction makes of two addends
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+IDEMPOTENT = ("max", "min", "band", "bor")  # equal addends reduce to themselves
 
-@functools.cache
+
 def short_name(dtype: Any) -> str:
-    """Return the short name of `dtype`, which may be a short name, a numpy name or a numpy dtype.
+    """Return the short name of `dtype`, which may be a short name, a numpy name, a numpy dtype or a scalar's class.
 
     Raises `LayoutError` naming the legal dtypes.
     """
-    if isinstance(dtype, str) and dtype in _NUMPY:
-        return dtype
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    if name in _ALIASES:
-        return _ALIASES[name]
-    raise LayoutError(f"unknown dtype {name!r}; legal dtypes are {', '.join(NAMES)}")
+    if isinstance(dtype, str):
+        found = dtype if dtype in _NUMPY else _ALIASES.get(dtype)
+    else:
+        found = _name_of(dtype)
+    if found is None:
+        raise LayoutError(f"unknown dtype {shown(dtype)}; legal dtypes are {', '.join(NAMES)}")
+    return found
+
+
+def _name_of(dtype: object) -> str | None:
+    """The short name of what numpy takes as a dtype; None is none here, though numpy reads it as f64."""
+    # jax.numpy.float32 is an object with a dtype
+    kind = dtype if isinstance(dtype, (np.dtype, type)) else getattr(dtype, "dtype", None)
+    if not isinstance(kind, (np.dtype, type)) or kind is type(None):
+        return None
+    try:
+        exact = np.dtype(kind)
+    except (TypeError, ValueError):
+        return None
+    name = _ALIASES.get(exact.name)
+    return name if name is not None and exact == numpy_dtype(name) else None  # another byte order is another dtype
 
 
 @functools.cache
@@ -69,10 +94,23 @@ def itemsize(name: str) -> int:
     return numpy_dtype(name).itemsize
 
 
+def reduces(reduction: str, name: str) -> bool:
+    """Say whether a reduction is defined on a dtype: those of bits are on integers and bool only.
+
+    >>> reduces("product", "f32"), reduces("bxor", "u8"), reduces("bor", "f32")
+    (True, True, False)
+    """
+    return reduction not in ("band", "bor", "bxor") or numpy_dtype(name).kind in "biu"
+
+
 def identity(reduction: str, dtype: np.dtype[Any]) -> Any:
-    """Return the value that leaves `reduction` (sum, max, min) unchanged, for a numpy dtype."""
-    if reduction == "sum":
+    """Return the value that leaves a reduction of `COMBINE` unchanged, for a numpy dtype."""
+    if reduction in ("sum", "bor", "bxor"):
         return dtype.type(0)
+    if reduction == "product":
+        return dtype.type(1)
+    if reduction == "band":
+        return np.invert(dtype.type(0))
     if dtype.kind == "b":
         return dtype.type(reduction == "min")
     if dtype.kind in "iu":

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardplan.core import border
+from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 
-REDUCTIONS = ("sum", "max", "min")
+REDUCTIONS = tuple(COMBINE)
 Spec = Sequence[str | Sequence[str] | None]
 
 
@@ -29,6 +31,18 @@ class Layout:
     partial: tuple[str, ...] = ()
     reduction: str | None = None
     root: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what is no tuple of names, and partial axes without a reduction."""
+        lists = (*self.dims, self.partial, self.root) if isinstance(self.dims, tuple) else (self.dims,)  # pyright: ignore[reportUnnecessaryIsInstance]
+        for found in lists:
+            if not isinstance(found, tuple) or not all(isinstance(name, str) for name in found):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"a layout has {shown(found)} where a tuple of names of axes is legal")
+        if self.reduction not in REDUCTIONS and (self.partial or self.reduction is not None):
+            raise LayoutError(
+                f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
+                f"legal are {', '.join(REDUCTIONS)}"
+            )
 
     @property
     def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -135,18 +149,24 @@ def make_layout(
     Raises `LayoutError` for an unknown axis, an axis used twice, mixed reductions, or more entries than dims.
     """
     if isinstance(spec, Layout):
+        if partial or root:
+            raise LayoutError(
+                f"the layout {spec} says itself what is partial or root; give no partial= or root= with it"
+            )
         dims, reduction = spec.dims, spec.reduction
         partials, roots = spec.partial, spec.root
     else:
-        dims = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec)
-        kinds = set((partial or {}).values())
+        entries = border.items("the layout", spec, "entries, one a dim: None, an axis, or a tuple of axes")
+        dims = tuple(() if d is None else border.names(f"entry {k} of the layout", d) for k, d in enumerate(entries))
+        partial = {} if partial is None else border.table("partial", partial, "names of axes to a reduction")
+        kinds = {border.text("a reduction", kind) for kind in partial.values()}
         for kind in kinds:
             if kind not in REDUCTIONS:
                 raise LayoutError(f"unknown reduction {kind!r}; legal are {', '.join(REDUCTIONS)}")
         if len(kinds) > 1:
             raise LayoutError(f"one type has the reductions {', '.join(sorted(kinds))}; all its partial axes carry one")
         reduction = next(iter(kinds), None)
-        partials, roots = tuple(partial or {}), tuple(root)
+        partials, roots = border.names("partial", tuple(partial)), tuple(border.items("root", root, "names of axes"))
     if len(dims) > ndim:
         raise LayoutError(f"the layout {_loose(dims)} names {len(dims)} dims, but the tensor has {ndim}")
     dims += ((),) * (ndim - len(dims))

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core import border
 from shardplan.core.notation import Scanner
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 MOST_DEVICES = 2**22
@@ -111,9 +112,9 @@ class Mesh:
         **sizes: int,
     ) -> None:
         """Take axis sizes by keyword or as one ordered mapping."""
-        table = dict(axes or {}) | sizes
         if axes is not None and sizes:
             raise LayoutError("a mesh takes its axes as one mapping or as keywords, not both")
+        table = sizes if axes is None else border.table("the mesh", axes, "names of axes to sizes, or keywords")
         _fill(self, table, devices, {})
 
     def split(self, axis: str, /, **parts: int) -> Mesh:
@@ -123,8 +124,9 @@ class Mesh:
         2
         """
         if axis not in self.axes:
-            raise LayoutError(f"cannot split {axis!r}: {self.legal()}")
+            raise LayoutError(f"cannot split {shown(axis)}: {self.legal()}")
         size = self.sizes[self.axes.index(axis)]
+        parts = {name: border.whole(f"the part {axis}.{name}", n) for name, n in parts.items()}
         if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
             raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
         for name in parts:
@@ -146,9 +148,9 @@ class Mesh:
 
     def span(self, name: str) -> Span:
         """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
-        found = self._spans.get(name)
+        found = self._spans.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if found is None:
-            raise LayoutError(f"unknown axis {name!r}: {self.legal()}")
+            raise LayoutError(f"unknown axis {shown(name)}: {self.legal()}")
         return found
 
     def expand(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -186,10 +188,12 @@ class Mesh:
     def place(self, device: int | tuple[int, ...]) -> int:
         """Return the place in mesh order of `device`, given as a place or as coordinates over the axes."""
         if isinstance(device, tuple):
+            device = tuple(border.whole("a coordinate of a device", c) for c in device)
             legal = len(device) == len(self.sizes) and all(0 <= c < s for c, s in zip(device, self.sizes, strict=True))
             if not legal:
                 raise LayoutError(f"device {device} is outside the mesh {self}")
             return sum(c * self._spans[a].stride for c, a in zip(device, self.axes, strict=True))
+        device = border.whole("a device's place", device, -border.MOST)
         if not 0 <= device < self.size:
             raise LayoutError(f"device {device} is outside the mesh {self}: places are 0 to {self.size - 1}")
         return int(device)
@@ -253,15 +257,15 @@ class Mesh:
 
 def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> None:
     for name, size in table.items():
-        if not _IDENTIFIER.match(name):
-            raise LayoutError(f"axis name {name!r} is not an identifier")
+        if not isinstance(name, str) or not _IDENTIFIER.match(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"axis name {shown(name)} is not an identifier")
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"axis {name!r} has size {size!r}: sizes are integers of at least 1")
+            raise LayoutError(f"axis {name!r} has size {shown(size)}: sizes are integers of at least 1")
     axes, sizes = tuple(table), tuple(int(s) for s in table.values())
     count = math.prod(sizes)
     if count > MOST_DEVICES:
-        raise LayoutError(f"the mesh {table} has {count} devices; a mesh has at most {MOST_DEVICES}")
-    ids = tuple(range(count)) if devices is None else tuple(int(d) for d in devices)
+        raise LayoutError(f"the mesh {shown(table)} has too many devices; a mesh has at most {MOST_DEVICES}")
+    ids = tuple(range(count)) if devices is None else _device_ids(devices)
     if len(ids) != count:
         raise LayoutError(f"the mesh {table} has {count} places, but {len(ids)} devices are given")
     if devices is not None and len(set(ids)) != count:
@@ -283,6 +287,20 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
         "_hash": hash(key),
     }.items():
         object.__setattr__(mesh, name, value)
+
+
+def _device_ids(devices: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(devices, range) and len(devices) <= MOST_DEVICES:
+        ids = list(devices)
+    elif isinstance(devices, np.ndarray) and devices.ndim == 1 and devices.dtype.kind in "iu":
+        ids = devices.tolist()
+    else:
+        ids = border.items("devices", devices, "device ids")
+    if not all(type(d) is int for d in ids):
+        ids = [border.whole("a device id", d, -border.MOST) for d in ids]
+    if ids and max(ids) > border.MOST:
+        raise LayoutError(f"device {shown(max(ids))} is too large; device ids are 0 to {border.MOST}")
+    return tuple(ids)
 
 
 def _make(table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> Mesh:
@@ -323,18 +341,18 @@ def scan_mesh(scanner: Scanner) -> Mesh:
             table[name] = scanner.integer("the size of an axis")
         if not scanner.take(","):
             break
-    devices: list[int] | None = None
+    devices: Iterable[int] | None = None
     if scanner.take("devices="):
-        devices = []
         if scanner.take("["):
+            devices = listed = []
             while not scanner.take("]"):
-                devices.append(scanner.integer("a device id"))
+                listed.append(scanner.integer("a device id"))
                 if not scanner.take(",") and not scanner.peek("]"):
                     raise scanner.error("expected ',' or ']' in the devices")
         else:
             first = scanner.integer("the first device id")
             scanner.expect(":", "a range of devices")
-            devices = list(range(first, scanner.integer("the end of the range of devices")))
+            devices = range(first, scanner.integer("the end of the range of devices"))
     return _make(table, devices, splits)
 
 

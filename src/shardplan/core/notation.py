@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from shardplan.errors import ParseError
+from shardplan.errors import ParseError, shown
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 INTEGER = re.compile(r"\d+")
@@ -19,7 +19,9 @@ class Scanner:
     """A cursor over one text; every `expect` that fails raises a `ParseError` pointing at the character."""
 
     def __init__(self, text: str, position: int = 0) -> None:
-        """Start at `position` of `text`."""
+        """Start at `position` of `text`; raises `ParseError` for what is no text."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ParseError(f"a text is read here, got {shown(text)}")
         self.text = text
         self.position = position
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops.base import Op
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError, TypingError
+from shardplan.errors import ShardplanError, TypingError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,23 @@ class Program:
         outputs: Iterable[str],
     ) -> None:
         """Verify and derive the types."""
-        pairs: tuple[tuple[str, TensorType], ...] = tuple(inputs.items() if isinstance(inputs, Mapping) else inputs)  # pyright: ignore
-        body, results = tuple(steps), tuple(outputs)
+        listed = tuple(inputs.items() if isinstance(inputs, Mapping) else border.items("inputs", inputs, "pairs"))
+        pairs: tuple[tuple[str, TensorType], ...] = listed  # checked below
+        body: tuple[Step, ...] = tuple(border.items("steps", steps, "steps"))
+        results = border.names("outputs", tuple(border.items("outputs", outputs, "names of values")))
         types: dict[str, TensorType] = {}
-        for name, t in pairs:
+        for pair in listed:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise TypingError(f"the input {shown(pair)} of a program; legal are pairs (name, type)")
+            name, t = pair
+            if not isinstance(t, TensorType):
+                raise TypingError(f"input %{name} is {shown(t)}; legal is a TensorType")
             if name in types:
                 raise TypingError(f"input %{name} is defined twice")
             types[name] = t
         for number, step in enumerate(body):
+            if not isinstance(step, Step):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypingError(f"step {number} is {shown(step)}; legal is a Step")
             where = f"step {number} ({step.op.name})"
             for operand in step.operands:
                 if operand not in types:

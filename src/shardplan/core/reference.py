@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core import border
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
+from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Shards, poison
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
-
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+from shardplan.core.tensor import TensorType, type_of
+from shardplan.errors import LayoutError, shown
 
 
-def _index(t: TensorType, box: np.ndarray) -> tuple[slice, ...]:
+def _index(box: np.ndarray) -> tuple[slice, ...]:
     return tuple(slice(int(a), int(b)) for a, b in box)
 
 
-def distribute(array: Array, t: TensorType) -> list[Array]:
-    """Return the shard of every device, in mesh order.
+def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = None) -> list[Array]:
+    """Return the shard of every device, in mesh order; with `mesh` the type may be text.
 
     Partial types get addends that reduce to the array exactly: every element has one owner along the partial axes
     (its flat index modulo their product), the others hold the identity, or, for sums of integers, pseudo-random values
@@ -32,16 +32,27 @@ def distribute(array: Array, t: TensorType) -> list[Array]:
     >>> distribute(np.arange(4), TensorType("i64", (4,), ("x",), Mesh(x=2)))
     [array([0, 1]), array([2, 3])]
     """
+    t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
+    if not isinstance(array, np.ndarray):
+        raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
-    boxes, held = t.boxes(), at_root(t)
+    return spread(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
+
+
+def spread(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
+    """Return what every device holds of an array in its box; `flat` numbers the elements of the whole value.
+
+    Only their remainders by the number of addends count.
+    """
+    dtype, held = numpy_dtype(t.dtype), at_root(t)
     addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
     index = t.mesh.index(t.layout.partial)
-    owner = np.arange(array.size).reshape(array.shape) % addends
+    owner = flat % addends if addends > 1 else flat
     shards: list[Array] = []
     for k in range(t.mesh.size):
-        where = _index(t, boxes[k])
+        where = _index(boxes[k])
         part = array[where]
         if not held[k]:
             shards.append(poison(part.shape, dtype))
@@ -64,34 +75,52 @@ def _addend(part: Array, owner: Array, index: int, addends: int, reduction: str)
         return np.where(owner == index, part - rest, noise[index]).astype(dtype)
 
 
-def collect(shards: Shards, t: TensorType) -> Array:
+def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = None) -> Array:
     """Return the global array of shards in mesh order; addends are reduced, replicas must be equal.
+
+    With `mesh` the type may be text.
 
     Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
     """
+    t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
+    shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
-    out = np.zeros(t.shape, dtype=dtype)
-    boxes, held = t.boxes(), at_root(t)
-    groups = t.mesh.group_places(t.layout.partial)
-    written = np.zeros(t.shape, dtype=bool)
-    for group in groups:
+    return gather(shards, t, t.boxes(), t.shape)
+
+
+def gather(shards: Shards, t: TensorType, boxes: np.ndarray, shape: tuple[int, ...]) -> Array:
+    """Return the array of `shape` of which every device holds its box; errors as of `collect`."""
+    dtype, held = numpy_dtype(t.dtype), at_root(t)
+    out = np.zeros(shape, dtype=dtype)
+    written = np.zeros(shape, dtype=bool)
+    for group in t.mesh.group_places(t.layout.partial):
         if not held[group].all():
             continue
         total = None
         for m in group:
-            shard = np.asarray(shards[m])
-            if shard.shape != t.local_shape(int(m)):
-                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {t.local_shape(int(m))}")
-            total = shard if total is None else _COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
-        where = _index(t, boxes[group[0]])
+            shard = _array(f"device {m}", shards[m])
+            legal = tuple((boxes[m][:, 1] - boxes[m][:, 0]).tolist())
+            if shard.shape != legal:
+                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {legal}")
+            if shard.dtype != dtype and not np.can_cast(shard.dtype, dtype, "same_kind"):
+                raise LayoutError(f"device {m}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
+            total = shard if total is None else COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
+        where = _index(boxes[group[0]])
         assert total is not None
         if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):
             raise LayoutError(f"device {group[0]} holds other values than its replica, under {t}")
         out[where] = total
         written[where] = True
     return out
+
+
+def _array(what: str, value: object) -> Array:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths, objects that refuse
+        raise LayoutError(f"{what}: the shard {shown(value)} is no array") from None
 
 
 def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
@@ -115,9 +144,10 @@ def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]
 
 def check_shards(name: str, t: TensorType, shards: Shards) -> list[Array]:
     """Return the shards as arrays after checking their number, shapes and dtype against the type of input `name`."""
+    shards = border.items(f"input %{name}", shards, "shards, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"input %{name}: {len(shards)} shards for the {t.mesh.size} devices of {t}")
-    arrays = [np.asarray(x) for x in shards]
+    arrays = [_array(f"input %{name}, device {k}", x) for k, x in enumerate(shards)]
     for k, x in enumerate(arrays):
         if x.shape != t.local_shape(k) or x.dtype != numpy_dtype(t.dtype):
             raise LayoutError(

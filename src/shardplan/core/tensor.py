@@ -15,11 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core import dtypes
+from shardplan.core import border, dtypes
 from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS, Scanner, axes_text
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 
 Box = tuple[tuple[int, int], ...]
 
@@ -29,8 +29,8 @@ class TensorType:
     """The type of a distributed tensor.
 
     `TensorType("f32", (64, 48), ("data", "tensor"), mesh, partial={"seq": "sum"}, root=("a",))`: the spec is what a
-    JAX `PartitionSpec` takes (None or () for a whole dim; missing trailing dims are whole), or a `Layout`.
-    Raises `LayoutError`.
+    JAX `PartitionSpec` takes (None or () for a whole dim; missing trailing dims are whole), or a `Layout`; the mesh
+    is a `Mesh` or its text. Raises `LayoutError`.
 
     >>> mesh = Mesh(data=4, tensor=2)
     >>> t = TensorType("f32", (64, 48), ("data", "tensor"), mesh)
@@ -51,17 +51,22 @@ class TensorType:
         dtype: object,
         shape: Sequence[int],
         spec: Layout | Spec,
-        mesh: Mesh,
+        mesh: Mesh | str,
         partial: Mapping[str, str] | None = None,
         root: Iterable[str] = (),
     ) -> None:
         """Check and fold; see the class."""
+        mesh = mesh_of("mesh", mesh)
         name = dtypes.short_name(dtype)
-        sizes = tuple(int(n) for n in shape)
+        sizes = tuple(shape) if isinstance(shape, (tuple, list)) else tuple(border.items("shape", shape, "sizes"))
         for k, n in enumerate(sizes):
+            if type(n) is not int or n > border.MOST:
+                sizes = tuple(border.whole(f"the size of dim {k}", n, -border.MOST) for k, n in enumerate(sizes))
             if n < 1:
                 raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
         layout = make_layout(len(sizes), spec, mesh, partial, root)
+        if layout.reduction is not None and not dtypes.reduces(layout.reduction, name):
+            raise LayoutError(f"{layout.reduction} of {name} is not defined; legal are integers and bool")
         atoms = tuple(mesh.expand(d) for d in layout.dims)
         even: list[bool] = []
         for k, (n, names, run) in enumerate(zip(sizes, layout.dims, atoms, strict=True)):
@@ -145,6 +150,11 @@ class TensorType:
             count *= n
         return count * self.itemsize
 
+    @property
+    def whole(self) -> TensorType:
+        """This type; of a part of a value (`core.part`) the type of the whole."""
+        return self
+
     def with_layout(self, layout: Layout, mesh: Mesh | None = None) -> TensorType:
         """Return this type with another layout, on this mesh or another."""
         return TensorType(self.dtype, self.shape, layout, mesh or self.mesh)
@@ -174,14 +184,14 @@ class TensorType:
         return f"TensorType({self} on {self.mesh})"
 
     @staticmethod
-    def parse(text: str, mesh: Mesh) -> TensorType:
-        """Read the notation on `mesh`; raises `ParseError` pointing at the character, or `LayoutError`.
+    def parse(text: str, mesh: Mesh | str) -> TensorType:
+        """Read the notation on `mesh`, or on the mesh that its text says; raises `ParseError` pointing at the character, or `LayoutError`.
 
         >>> TensorType.parse("bf16[8@(tensor,data), 3]{root:pipe}", Mesh(data=2, tensor=2, pipe=2)).local_shape(1)
         (2, 3)
         """
         scanner = Scanner(text)
-        found = scan_type(scanner, mesh)
+        found = scan_type(scanner, mesh_of("mesh", mesh))
         scanner.finish("the type")
         return found
 
@@ -217,6 +227,33 @@ def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
             raise scanner.error("expected '@', ',' or ']' in a type")
     partial, reduction, root = scan_suffix(scanner)
     return TensorType(name, shape, Layout(tuple(dims), partial, reduction, root), mesh)
+
+
+def mesh_of(what: str, value: object) -> Mesh:
+    """Return a mesh, given as one or as its text; raises `LayoutError` for any other value, `ParseError` in the text."""
+    if isinstance(value, Mesh):
+        return value
+    if isinstance(value, str):
+        return Mesh.parse(value)
+    raise LayoutError(f"{what} is {shown(value)}; legal is a Mesh, or its text such as 'data=4,tensor=2'")
+
+
+def type_of(what: str, value: object, mesh: Mesh | str | None = None) -> TensorType:
+    """Return a type, given as one or, with a mesh, as its text.
+
+    Raises `LayoutError` for any other value, a text without a mesh, and a mesh that is not the type's; `ParseError`
+    points into the text.
+    """
+    there = None if mesh is None else mesh_of("mesh", mesh)
+    if isinstance(value, str) and there is not None:
+        return TensorType.parse(value, there)
+    if isinstance(value, str):
+        raise LayoutError(f"{what} is the text {shown(value)}, which needs mesh=: a Mesh or its text")
+    if not isinstance(value, TensorType):
+        raise LayoutError(f"{what} is {shown(value)}; legal is a TensorType, or with mesh= its text")
+    if there is not None and value.mesh != there:
+        raise LayoutError(f"{what} {value} is on the mesh {value.mesh}, but mesh= is {there}; give mesh= with texts")
+    return value
 
 
 @lru_cache(maxsize=256)
@@ -257,6 +294,9 @@ def counter(t: TensorType) -> type:
 
 def same(t: TensorType, u: TensorType) -> bool:
     """Say whether two types hold the same data on every device: dtype, shape, partial and root parts, boxes by id."""
+    for x in (t, u):
+        if not isinstance(x, TensorType):  # pyright: ignore[reportUnnecessaryIsInstance]
+            type_of("an operand of same", x)
     if (t.dtype, t.shape) != (u.dtype, u.shape):
         return False
     if t.mesh == u.mesh:

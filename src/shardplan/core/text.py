@@ -18,13 +18,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shardplan.core import border
 from shardplan.core.layout import Layout, scan_layout
 from shardplan.core.mesh import Mesh, scan_mesh
-from shardplan.core.notation import AXIS, Scanner
+from shardplan.core.notation import AXIS, MOST_DIGITS, Scanner
 from shardplan.core.ops import OPS, Op
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, scan_type
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import ParseError, ShardplanError, shown
 
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -81,8 +82,33 @@ def program_text(program: Program, note: Callable[[int, Step], str] | None = Non
     return "\n".join(lines)
 
 
+def _whole(value: object, _: object = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _tuple_of(item: Callable[[object], bool]) -> Callable[[object, object], bool]:
+    return lambda value, _: isinstance(value, tuple) and all(map(item, value))
+
+
+def _any(value: object, _: object) -> bool:
+    return True
+
+
+# By the annotation of an op's field, what a text may say there.
+_KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
+    "int": _whole,
+    "str": lambda value, _: isinstance(value, str),
+    "Dims": lambda value, _: _whole(value) or _tuple_of(_whole)(value, _),
+    "tuple[int, ...]": _tuple_of(_whole),
+    "tuple[str, ...]": _tuple_of(lambda x: isinstance(x, str)),
+    "Layout": lambda value, _: isinstance(value, Layout),
+    "Mesh": lambda value, meshes: isinstance(value, str) and value in meshes,
+}
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
+        border.text("the text of a program", text, ParseError)
         self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
         self.scanner = Scanner(self.text)
         self.meshes: dict[str, Mesh] = {}
@@ -133,9 +159,14 @@ class _Parser:
             return tuple(items)
         quoted = s.match(_STRING)
         if quoted is not None:
-            return json.loads(quoted)
+            try:
+                return json.loads(quoted)
+            except ValueError as error:
+                raise s.error(f"a malformed string before this: {error}") from None
         number = s.match(_NUMBER)
         if number is not None:
+            if len(number) > MOST_DIGITS:
+                raise s.error(f"a number of {len(number)} characters ends here; legal are at most {MOST_DIGITS}")
             return float(number) if re.search(r"[.eE]", number) else int(number)
         name = s.name("an attribute's value")
         return _WORDS.get(name, name)
@@ -166,7 +197,12 @@ class _Parser:
                     s.position = at
                     raise s.error(f"{name} has no attribute {key!r}; legal are {', '.join(fields)}")
                 s.expect("=", "an attribute")
-                value = self.attribute()
+                s.skip()
+                value, place = self.attribute(), s.position
+                if not _KINDS.get(str(fields[key].type), _any)(value, self.meshes):
+                    s.position = at
+                    raise s.error(f"{name}: {key}={shown(value)} is no {fields[key].type}")
+                s.position = place
                 attributes[key] = self.meshes.get(value, value) if fields[key].type == "Mesh" else value
                 if not s.take(","):
                     break

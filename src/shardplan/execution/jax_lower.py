@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import permutation
 from shardplan.core.ops import (
@@ -36,6 +36,7 @@ from shardplan.core.ops import (
 from shardplan.core.ops.base import poison
 from shardplan.core.ops.movement import by_dim
 from shardplan.core.tensor import TensorType
+from shardplan.execution.jax_bits import from_bits, to_bits
 from shardplan.execution.jax_compute import compute
 from shardplan.execution.jax_rounds import general_move
 from shardplan.execution.jax_wire import Atoms, Wire
@@ -63,9 +64,11 @@ def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire:
     if isinstance(op, Einsum | Elementwise | ReduceDims):
         return [compute(op, arrays, types)]
     if isinstance(op, Slice | AllGather | AllToAll | Permute | Exchange | Send):
-        bits = [_bits(x) if t.itemsize < 4 and t.dtype not in _PLAIN else x for x, t in zip(arrays, types, strict=True)]
+        bits = [
+            to_bits(x) if t.itemsize < 4 and t.dtype not in _PLAIN else x for x, t in zip(arrays, types, strict=True)
+        ]
         moved = _lower(op, bits, types, wire)
-        return [y if y.dtype == x.dtype else _unbits(y, x.dtype) for x, y in zip(arrays, moved, strict=True)]
+        return [y if y.dtype == x.dtype else from_bits(y, x.dtype) for x, y in zip(arrays, moved, strict=True)]
     return _lower(op, list(arrays), types, wire)
 
 
@@ -117,7 +120,7 @@ def _to_partial(op: ToPartial, x: Any, t: TensorType, u: TensorType, wire: Wire)
             blank = wire.varying(jnp.full(u.local_shape(), identity(op.reduction, dtype), dtype))
             at = wire.index(atoms) * t.local_shape()[d]
             return lax.dynamic_update_slice_in_dim(blank, wire.varying(x), at, d)
-    if op.reduction in ("max", "min"):
+    if op.reduction in IDEMPOTENT:
         return x
     other = poison((), dtype) if op.reduction == "root" else identity(op.reduction, dtype)
     return _where(wire.index(atoms) == 0, x, other)
@@ -324,39 +327,30 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum_scatter(x, scatter_dimension=0, tiled=False, **group)
             parts = lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **group)
-            return (jnp.min if op.reduction == "min" else jnp.max)(parts, axis=0)
+            return _folded(parts, op.reduction)
         case AllReduce() | Reduce():
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum(x, **group)
-            return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
+            if op.reduction in ("sum", "max", "min"):
+                return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
+            q = math.prod(a.size for a in order)
+            tiles = jnp.pad(x, (0, -x.size % q)).reshape(q, -1)
+            parts = lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
+            return lax.all_gather(_folded(parts, op.reduction), axis=0, tiled=True, **group)[: x.size]
         case Broadcast():
-            bits = _bits(x)
+            bits = to_bits(x)
             blank = jnp.zeros((), bits.dtype)
             total = lax.psum(wire.varying(jnp.where(wire.index(order) == 0, bits, blank)), **group)
-            return _unbits(total, x.dtype)
+            return from_bits(total, x.dtype)
         case _:
             assert_never(op)
 
 
-def _bits(x: Any) -> Any:
-    """The bits as unsigned integers, whose sum with zeros is exact: a float's -0.0 and NaNs would not come through."""
+def _folded(parts: Any, reduction: str) -> Any:
+    """Reduce over the first dim, in the dtype of the parts; a sum of bools is their maximum."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
 
-    if x.dtype == bool:
-        return x.astype(jnp.uint8)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([lax.real(x), lax.imag(x)])
-    return lax.bitcast_convert_type(x, np.dtype(f"u{x.dtype.itemsize}"))
-
-
-def _unbits(bits: Any, dtype: Any) -> Any:
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
-    if dtype.kind == "b":
-        return bits.astype(bool)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        half = lax.bitcast_convert_type(bits, np.dtype(f"f{dtype.itemsize // 2}"))
-        return lax.complex(half[0], half[1])
-    return lax.bitcast_convert_type(bits, dtype)
+    if reduction == "product":
+        return jnp.prod(parts, axis=0).astype(parts.dtype)
+    ufuncs = {"min": jnp.minimum, "band": jnp.bitwise_and, "bor": jnp.bitwise_or, "bxor": jnp.bitwise_xor}
+    return ufuncs.get(reduction, jnp.maximum).reduce(parts, axis=0)

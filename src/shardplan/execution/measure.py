@@ -10,8 +10,9 @@ from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.record import Record, Span
 from shardplan.execution.run import BACKENDS, TIMEOUT, run_recorded
+from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import step_names
-from shardplan.simulation.timeline import Interval, Timeline
+from shardplan.simulation.timeline import Timeline
 
 
 def measure(program: Program, shards: Any, backend: str, timeout: float = TIMEOUT) -> tuple[Any, Timeline]:

@@ -2,14 +2,16 @@
 
 `run_program` is the backend. Inputs are read only; a result may be an input itself where nothing changes between the
 two. What a device sends and receives goes straight from and into its arrays (`mpi_wire`), so a run allocates the
-results and what reductions add up. Before the first step the ranks agree on the program; what fails after that ends
-all ranks (`mpi_faults`).
+results and what reductions add up. At the first call of a program the ranks agree on it (`mpi_pacts`); what fails
+after that ends all ranks (`mpi_faults`).
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,9 +26,13 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import own_shards, place_of
-from shardplan.execution.mpi_faults import Watch, abort, name_of
+from shardplan.execution.mpi_agree import NotStarted, name_of
+from shardplan.execution.mpi_faults import Watch, abort, part
+from shardplan.execution.mpi_mail import mail
+from shardplan.execution.mpi_pacts import pacts
 from shardplan.execution.mpi_steps import Bound, Site, bind
-from shardplan.execution.mpi_wire import Wire, connect
+from shardplan.execution.mpi_wire import Wire
+from shardplan.execution.mpi_world import start
 from shardplan.execution.record import Record, Span
 
 REMEMBERED = 64  # bound programs whose datatypes are kept
@@ -45,8 +51,6 @@ class Executable:
         """Bind every step that the device takes part in."""
         self.program = program
         self.device = device
-        self.ranks = program.devices
-        self.digest = hashlib.sha256(str(program).encode()).digest()
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
         self.site = Site(device)
         self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
@@ -92,11 +96,18 @@ def executable(program: Program, device: int) -> Executable:
     return _executables[key]
 
 
-@atexit.register
 def forget() -> None:
     """Free the datatypes of all remembered programs."""
     while _executables:
         _executables.popitem()[1].free()
+
+
+@atexit.register
+def end() -> None:
+    """Leave MPI to its own end."""
+    if "mpi4py.MPI" in sys.modules:
+        part()
+        forget()
 
 
 def run_program(
@@ -105,10 +116,11 @@ def run_program(
     """Run a program on this process's shards: one array an input whose mesh has this rank, else none.
 
     Returns one array a result whose mesh has this rank, else none. Wrong shards, a missing launcher and an op that MPI
-    cannot run raise, as `execution.run.run` says. What goes wrong once ranks talk to each other (a rank that does not
-    come in time, another program, an exception in a step) is printed and ends all ranks: see `mpi_faults`.
+    cannot run raise, as `execution.run.run` says; at the first call of a program all other ranks raise too, at once, as
+    they do where they come with different programs. What goes wrong later (a rank that does not come in time, or that
+    withdraws from a program agreed on, an exception in a step) is printed and ends all ranks: see `mpi_faults`.
     """
-    rank, size = _world()
+    rank, size = start()
     strange = [d for d in program.devices if d >= size]
     if strange and size == 1:
         raise BackendError(
@@ -120,19 +132,27 @@ def run_program(
             f"the program runs on device {strange[0]}, but there are {size} ranks; device ids are ranks of COMM_WORLD, "
             f"legal are 0 to {size - 1}"
         )
-    values: Values = {}
-    for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
-        values[name] = np.empty(0, numpy_dtype(t.dtype)) if own is None else _checked(name, t, *own)
     if rank not in program.devices:
+        _values(program, inputs, rank)
         return [[] for _ in program.outputs]
-    bound = executable(program, rank)
-    watch = Watch(bound.ranks, rank, name_of(bound.digest), bound.texts, timeout)
+    ranks, digest = program.devices, digest_of(program)
+    alone = len(ranks) == 1
     try:
-        if len(bound.ranks) > 1:
-            watch.agree(bound.digest)
-            connect([bound.ranks, *bound.site.groups], watch)
-        results = bound.drive(values, Wire(bound.ranks, watch), record)
+        values, bound = _values(program, inputs, rank), executable(program, rank)
     except BaseException as error:  # an interrupt too: the other ranks would wait for this one
+        if not alone:
+            pacts().refuse(ranks, rank, digest, error)
+        raise
+    watch = Watch(ranks, rank, name_of(digest), bound.texts, timeout, mail())
+    try:
+        wire = Wire(ranks, {}, watch)
+        if not alone:
+            pact = pacts().enter(ranks, digest) or pacts().agree(watch, digest, bound.site.groups)
+            wire.communicators, watch.stopped = pact.communicators, lambda: pact.stopped
+        results = bound.drive(values, wire, record)
+    except NotStarted:
+        raise
+    except BaseException as error:
         abort(error)
     return [
         [] if place_of(t, rank) is None else [x]
@@ -140,18 +160,18 @@ def run_program(
     ]  # fmt: skip
 
 
-def _world() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BackendError(
-            f"the backend mpi needs mpi4py and an MPI library, as shardplan[mpi] installs them: {line}"
-        ) from None
-    if MPI.Is_finalized():
-        raise BackendError("MPI has ended in this process: run before MPI.Finalize")
-    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+@functools.lru_cache(REMEMBERED)
+def digest_of(program: Program) -> bytes:
+    """Return what tells programs apart."""
+    return hashlib.sha256(str(program).encode()).digest()
+
+
+def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
+    """Return the inputs by name, checked; empty arrays stand for those on meshes without this rank."""
+    return {
+        name: np.empty(0, numpy_dtype(t.dtype)) if own is None else _checked(name, t, *own)
+        for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True)
+    }
 
 
 def _checked(name: str, t: TensorType, place: int, shard: Any) -> np.ndarray:

@@ -4,34 +4,35 @@ MPI has no way to take back a collective and none to raise an error on another r
 its standard error and aborts the job, so that every rank ends with a status that is not zero and none is left behind.
 No exception comes out of a run that has started.
 
-Ranks that wait answer each other's roll calls, so that a rank whose time is up can tell those that wait too from those
-that never came: it asks who waits for whom, and follows the answers from its own peers to the ranks that are silent.
+Ranks that wait answer each other's questions, so that a rank whose time is up can tell those that wait too from those
+that never came: it asks what its peers run and for whom they wait, and follows the answers to ranks that are silent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
+import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
-
-import numpy as np
+from typing import NoReturn
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.mpi_mail import LEAVING, Mail, mail
 from shardplan.execution.words import listed, named
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 STATUS = 4  # of a process that fails while running
-AGREE, CALL, ANSWER = 2**14 + 11, 2**14 + 12, 2**14 + 13  # tags on COMM_WORLD: no program of the user may take them
-LAST_WORDS = 0.25  # seconds for a launcher to pass the message on: it drops what it has not read when a job aborts
+LAST_WORDS = 0.25  # seconds for a launcher to pass on what it has read: it drops it when a job aborts
+UNREAD = 5.0  # seconds that a busy launcher may take to read it
 SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
+
+
+_parted: dict[int, str] = {}  # ranks that have ended, and why
 
 
 def abort(error: BaseException) -> NoReturn:
@@ -45,9 +46,60 @@ def abort(error: BaseException) -> NoReturn:
         text = "".join(traceback.format_exception(error))
     print(f"shardplan: rank {rank} ends all ranks: {text}", end="", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    until = time.monotonic() + UNREAD
+    while _unread() and time.monotonic() < until:
+        time.sleep(LONGEST)
     time.sleep(LAST_WORDS)
     MPI.COMM_WORLD.Abort(STATUS)
     os._exit(STATUS)
+
+
+def _unread() -> bool:
+    """Whether standard error is a pipe that holds something."""
+    held = bytearray(4)
+    with contextlib.suppress(OSError, ValueError):  # not a pipe, or nothing that has a descriptor
+        fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, held)
+    return any(held)
+
+
+def part() -> None:
+    """Tell all ranks that an exception ends this process; nothing where none does."""
+    from mpi4py import MPI
+
+    error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
+    if error is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    letters = mail()
+    for rank in range(MPI.COMM_WORLD.Get_size()):
+        if rank != MPI.COMM_WORLD.Get_rank():
+            letters.post(rank, Parting(said(error)))
+    letters.flush(LEAVING)
+
+
+def said(error: BaseException) -> str:
+    """Return an error in one line."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A letter: an exception ends the sender."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A letter: what does the receiver run, and for whom does it wait?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A letter: the program that the sender runs, and the ranks that it waits for."""
+
+    name: str
+    waits_for: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -59,46 +111,28 @@ class Watch:
     name: str
     steps: Sequence[str]
     timeout: float
+    mail: Mail
+    stopped: Callable[[], str] = str  # says why the run cannot end; nothing where it can
     step: int = -1
     _waits_for: list[int] = field(default_factory=list[int])
-    _answers: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    _posted: list[MPI.Request] = field(default_factory=list["MPI.Request"])  # each keeps its buffer
 
-    def agree(self, digest: bytes) -> None:
-        """Wait until every rank has come with the same program.
+    def __post_init__(self) -> None:
+        """Answer those who ask."""
+        self.mail.on(Parting, lambda sender, letter: _parted.update({sender: letter.error}))
+        self.mail.on(Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for))))
 
-        Raises:
-            TimedOut: Some ranks did not come; they are named.
-            BackendError: A rank runs another program.
-        """
-        from mpi4py import MPI
+    def gather(self, done: Callable[[], bool], waits_for: Callable[[], list[int]]) -> None:
+        """Poll `done`, which reads letters, until the ranks have agreed; raises as `wait`, where ranks do not come."""
 
-        world = MPI.COMM_WORLD
-        others = [r for r in self.ranks if r != self.rank]
-        heard = {r: bytearray(len(digest)) for r in others}
-        missing = {r: world.Irecv([heard[r], MPI.BYTE], r, AGREE) for r in others}
-        sends = [world.Isend([digest, MPI.BYTE], r, AGREE) for r in others]
-        strange: dict[int, bytes] = {}
+        def test() -> bool:
+            self._waits_for = waits_for()
+            found = done()
+            if not found:
+                self._check(f"{self.name} did not start")
+            return found
 
-        def done() -> bool:
-            for r in [r for r, request in missing.items() if request.Test()]:
-                del missing[r]
-                if bytes(heard[r]) != digest:
-                    strange[r] = bytes(heard[r])
-            return bool(strange) or (not missing and MPI.Request.Testall(sends))
-
-        if not self._poll(done):
-            late = sorted(missing) or others
-            raise TimedOut(
-                f"{self.name} did not start: {named(late)} of {listed(self.ranks)} did not arrive within "
-                f"{self.timeout:g} s"
-            )
-        if strange:
-            first = next(iter(strange.values()))
-            raise BackendError(
-                f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, "
-                f"{named(r for r, d in strange.items() if d == first)} {name_of(first)}; nothing was sent"
-            )
+        if not self._poll(test):
+            raise self._late(f"{self.name} did not start", f" of {listed(self.ranks)}")
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
         """Poll `done` until it is true.
@@ -110,7 +144,7 @@ class Watch:
 
         Raises:
             TimedOut: It took longer than the timeout; the ranks that did not arrive are named.
-            BackendError: MPI failed.
+            BackendError: MPI failed, a rank ended or withdrew from the run, or those waited for run another program.
         """
         from mpi4py import MPI
 
@@ -118,17 +152,16 @@ class Watch:
             found = done()
             if not found:
                 self._waits_for = waits_for()
-                self._answer()
+                self.mail.collect()
+                self._check(self._where(group))
             return found
 
         try:
-            if self._poll(test):
-                self._waits_for = []
-                return
-            missing = self._roll_call()
+            if not self._poll(test):
+                raise self._late(self._where(group))
         except MPI.Exception as error:
             raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
-        raise TimedOut(f"{self._where(group)}: {named(missing)} did not arrive within {self.timeout:g} s")
+        self._waits_for = []
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Generator[None]:
@@ -157,37 +190,39 @@ class Watch:
             pause = min(LONGEST, 1.5 * pause + SHORTEST)
         return True
 
-    def _answer(self) -> None:
-        """Tell the ranks that ask for whom this one waits."""
-        from mpi4py import MPI
+    def _check(self, where: str) -> None:
+        why = self.stopped() or next((f"rank {r} ended: {e}" for r, e in _parted.items() if r in self.ranks), "")
+        if why:
+            raise BackendError(f"{where}: {why}")
 
-        world, status = MPI.COMM_WORLD, MPI.Status()
-        while world.Iprobe(MPI.ANY_SOURCE, CALL, status):
-            world.Recv([bytearray(1), MPI.BYTE], status.Get_source(), CALL)
-            waits = np.array(self._waits_for, dtype=np.int64)
-            self._posted.append(world.Isend([waits, MPI.INT64_T], status.Get_source(), ANSWER))
+    def _late(self, where: str, among: str = "") -> ShardplanError:
+        """Return the error of a wait that took too long."""
+        answers = self._roll_call()
+        missing = silent(self.rank, self._waits_for, {r: a.waits_for for r, a in answers.items()})
+        other = next((a.name for a in answers.values() if a.name != self.name), None)
+        if other is not None and all(r in answers for r in missing):
+            strays = named(r for r, a in answers.items() if a.name == other)
+            return BackendError(f"{where}: {other} is run by {strays} at the same time")
+        return TimedOut(f"{where}: {named(missing)}{among} did not arrive within {self.timeout:g} s")
 
-    def _roll_call(self) -> list[int]:
-        """Return the ranks that this one waits for, at first or at last hand, and that do not answer."""
-        from mpi4py import MPI
-
-        world, status = MPI.COMM_WORLD, MPI.Status()
-        others = [r for r in self.ranks if r != self.rank]
-        self._posted += [world.Isend([b"?", MPI.BYTE], r, CALL) for r in others]
+    def _roll_call(self) -> dict[int, Answer]:
+        """Ask the ranks that this one waits for, and those that they wait for, and so on; return what they answer."""
+        answers: dict[int, Answer] = {}
+        asked = {self.rank}
+        self.mail.on(Answer, answers.__setitem__)
 
         def done() -> bool:
-            self._answer()
-            while world.Iprobe(MPI.ANY_SOURCE, ANSWER, status):
-                waits = np.empty(status.Get_count(MPI.INT64_T), dtype=np.int64)
-                world.Recv([waits, MPI.INT64_T], status.Get_source(), ANSWER)
-                self._answers[status.Get_source()] = waits.tolist()
-            return len(self._answers) == len(others)
+            self.mail.collect()
+            for r in {*self._waits_for, *(r for a in answers.values() for r in a.waits_for)} - asked:
+                asked.add(r)
+                self.mail.post(r, Question())
+            return len(answers) == len(asked) - 1
 
         self._poll(done, min(2.0, self.timeout / 2))
-        return silent(self.rank, self._waits_for, self._answers)
+        return answers
 
 
-def silent(rank: int, waits_for: Sequence[int], answers: dict[int, list[int]]) -> list[int]:
+def silent(rank: int, waits_for: Sequence[int], answers: Mapping[int, Sequence[int]]) -> list[int]:
     """Return the ranks without an answer that `rank` waits for, over others if need be; if all answer, its own peers.
 
     >>> silent(0, [1], {1: [2], 3: [0]})
@@ -204,8 +239,3 @@ def silent(rank: int, waits_for: Sequence[int], answers: dict[int, list[int]]) -
         else:
             found.add(r)
     return sorted(found or set(waits_for))
-
-
-def name_of(digest: bytes) -> str:
-    """Return what a program is called in messages."""
-    return f"program {digest.hex()[:8]}"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.messages import at_root, messages
 from shardplan.core.ops import (
     AllGather,
@@ -167,7 +167,7 @@ def _to_partial(op: ToPartial, t: TensorType, u: TensorType, site: Site) -> One:
     before, after = t.boxes()[place], u.boxes()[place]
     inside = tuple((int(b[0] - a[0]), int(b[1] - a[0])) for a, b in zip(after, before, strict=True))
     grows = not np.array_equal(before, after)
-    keeps = grows or op.reduction in ("max", "min", "root") or int(t.mesh.index(op.axes)[place]) == 0
+    keeps = grows or op.reduction in (*IDEMPOTENT, "root") or int(t.mesh.index(op.axes)[place]) == 0
     blank = None if op.reduction == "root" else identity(op.reduction, numpy_dtype(u.dtype))
 
     def run(x: np.ndarray, wire: Wire) -> np.ndarray:

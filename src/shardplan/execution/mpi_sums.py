@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardplan.core.dtypes import COMBINE
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import (
@@ -25,8 +26,6 @@ from shardplan.execution.lower import (
 from shardplan.execution.mpi_site import One, Site, at, idle, maker, messages_of, rounds_of
 from shardplan.execution.mpi_wire import Messages, Pending, Piece, Types, Wire
 
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-
 
 def _fold(total: np.ndarray, addend: np.ndarray, reduction: str, first: bool) -> None:
     """Reduce `addend` into `total`, in the dtype of both."""
@@ -34,7 +33,7 @@ def _fold(total: np.ndarray, addend: np.ndarray, reduction: str, first: bool) ->
         total[...] = addend
     else:
         with np.errstate(all="ignore"):
-            _COMBINE[reduction](total, addend, out=total)
+            COMBINE[reduction](total, addend, out=total)
 
 
 def _run_of(start: int, stop: int, total: int, itemsize: int, types: Types) -> tuple[Piece, ...]:

@@ -1,4 +1,4 @@
-"""Datatypes, communicators and traffic of MPI: what one device hands to it, with bounded waits and counted bytes.
+"""Datatypes and traffic of MPI: what one device hands to it, with bounded waits and counted bytes.
 
 Data travel as bytes, straight from and into the arrays: a part is a committed subarray type, several parts for a peer
 are one struct type, so nothing of ours is packed and every element type is alike (MPI knows no bf16). What is counted
@@ -8,7 +8,7 @@ starts it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 DATA = 1  # the tag of point-to-point messages on the communicator of a program
-
-_communicators: dict[tuple[int, ...], MPI.Intracomm] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +86,6 @@ def _subarray(shape: tuple[int, ...], itemsize: int, box: Box) -> MPI.Datatype:
     return MPI.BYTE.Create_subarray(sizes, counts, starts)
 
 
-def connect(groups: Sequence[tuple[int, ...]], watch: Watch) -> None:
-    """Make the communicators of `groups` (ranks of the world in member order) that this process lacks.
-
-    All members come here with the same program, in the same order, right after they have agreed on it; a communicator
-    lives as long as the process. MPI makes them only in a blocking way, so a second thread watches the clock.
-    """
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    missing = [g for g in dict.fromkeys(groups) if g not in _communicators]
-    if not missing:
-        return
-    with watch.bounded("its communicators were not made"):
-        whole = world.Get_group()
-        for ranks in missing:
-            group = whole.Incl(ranks)
-            _communicators[ranks] = world.Create_group(group, DATA)
-            group.Free()
-        whole.Free()
-
-
 @dataclass(slots=True)
 class Pending:
     """A request under way and the devices it waits for."""
@@ -119,9 +96,10 @@ class Pending:
 
 @dataclass(slots=True)
 class Wire:
-    """The traffic of one run of a program by the devices `ranks`, ascending."""
+    """The traffic of one run of a program by the devices `ranks`, on the program's communicators, by their members."""
 
     ranks: tuple[int, ...]
+    communicators: Mapping[tuple[int, ...], MPI.Intracomm]
     watch: Watch
     received: int = 0  # bytes of the types handed to MPI so far
     sent: int = 0
@@ -137,7 +115,7 @@ class Wire:
         """Start one `Ialltoallw` among `members`, all of whom come here: parts of `out` go into parts of `into`."""
         base, types, made = _typed(out, sends)
         target, kinds, more = _typed(into, receives)
-        request = _communicators[members].Ialltoallw(
+        request = self.communicators[members].Ialltoallw(
             _rows(base, types, members),
             _rows(target, kinds, members),
         )
@@ -149,7 +127,7 @@ class Wire:
 
     def messages(self, out: Arrays, sends: Messages, into: Arrays, receives: Messages) -> list[Pending]:
         """Start one message to each peer of `sends` and from each of `receives`."""
-        comm = _communicators[self.ranks]
+        comm = self.communicators[self.ranks]
         pending: list[Pending] = []
         target, kinds, made = _typed(into, receives)
         for peer, kind in kinds.items():
@@ -167,7 +145,7 @@ class Wire:
         from mpi4py import MPI
 
         self.received += x.nbytes
-        request = _communicators[self.ranks].Irecv([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
+        request = self.communicators[self.ranks].Irecv([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
         return Pending(request, (peer,))
 
     def send(self, peer: int, x: np.ndarray) -> Pending:
@@ -175,7 +153,7 @@ class Wire:
         from mpi4py import MPI
 
         self.sent += x.nbytes
-        request = _communicators[self.ranks].Isend([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
+        request = self.communicators[self.ranks].Isend([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
         return Pending(request, (peer,))
 
     def wait(self, pending: Sequence[Pending], group: Sequence[int]) -> None:

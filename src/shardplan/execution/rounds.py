@@ -207,6 +207,8 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
         q = math.prod(operands[0].mesh.span(a).size for a in op.axes)
         for dtype, n in sizes.items():
             count, step = loop_of(n // itemsize(dtype), op.chunks)
+            if getattr(op, "reduction", "sum") not in ("sum", "max", "min"):  # padded to tiles of one size
+                step += -step % q
             for d in out:
                 out[d] += 2 * count * step * itemsize(dtype) * (q - 1) // q
         return out

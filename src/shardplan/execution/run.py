@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
+from shardplan.core import border
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program as reference
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, LayoutError, optional, shown
 from shardplan.execution.record import Record
+from shardplan.hardware.plan import Plan
 
 TIMEOUT = 300.0  # seconds that any wait may take
 
@@ -36,12 +38,20 @@ BACKENDS = {
     "mpi": "mpi4py, one process a device; device ids are ranks of the world",
 }
 
+PACKAGES = {"torch": "torch", "jax": "jax", "mpi": "mpi4py"}  # what a backend needs, installed by the extra of its name
 
-def run(program: Program, shards: Any, backend: str = "reference", timeout: float = TIMEOUT) -> Any:
+
+def needed(backend: str) -> None:
+    """Raise `MissingExtra` where the package of a backend is not installed."""
+    if backend in PACKAGES:
+        optional(PACKAGES[backend], backend)
+
+
+def run(program: Program | Plan, shards: Any, backend: str = "reference", timeout: float = TIMEOUT) -> Any:
     """Run a program and return the shards of its results.
 
     Args:
-        program: The program.
+        program: The program, or a plan, whose program it is.
         shards: For one input a list with one array for every device of this process, in mesh order (the reference has
             all devices in this process); for several inputs a list of such lists. Torch takes tensors or arrays.
         backend: `reference`, `torch`, `jax` or `mpi`, each but the first under its own launcher.
@@ -52,7 +62,8 @@ def run(program: Program, shards: Any, backend: str = "reference", timeout: floa
 
     Raises:
         BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
-        LayoutError: Wrong shards.
+        LayoutError: Wrong shards, or no program.
+        MissingExtra: The backend's package is not installed.
         TimedOut: A peer did not arrive in time.
 
     >>> import numpy as np
@@ -65,18 +76,27 @@ def run(program: Program, shards: Any, backend: str = "reference", timeout: floa
     return run_recorded(program, shards, backend, timeout, None)
 
 
-def run_recorded(program: Program, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
     """Run as `run` does, with what the processes saw of it in `record`."""
-    if backend not in BACKENDS:
-        raise BackendError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise BackendError(f"timeout={timeout!r}; legal is a positive number of seconds")
+    if isinstance(program, Plan):
+        program = program.program
+    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"run takes a Program or a Plan, got {shown(program)}")
+    if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BackendError(f"unknown backend {shown(backend)}; legal are {', '.join(BACKENDS)}")
+    seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (seconds and 0 < timeout < math.inf):
+        raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
+    shards = border.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.
     single = len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None)
-    inputs = [shards] if single else shards
+    inputs = (
+        [shards] if single else [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)]
+    )
     if backend == "reference":
         outputs: list[list[Any]] = reference(program, inputs)
     else:
+        needed(backend)
         found = cast("Backend", import_module(f"shardplan.execution.{backend}").run_program)
         outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs

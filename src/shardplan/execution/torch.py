@@ -1,7 +1,7 @@
 """Programs on torch.distributed (gloo, nccl): one process a device, launched by torchrun; device ids are global ranks.
 
 `run_program` is the backend; `Executable` is a program bound to one rank, which the drop-ins of `interop.torch` keep
-and call again. Inputs are read only; a result may be an input itself where nothing changes between the two.
+and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between the two.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Generator, Sequence
-from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,11 +27,40 @@ from shardplan.execution.record import Record, Span
 from shardplan.execution.torch_clock import gathered, offset
 from shardplan.execution.torch_dtypes import to_torch, torch_dtype
 from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch_site import site
 from shardplan.execution.torch_steps import Bound, bind
 from shardplan.execution.torch_wire import Wire
 
 Values = dict[str, torch.Tensor]
+Running = Generator[None, None, list[torch.Tensor]]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound]
+
+
+class Need(NamedTuple):
+    """What a rank must pass as an input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    text: str  # the type, for messages
+
+
+class Runnable(Protocol):
+    """What `launch` runs on this process: a program, or a move that has none.
+
+    `ranks` take part, `device` is this one; `digest` is the identity, equal on all ranks, `name` and `texts` (a line a
+    step) are for messages. `needs` says what to pass by input, None where this rank has no part of it.
+    """
+
+    ranks: tuple[int, ...]
+    device: int
+    digest: str
+    name: str
+    texts: list[str]
+    needs: dict[str, Need | None]
+
+    def drive(self, values: Values, wire: Wire, watch: Watch, record: Record | None = None) -> Running:
+        """Run on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
+        ...
 
 
 class Executable:
@@ -50,6 +78,11 @@ class Executable:
         text = str(program)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.name = f"program {self.digest[:8]}"
+        self.needs: dict[str, Need | None] = {}
+        for name, t in program.inputs:
+            place = place_of(t, device)
+            shape = None if place is None else t.local_shape(place)
+            self.needs[name] = None if shape is None else Need(shape, torch_dtype(t.dtype), str(t))
         self.input_name = program.inputs[0][0] if program.inputs else ""
         place = place_of(program.output_types[0], device) if program.outputs else None
         self.result_shape = (0,) if place is None else program.output_types[0].local_shape(place)
@@ -65,9 +98,7 @@ class Executable:
                     raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
             self.steps.append((bound, step.operands, step.results, tuple(freed)))
 
-    def drive(
-        self, values: Values, wire: Wire, watch: Watch, record: Record | None = None
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    def drive(self, values: Values, wire: Wire, watch: Watch, record: Record | None = None) -> Running:
         """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
         for number, (bound, operands, results, freed) in enumerate(self.steps):
             watch.at(number)
@@ -88,7 +119,7 @@ class Executable:
         return [values[name] for name in self.program.outputs]
 
 
-def finish(running: Generator[None, None, list[torch.Tensor]]) -> list[torch.Tensor]:
+def finish(running: Running) -> list[torch.Tensor]:
     """Run a started generator to its end, and return its results."""
     try:
         while True:
@@ -103,11 +134,86 @@ def executable(program: Program, device: int) -> Executable:
     return Executable(program, device)
 
 
-def wire_for(watch: Watch, device: torch.device, timeout: float) -> Wire:
+def wire_for(watch: Watch, device: torch.device) -> Wire:
     """Return the wire of a run over the default process group."""
-    group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    group = watch.site.group
     batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
-    return Wire(group, watch.tag, timedelta(seconds=timeout), device, watch, batched=batched)
+    return Wire(group, watch, device, batched=batched)
+
+
+def agreed(bound: Runnable) -> bool:
+    """Return whether the ranks have come with this program before: else the next launch waits for all of them."""
+    return len(bound.ranks) == 1 or bound.digest in site().agreed
+
+
+def launch(
+    bound: Runnable, values: Values, timeout: float, *, problem: str = "", record: Record | None = None
+) -> Running:
+    """Run a program, or a move, on the shards of this rank; every rank of it launches it, in one order.
+
+    Args:
+        bound: What to run.
+        values: The shards by input, emptied on the way.
+        timeout: Seconds that any wait for other ranks may take.
+        problem: What is wrong already, a line: the run is refused on every rank.
+        record: Takes the start and the end of every step.
+
+    Returns:
+        A generator that yields while messages travel; its value is the results.
+
+    Raises:
+        LayoutError: A shard on some rank is not what its type says.
+        BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
+    """
+    watch = Watch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+    device = next((x.device for name, x in values.items() if bound.needs[name]), torch.device("cpu"))
+    problem = problem or checked(bound, values, device)
+    wire = wire_for(watch, device)
+    try:
+        watch.begin(problem)
+        shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
+        results = yield from bound.drive(values, wire, watch, record)
+        if record is not None:
+            record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
+        return results
+    except GeneratorExit:  # never finished: the process group was destroyed before the process ended
+        raise
+    except BaseException as error:
+        watch.broke(error, wire)
+        wire.abandon()
+        raise
+
+
+def checked(bound: Runnable, values: Values, device: torch.device) -> str:
+    """Make every shard contiguous; or return what is wrong with one, of which nothing is read then."""
+    for name, x in values.items():
+        need = bound.needs[name]
+        wrong = "" if need is None else _wrong(x, need, device)
+        if wrong:
+            return f"input %{name}, rank {bound.device}: a shard {wrong}"
+        if x.is_conj() or x.is_neg():  # flags, which the bytes do not show
+            values[name] = x.resolve_conj().resolve_neg().contiguous()
+        elif need is not None and not x.is_contiguous():
+            values[name] = x.contiguous()
+    return ""
+
+
+def _wrong(x: torch.Tensor, need: Need, device: torch.device) -> str:
+    if x.shape != need.shape or x.dtype != need.dtype:
+        return (
+            f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and {tuple(need.shape)}"
+        )
+    if x.layout is not torch.strided or x.device != device or x.is_meta:
+        return (
+            f"of layout {x.layout} on {x.device}; legal is {torch.strided} in the memory of one device for all inputs"
+        )
+    if not x.numel():
+        return ""
+    run = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    reach, held = (x.storage_offset() + run) * x.itemsize, x.untyped_storage().nbytes()
+    if reach > held:
+        return f"that reaches byte {reach} of a storage of {held} bytes; legal is one within its storage"
+    return ""
 
 
 def run_program(
@@ -128,34 +234,19 @@ def run_program(
             f"the program runs on device {strange[0]}, but there are {world} ranks; device ids are global ranks, legal "
             f"are 0 to {world - 1}"
         )
-    values: Values = {}
-    for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
-        values[name] = torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else checked(name, t, *own)
     if rank not in program.devices:
+        own_shards(program, inputs, rank)
         return [[] for _ in program.outputs]
-    bound = executable(program, rank)
-    device = next((x.device for x in values.values()), torch.device("cpu"))
-    watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
-    watch.agree(bound.digest)
-    wire = wire_for(watch, device, timeout)
+    values: Values = {}
+    problem = ""
     try:
-        shift = 0.0 if record is None else offset(wire, bound.ranks, rank)
-        results = finish(bound.drive(values, wire, watch, record))
-        if record is not None:
-            record.spans[:] = gathered(wire, bound.ranks, rank, record.spans, shift)
-    except BaseException as error:
-        watch.broke(error)
-        wire.abort()
-        raise
+        for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
+            values[name] = torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1])
+    except LayoutError as error:
+        problem = str(error)
+    results = finish(launch(executable(program, rank), values, timeout, problem=problem, record=record))
     return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 
 
-def checked(name: str, t: TensorType, place: int, shard: Any) -> torch.Tensor:
-    """Return a shard as a contiguous tensor, or raise `LayoutError` where it is not that of `place` under `t`."""
-    x = shard.detach() if isinstance(shard, torch.Tensor) else to_torch(np.asarray(shard))
-    if tuple(x.shape) != t.local_shape(place) or x.dtype != torch_dtype(t.dtype):
-        raise LayoutError(
-            f"input %{name}, device {t.mesh.devices[place]}: a shard of dtype {x.dtype} and shape {tuple(x.shape)}, "
-            f"but {t} needs {torch_dtype(t.dtype)} and {t.local_shape(place)}"
-        )
-    return x.contiguous()
+def _tensor(shard: Any) -> torch.Tensor:
+    return shard.detach() if isinstance(shard, torch.Tensor) else to_torch(np.asarray(shard))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardplan.core.dtypes import identity, numpy_dtype, short_name
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.errors import BackendError
 
 _TORCH = {
@@ -29,9 +29,24 @@ _TORCH = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
+# moved as the integers of their width: nothing here, and no op of torch, adds or orders them
+_CARRIERS = {
+    torch.float8_e8m0fnu: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float4_e2m1fn_x2: torch.uint8,
+    torch.complex32: torch.int32,
+}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
-_COMBINE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_ON_HOST: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_COMBINE: dict[str, Any] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch adds and orders these not at all, so numpy does it, on the host
 _FOREIGN = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -52,6 +67,15 @@ def name_of(dtype: torch.dtype) -> str:
     if found is None:
         raise BackendError(f"dtype {dtype} has no name here; legal are {', '.join(map(str, _NAMES))}")
     return found
+
+
+def carrier_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype as which tensors are moved where nothing is reduced: their own, or an integer of its width.
+
+    >>> carrier_of(torch.float32), carrier_of(torch.float4_e2m1fn_x2)
+    (torch.float32, torch.uint8)
+    """
+    return _CARRIERS.get(dtype, dtype)
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -80,7 +104,7 @@ def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
         _COMBINE[reduction](total, addend, out=total)
         return
     a, b = to_numpy(total), to_numpy(addend)
-    result = _ON_HOST[reduction](a, b).astype(a.dtype)
+    result = COMBINE[reduction](a, b).astype(a.dtype)
     if total.device.type == "cpu":
         a[...] = result
     else:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.messages import at_root
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.tensor import TensorType
@@ -239,7 +240,7 @@ def to_partial(op: ToPartial, t: TensorType, u: TensorType, device: int) -> One:
     before, after = t.boxes()[place], u.boxes()[place]
     inside = tuple((int(b[0] - a[0]), int(b[1] - a[0])) for a, b in zip(after, before, strict=True))
     grows = not np.array_equal(before, after)
-    keeps = grows or op.reduction in ("max", "min", "root") or int(t.mesh.index(op.axes)[place]) == 0
+    keeps = grows or op.reduction in (*IDEMPOTENT, "root") or int(t.mesh.index(op.axes)[place]) == 0
     part = view_of(u.local_shape(place), inside)
     blank: Any = None if op.reduction == "root" else identity_of(op.reduction, u.dtype)
 

@@ -31,7 +31,8 @@ class Certificate:
 
     Bytes are per device, by ascending id over all meshes. `peak_bytes` is the largest live shard (of a batch: sum of
     live shards) between steps, `bound_bytes` the larger of source and destination, `workspace_bytes` input + output +
-    staging of the worst step. `level_bytes` sums over devices, outermost level first, () without a topology. Steps are
+    staging of the worst step. Of one tensor the peak keeps the bound; of a batch that no order found keeps it, the peak
+    is above it, and is what it says. Outputs behind the destinations are inputs that the caller keeps. `level_bytes` sums over devices, outermost level first, () without a topology. Steps are
     priced under `algorithm`: `auto`, the cheapest for each, or ring, tree or halving-doubling.
     """
 
@@ -60,6 +61,11 @@ class Certificate:
         got, least = max(self.received_bytes, default=0), max(self.lower_bound_bytes, default=0)
         return got / least if least else math.inf if got else 1.0
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The inputs that the caller keeps: outputs behind those of the destinations."""
+        return self.program.outputs[len(self.destinations) :]
+
     def check(self) -> None:
         """Re-derive every claim from the program; raises `CertificateError` naming the first that does not follow."""
         try:
@@ -73,7 +79,7 @@ class Certificate:
             if not _equal(claimed, value):
                 raise CertificateError(f"{name} is claimed to be {_short(claimed)}, but follows to be {_short(value)}")
         if self.memory_limit is None:
-            if self.peak_bytes > self.bound_bytes:
+            if self.peak_bytes > self.bound_bytes and len(self.sources) == 1:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
@@ -111,9 +117,12 @@ def derive(
         books = account(program)
     if program.input_types != tuple(sources):
         raise CertificateError(f"the program starts from {_texts(program.input_types)}, not from {_texts(sources)}")
-    if len(program.outputs) != len(destinations):
+    kept = program.outputs[len(destinations) :]
+    if len(program.outputs) < len(destinations) or not set(kept) <= {name for name, _ in program.inputs}:
         raise CertificateError(f"the program has {len(program.outputs)} outputs, not {len(destinations)}")
-    for found, asked in zip(program.output_types, destinations, strict=True):
+    if len(set(kept)) < len(kept):
+        raise CertificateError(f"the program keeps an input twice: {', '.join('%' + name for name in kept)}")
+    for found, asked in zip(program.output_types, destinations, strict=False):
         if not same(found, asked):
             raise CertificateError(f"the program ends in {found}, which is not {asked}")
     devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.errors import TopologyError
+from shardplan.errors import TopologyError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 
@@ -49,7 +50,13 @@ class Launch:
     by_rank: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(int(i) for i in self.ids))
+        if not isinstance(self.mesh, Mesh) or not isinstance(self.topology, Topology):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(
+                f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology"
+            )
+        ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
+        ids = tuple(border.whole("a topology id", i, -border.MOST, kind=TopologyError) for i in ids)
+        object.__setattr__(self, "ids", ids)
         topology, places = self.topology, len(self.ids)
         if places != self.mesh.size:
             raise TopologyError(f"{places} device ids for mesh {self.mesh}; legal is one for each of {self.mesh.size}")
@@ -58,6 +65,7 @@ class Launch:
                 f"mesh {self.mesh} has {places} devices, topology {topology.name!r} has {topology.size} "
                 f"({topology.describe()}); a launch covers its topology: give the topology the launch's size, as in "
                 f"Topology.load(..., {topology.levels[0].name}s=...)"
+                + (" or with --nodes" if topology.levels[0].name == "node" else "")
             )
         topology.checked(self.ids)
         if len(set(self.ids)) != places:

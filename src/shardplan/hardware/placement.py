@@ -13,13 +13,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh, primes
-from shardplan.errors import ParseError, TopologyError
-from shardplan.hardware.topology import Topology
+from shardplan.core.tensor import mesh_of
+from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.hardware.topology import Topology, topology_of
 
 Matrix = tuple[tuple[int, ...], ...]
 
@@ -49,9 +52,17 @@ class Placement:
     matrix: Matrix
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", mesh_of("mesh", self.mesh))
+        object.__setattr__(self, "topology", topology_of("topology", self.topology))
         _check_sizes(self.mesh, self.topology)
         rows, levels = len(self.mesh.axes), self.topology.levels
-        matrix = tuple(tuple(int(x) for x in row) for row in self.matrix)
+        matrix = tuple(
+            tuple(border.whole("an entry of the matrix", x, -border.MOST, kind=TopologyError) for x in row)
+            for row in (
+                border.items("a row of the matrix", given, "whole numbers", TopologyError)
+                for given in border.items("the matrix", self.matrix, "rows", TopologyError)
+            )
+        )
         object.__setattr__(self, "matrix", matrix)
         if len(matrix) != rows or any(len(row) != len(levels) for row in matrix):
             raise TopologyError(
@@ -143,7 +154,7 @@ class Placement:
             ParseError: The text is malformed.
             TopologyError: The matrix does not fit.
         """
-        lines = text.split("\n", 2)
+        lines = border.text("the text of a placement", text, ParseError).split("\n", 2)
         if len(lines) != 3 or not lines[0].startswith("mesh "):
             raise ParseError("expected 'mesh ', a line 'placement ', and the topology", text, 0)
         start = len(lines[0]) + 1
@@ -153,7 +164,7 @@ class Placement:
         rows: list[tuple[int, ...]] = []
         place, body = 0, lines[1].removeprefix("placement ")
         for number, axis in enumerate(mesh.axes):
-            pattern = (r",\s*" if number else "") + rf"{re.escape(axis)}=(\[\d+(?:, ?\d+)*\])"
+            pattern = (r",\s*" if number else "") + rf"{re.escape(axis)}=(\[\d{{1,18}}(?:, ?\d{{1,18}})*\])"
             found = re.compile(pattern).match(body, place)
             if found is None:
                 raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + 10 + place)
@@ -178,40 +189,56 @@ def _check_sizes(mesh: Mesh, topology: Topology) -> None:
 
 
 def placements(
-    mesh: Mesh,
-    topology: Topology,
+    mesh: Mesh | str,
+    topology: Topology | str,
     bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
     inside: Mapping[str, str] | None = None,
 ) -> Iterator[Placement]:
     """Generate every placement of a mesh on a topology, in lexicographic order of the matrix, without duplicates.
 
     Args:
-        mesh: The axes to place.
-        topology: As many devices as the mesh.
+        mesh: The axes to place; a mesh or its text.
+        topology: As many devices as the mesh; a topology or its text, such as the name of a preset.
         bounds: For (axis, level) the least and the greatest entry.
         inside: For an axis the level inside whose parent it must stay: its entries on levels further out are 1.
 
-    Yields:
-        Placements; without options `count(mesh, topology)` of them.
+    Returns:
+        Yields placements; without options `count(mesh, topology)` of them.
 
     Raises:
-        TopologyError: Sizes differ, or an option names an unknown axis or level.
+        TopologyError: Sizes differ, or an option names an unknown axis or level, or is of another kind.
 
     Source: arXiv 2110.10548.
     """
+    mesh, topology = mesh_of("mesh", mesh), topology_of("topology", topology)
     _check_sizes(mesh, topology)
     depth = len(topology.levels)
     least = [[1] * depth for _ in mesh.axes]
     most = [[mesh.size] * depth for _ in mesh.axes]
-    for axis, _ in bounds or {}:
-        _row(mesh, axis)
-    for (axis, level), (low, high) in (bounds or {}).items():
+    for key, ends in _option("bounds", bounds, "(axis, level) to (least, greatest) entry"):
+        (axis, level), (low, high) = _pair("a key of bounds", key), _pair(f"bounds of {shown(key)}", ends)
         i, j = _row(mesh, axis), topology.index(level)
+        low, high = (border.whole(f"bounds of {shown(key)}", n, kind=TopologyError) for n in (low, high))
         least[i][j], most[i][j] = max(least[i][j], low), min(most[i][j], high)
-    for axis, level in (inside or {}).items():
+    for axis, level in _option("inside", inside, "an axis to a level"):
         i = _row(mesh, axis)
         for j in range(topology.index(level)):
             most[i][j] = 1
+    return _enumerate(mesh, topology, least, most)
+
+
+def _option(what: str, value: object, of: str) -> list[tuple[Any, Any]]:
+    return [] if value is None else list(border.table(what, value, of, TopologyError).items())
+
+
+def _pair(what: str, value: object) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    raise TopologyError(f"{what} is {shown(value)}; legal is a pair")
+
+
+def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: list[list[int]]) -> Iterator[Placement]:
+    depth = len(topology.levels)
 
     def rows(i: int, columns: tuple[int, ...]) -> Iterator[Matrix]:
         if i == len(mesh.axes):
@@ -238,7 +265,7 @@ def placements(
 
 def _row(mesh: Mesh, axis: str) -> int:
     if axis not in mesh.axes:
-        raise TopologyError(f"axis {axis!r} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+        raise TopologyError(f"axis {shown(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
     return mesh.axes.index(axis)
 
 

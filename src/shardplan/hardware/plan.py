@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardplan.core.program import Program
+from shardplan.errors import ShardplanError, shown
 from shardplan.hardware.certificate import Certificate
+
+
+def path_of(value: object) -> Path:
+    """Return a path, given as one or as text; raises `ShardplanError` for any other value."""
+    if isinstance(value, (str, Path)) and "\0" not in str(value):
+        return Path(value)
+    raise ShardplanError(f"the path of a plan file is {shown(value)}; legal is a path, or its text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,13 @@ class Plan:
 
     program: Program
     certificate: Certificate
+
+    def __post_init__(self) -> None:
+        """Refuse what is no program or no certificate."""
+        if not isinstance(self.program, Program) or not isinstance(self.certificate, Certificate):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ShardplanError(
+                f"a plan of {shown(self.program)} and {shown(self.certificate)}; legal are a Program and its Certificate"
+            )
 
     @property
     def seconds(self) -> float:
@@ -27,17 +42,17 @@ class Plan:
         return self.certificate.types
 
     def save(self, path: str | Path) -> None:
-        """Write a plan file (JSON), atomically."""
+        """Write a plan file (JSON), atomically; raises `ShardplanError` where that cannot be."""
         from shardplan.hardware.planfile import save_plan
 
-        save_plan(self, Path(path))
+        save_plan(self, path_of(path))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file; its claims are as written: call `certificate.check()`. Raises `ParseError`."""
         from shardplan.hardware.planfile import load_plan
 
-        return load_plan(Path(path))
+        return load_plan(path_of(path))
 
     def __str__(self) -> str:
         """Return the program with bytes and seconds beside every step."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardplan.core.accounting import MANY_CHUNKS, account
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
@@ -70,7 +71,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan file."""
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+    try:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+    except OSError as error:
+        raise ShardplanError(f"cannot write the plan file {path}: {error.strerror}") from None
 
 
 def _type(text: str) -> TensorType:
@@ -103,15 +107,36 @@ def load_plan(path: Path) -> Plan:
         return Plan(program, Certificate(program=program, **claims))
     except OSError as error:
         raise ParseError(f"cannot read the plan file {path}: {error.strerror}") from None
-    except (ShardplanError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
+    except (
+        ShardplanError,
+        msgspec.DecodeError,
+        AttributeError,
+        KeyError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
         raise ParseError(f"{path} is not a plan file: {reason}") from None
+
+
+def remarks(plan: Plan) -> list[str]:
+    """Return a line for each thing that a plan could not avoid: a peak above its bound, more chunks than are good."""
+    lines: list[str] = []
+    c = plan.certificate
+    if c.memory_limit is None and c.peak_bytes > c.bound_bytes:
+        lines.append(
+            f"order      peak {format_bytes(c.peak_bytes - c.bound_bytes)} above the bound: no order found of these "
+            "moves keeps it, and this is the least peak found"
+        )
+    chunks = max((getattr(step.op, "chunks", 1) for step in plan.program.steps), default=1)
+    if chunks > MANY_CHUNKS:
+        lines.append(f"chunks     {chunks} in the largest step, more than {MANY_CHUNKS}: each pays its latency again")
+    return lines
 
 
 def annotated(plan: Plan) -> str:
     """Return the program's text with the bytes the worst device receives and the predicted seconds of every step."""
-    from shardplan.core.accounting import account
-
     books = account(plan.program)
     c = plan.certificate
     if c.where is None:
@@ -135,9 +160,11 @@ def annotated(plan: Plan) -> str:
         f"{c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
+        + (f" with {len(c.kept)} kept" if c.kept else "")
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
+    lines += remarks(plan)
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where
         names = [level.name for level in topology.levels] if topology else []

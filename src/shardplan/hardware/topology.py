@@ -17,7 +17,9 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardplan.errors import TopologyError
+from shardplan.core import border
+from shardplan.core.mesh import MOST_DEVICES
+from shardplan.errors import TopologyError, shown
 
 Link = Literal["switch", "ring", "torus", "mesh"]
 
@@ -56,11 +58,12 @@ class Level:
     reduces: bool = False
 
     def __post_init__(self) -> None:
-        where = f"level {self.name!r}"
-        if not self.name.isidentifier():
+        where = f"level {shown(self.name)}"
+        if not (isinstance(self.name, str) and self.name.isidentifier()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"{where}: a level's name is a word of letters, digits and underscores, such as 'node'")
         if self.link not in get_args(Link):
-            raise TopologyError(f"{where}: link {self.link!r} is unknown; legal: {', '.join(get_args(Link))}")
+            raise TopologyError(f"{where}: link {shown(self.link)} is unknown; legal: {', '.join(get_args(Link))}")
+        self._check_kinds(where)
         if self.size < 1:
             raise TopologyError(f"{where}: size {self.size} is below 1, the least number of children")
         if self.uplinks < 1:
@@ -93,6 +96,25 @@ class Level:
                 raise TopologyError(f"{where}: degraded factor {factor} of {self.name}[{unit}] is above 1")
         object.__setattr__(self, "degraded", tuple(sorted(self.degraded)))
 
+    def _check_kinds(self, where: str) -> None:
+        """Refuse a value of another kind than its field's."""
+        for name in ("size", "uplinks"):
+            border.whole(f"{where}: {name}", getattr(self, name), -border.MOST, kind=TopologyError)
+        for name in ("bandwidth", "latency"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+                raise TopologyError(f"{where}: {name} is {shown(value)}; legal is a number in SI units")
+        for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
+            border.whole(f"{where}: an extent", extent, -border.MOST, kind=TopologyError)
+        for pair in border.items(f"{where}: degraded", self.degraded, "pairs (unit, factor)", TopologyError):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TopologyError(f"{where}: degraded has {shown(pair)}; legal are pairs (unit, factor)")
+            border.whole(f"{where}: a degraded unit", pair[0], -border.MOST, kind=TopologyError)
+            if isinstance(pair[1], bool) or not isinstance(pair[1], (int, float, np.number)):
+                raise TopologyError(f"{where}: the degraded factor {shown(pair[1])} is no number")
+        border.flag(f"{where}: reduces", self.reduces, TopologyError)
+        border.text(f"{where}: source", self.source, TopologyError)
+
     @property
     def extents(self) -> tuple[int, ...]:
         """The shape of the children: `shape` of a torus or mesh, else `(size,)`."""
@@ -117,13 +139,16 @@ class DeviceSpec:
     memory_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
+        for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise TopologyError(f"device: flops has {shown(pair)}; legal are pairs (dtype, operations per second)")
         names = [dtype for dtype, _ in self.flops]
         if len(set(names)) != len(names):
             raise TopologyError(f"device: flops names a dtype twice: {', '.join(names)}")
         values = [*self.flops, ("memory", self.memory), ("memory_bandwidth", self.memory_bandwidth)]
         for name, value in values:
-            if not value > 0:
-                raise TopologyError(f"device: {name} is {value}, it must be above 0")
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
+                raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
 
     def peak(self, dtype: str) -> float:
         """Look up the peak rate for a dtype.
@@ -168,8 +193,15 @@ class Topology:
     device: DeviceSpec = field(default_factory=DeviceSpec)
 
     def __post_init__(self) -> None:
+        border.text("the name of a topology", self.name, TopologyError)
+        if not isinstance(self.levels, tuple) or not all(isinstance(level, Level) for level in self.levels):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(f"topology {self.name!r}: levels is {shown(self.levels)}; legal is a tuple of levels")
+        if not isinstance(self.device, DeviceSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(f"topology {self.name!r}: device is {shown(self.device)}; legal is a DeviceSpec")
         if not self.levels:
             raise TopologyError(f"topology {self.name!r} has no levels; it needs at least one")
+        if self.size > MOST_DEVICES:
+            raise TopologyError(f"topology {self.name!r} has too many devices; a topology has at most {MOST_DEVICES}")
         names = [level.name for level in self.levels]
         for name in names:
             if names.count(name) > 1:
@@ -214,7 +246,7 @@ class Topology:
         for j, level in enumerate(self.levels):
             if level.name == name:
                 return j
-        raise TopologyError(f"topology {self.name!r} has no level {name!r}; levels: {self.describe()}")
+        raise TopologyError(f"topology {self.name!r} has no level {shown(name)}; levels: {self.describe()}")
 
     def describe(self) -> str:
         """Say the levels in one line.
@@ -285,7 +317,7 @@ class Topology:
             name = key if key in levels else key[:-1] if key.endswith("s") else key
             if name not in levels:
                 legal = ", ".join(f"{level.name}s=" for level in self.levels)
-                raise TopologyError(f"{key}={value!r} names no level of topology {self.name!r}; legal: {legal}")
+                raise TopologyError(f"{key}={shown(value)} names no level of topology {self.name!r}; legal: {legal}")
             levels[name] = _resized(levels[name], key, value)
         return replace(self, levels=tuple(levels.values()))
 
@@ -310,6 +342,10 @@ class Topology:
         """
         from shardplan.hardware.topology_file import load
 
+        if not isinstance(source, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(
+                f"topology {shown(source)}: legal is a preset's name, or a path to a .toml or .xml file"
+            )
         return load(source).resize(**sizes)
 
     @staticmethod
@@ -336,15 +372,42 @@ class Topology:
         return to_text(self)
 
 
+def topology_of(what: str, value: object) -> Topology:
+    """Return a topology, given as one or as text.
+
+    Args:
+        what: The name of the argument, for errors.
+        value: A topology, the name of a preset, the path of a file, or the text of a topology file.
+
+    Returns:
+        The topology, of the size that is given: nothing is resized to fit.
+
+    Raises:
+        TopologyError: It is none, or there is no such preset or file.
+        ParseError: The text is malformed.
+
+    Example:
+        >>> topology_of("topology", "dgx-h100").name
+        'dgx-h100'
+    """
+    if isinstance(value, str):
+        return Topology.parse(value) if "\n" in value else Topology.load(value)
+    if not isinstance(value, Topology):
+        raise TopologyError(f"{what} is {shown(value)}; legal is a Topology, or its text such as 'dgx-h100'")
+    return value
+
+
 def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:
-    shape = (value,) if isinstance(value, int) else tuple(value)
+    given = (value,) if isinstance(value, (int, float, str)) or value is None else value  # pyright: ignore[reportUnnecessaryComparison]
+    extents = border.items(key, given, "extents", TopologyError)
+    shape = tuple(border.whole(key, n, -border.MOST, kind=TopologyError) for n in extents)
     if level.shape and len(shape) != len(level.shape):
         if level.size == math.prod(shape):
             return level
         raise TopologyError(
-            f"{key}={value!r}: level {level.name!r} is a {level.link} of shape {list(level.shape)}; "
+            f"{key}={shown(value)}: level {level.name!r} is a {level.link} of shape {list(level.shape)}; "
             f"give {len(level.shape)} extents"
         )
     if not level.shape and len(shape) != 1:
-        raise TopologyError(f"{key}={value!r}: level {level.name!r} is a {level.link}; give one size")
+        raise TopologyError(f"{key}={shown(value)}: level {level.name!r} is a {level.link}; give one size")
     return replace(level, size=math.prod(shape), shape=shape if level.shape else ())

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
-from shardplan.errors import ParseError, TopologyError
+from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.topology import DeviceSpec, Level, Topology
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
@@ -52,6 +52,8 @@ def load(source: str | Path) -> Topology:
         raise TopologyError(f"topology file {str(source)!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ParseError(f"topology file {str(source)!r} is not UTF-8 text") from error
+    except ValueError as error:  # a path with a NUL
+        raise TopologyError(f"topology file {str(source)!r} cannot be read: {error}") from error
     if path.suffix == ".xml":
         return parse_nccl_xml(text, name=path.stem)
     return parse(text)
@@ -59,19 +61,17 @@ def load(source: str | Path) -> Topology:
 
 def parse(text: str) -> Topology:
     """Read the text of a topology file; see `Topology.parse`."""
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ParseError(f"the text of a topology file is read here, got {shown(text)}")
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        reason = re.sub(r" \(at .*\)$", "", str(error))
-        if place is None:
-            raise ParseError(f"topology is no TOML: {reason}", text, len(text)) from error
-        starts = [0, *(match.end() for match in re.finditer("\n", text))]
-        position = starts[int(place[1]) - 1] + int(place[2]) - 1
-        raise ParseError(f"topology is no TOML: {reason}", text, position) from error
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, tomllib.TOMLDecodeError):
+            raise _malformed(error, text) from error
+        raise ParseError("topology is no TOML: it is nested too deeply, or a number is too long") from error
     _known("topology", data, _TOP)
     if data.get("version", 1) != 1:
-        raise TopologyError(f"topology: version {data['version']!r} is unknown; this shardplan reads version 1")
+        raise TopologyError(f"topology: version {shown(data['version'])} is unknown; this shardplan reads version 1")
     name = _typed("topology", data, "name", str, "")
     rows = data.get("levels")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in cast(list[Any], rows)):
@@ -81,6 +81,15 @@ def parse(text: str) -> Topology:
     if not isinstance(device, dict):
         raise TopologyError("topology: device must be a table with the keys " + ", ".join(_DEVICE))
     return Topology(name, tuple(levels), _device(cast(dict[str, Any], device)))
+
+
+def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
+    place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    reason = re.sub(r" \(at .*\)$", "", str(error))
+    if place is None:
+        return ParseError(f"topology is no TOML: {reason}", text, len(text))
+    starts = [0, *(match.end() for match in re.finditer("\n", text))]
+    return ParseError(f"topology is no TOML: {reason}", text, starts[int(place[1]) - 1] + int(place[2]) - 1)
 
 
 def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
@@ -102,7 +111,7 @@ def _typed(where: str, data: dict[str, Any], key: str, kind: type[Any], default:
     value = data[key]
     # bool is an int in Python, but not in a topology file.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TopologyError(f"{where}: {key} must be {_KINDS[kind]}, got {value!r}")
+        raise TopologyError(f"{where}: {key} must be {_KINDS[kind]}, got {shown(value)}")
     return value
 
 
@@ -111,7 +120,7 @@ def _quantity(where: str, data: dict[str, Any], key: str, parser: Callable[[str]
     if value is None:
         raise TopologyError(f"{where}: key {key!r} is missing; write it like {key} = {like!r}")
     if not isinstance(value, str):
-        raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {value!r}")
+        raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {shown(value)}")
     try:
         return parser(value)
     except ParseError as error:
@@ -129,7 +138,7 @@ def _level(number: int, data: dict[str, Any]) -> Level:
         degraded.append((int(key), float(factor)))
     shape = _typed(where, data, "shape", list, [])
     if not all(isinstance(extent, int) and not isinstance(extent, bool) for extent in shape):
-        raise TopologyError(f"{where}: shape must be a list of whole numbers, got {shape!r}")
+        raise TopologyError(f"{where}: shape must be a list of whole numbers, got {shown(shape)}")
     return Level(
         name=name,
         size=_typed(where, data, "size", int, math.prod(shape) if shape else None),
@@ -150,7 +159,7 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
     if isinstance(rates, str):
         rates = {"*": rates}
     if not isinstance(rates, dict):
-        raise TopologyError(f"device: flops must be a string or a table of dtypes, got {rates!r}")
+        raise TopologyError(f"device: flops must be a string or a table of dtypes, got {shown(rates)}")
     table = cast(dict[str, Any], rates)
     flops = tuple((dtype, _quantity("device: flops", table, dtype, parse_flops, "312 TFLOP/s")) for dtype in table)
     memory, bandwidth = math.inf, math.inf

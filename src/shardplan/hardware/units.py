@@ -11,7 +11,10 @@ import math
 import re
 from decimal import Decimal
 
-from shardplan.errors import ParseError
+import numpy as np
+
+from shardplan.core import border
+from shardplan.errors import LayoutError, ParseError, shown
 
 _NUMBER = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
@@ -44,8 +47,10 @@ _TABLES = {"bytes": _BYTES, "bytes per second": _RATES, "seconds": _SECONDS, "op
 
 
 def _parse(text: str, quantity: str) -> float:
-    found = _NUMBER.match(text)
     legal = ", ".join(_SHOWN[quantity])
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ParseError(f"a text with a number and a unit ({legal}) is read here, got {shown(text)}")
+    found = _NUMBER.match(text)
     if found is None:
         start = len(text) - len(text.lstrip())
         raise ParseError(f"expected a non-negative number and a unit ({legal}), got {text!r}", text, start)
@@ -77,6 +82,58 @@ def parse_bytes(text: str) -> float:
         4294967296.0
     """
     return _parse(text, "bytes")
+
+
+def bytes_of(what: str, value: object) -> float:
+    """Return a number of bytes, given as one or as text.
+
+    Args:
+        what: The name of the argument, for errors.
+        value: Such as `2e9` or `"2 GB"`.
+
+    Returns:
+        Bytes, finite and 0 or more.
+
+    Raises:
+        LayoutError: It is no number of bytes.
+        ParseError: The text is malformed; it points at the character.
+
+    Example:
+        >>> bytes_of("nbytes", "64 MB")
+        64000000.0
+    """
+    return parse_bytes(value) if isinstance(value, str) else border.number(f"{what}, in bytes,", value)
+
+
+def limit_of(what: str, value: object) -> int | None:
+    """Return a limit in whole bytes, given as a number of at least 1 or as text; None stays None.
+
+    Args:
+        what: The name of the argument, for errors.
+        value: Such as `10**9`, `1e9` or `"1 GB"`; of `"1.5 B"` the whole bytes are 1.
+
+    Returns:
+        Bytes, or None.
+
+    Raises:
+        LayoutError: It is no whole number of bytes of at least 1.
+        ParseError: The text is malformed; it points at the character.
+
+    Example:
+        >>> limit_of("memory limit", "1 GB")
+        1000000000
+    """
+    if value is None:
+        return None
+    found = parse_bytes(value) if isinstance(value, str) else value
+    real = isinstance(found, (int, float, np.integer, np.floating)) and not isinstance(found, bool)
+    if real and abs(found) <= border.MOST and (isinstance(value, str) or found == int(found)):
+        if found < 1:
+            raise LayoutError(f"the {what} is {int(found)} bytes; it must be at least 1")
+        return int(found)
+    raise LayoutError(
+        f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
+    )
 
 
 def parse_rate(text: str) -> float:

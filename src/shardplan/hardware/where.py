@@ -11,37 +11,49 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TopologyError
+from shardplan.errors import TopologyError, shown
 from shardplan.hardware.bounds import batch_lower_bound_seconds, most_over
 from shardplan.hardware.cost import Fabric, Price, price
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.reduction_bound import reduction_bound
-from shardplan.hardware.topology import Topology
+from shardplan.hardware.topology import Topology, topology_of
 
 Where = Topology | Placement
 
 
-def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
-    """Return the fabric: device ids are topology positions, or, of a placement's mesh, places that it lays out.
+def where_of(what: str, value: object) -> Where | None:
+    """Return a topology, given as one or as text, a placement, or None; raises `TopologyError` for any other value."""
+    return value if value is None or isinstance(value, Placement) else topology_of(what, value)
 
-    Raises `TopologyError` for a device id that is not on the topology, or a mesh of which the placement knows nothing.
+
+def placement_of(what: str, value: object) -> Placement:
+    """Return a placement; raises `TopologyError` for any other value."""
+    if not isinstance(value, Placement):
+        raise TopologyError(
+            f"{what} is {shown(value)}; legal is a Placement, such as placements(mesh, topology) or place() gives"
+        )
+    return value
+
+
+def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
+    """Return the fabric: device ids are topology positions, or, under a placement, lie where it lays them.
+
+    A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
+    and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
     """
     topology = where.topology if isinstance(where, Placement) else where
     ids = sorted({d for mesh in meshes for d in mesh.devices})
-    position: np.ndarray | None = None
     if isinstance(where, Placement):
-        laid = where.device_mesh().reshape(-1)
-        if not set(ids) <= set(where.mesh.devices):
-            strange = sorted(set(ids) - set(where.mesh.devices))
+        strange = sorted(set(ids) - set(where.mesh.devices))
+        if strange:
             raise TopologyError(f"the placement does not place the devices {strange[:5]}; it places {where.mesh}")
-        position = np.zeros(max(ids) + 1, dtype=np.int64)
-        position[where.mesh.ids] = laid
-    elif ids and ids[-1] >= topology.size:
+        return Fabric(topology, where.position())
+    if ids and ids[-1] >= topology.size:
         raise TopologyError(
             f"device {ids[-1]} is not on the topology {topology.name or '(unnamed)'} of {topology.size} devices; "
             f"legal ids are 0 to {topology.size - 1}"
         )
-    return Fabric(topology, position)
+    return Fabric(topology)
 
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:

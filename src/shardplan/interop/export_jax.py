@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from shardplan.core.program import Program
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, optional
 from shardplan.hardware.placement import Placement
 from shardplan.interop.export_recipe import Move, heading, recipe, shape_text, turn_text
 
@@ -33,6 +33,7 @@ class Reduction:
 
     def __init__(self, program: Program) -> None:
         """Make the mesh."""
+        optional("jax", "jax")
         import jax  # pyright: ignore[reportMissingImports]
         import numpy as np
         from jax.sharding import Mesh, PartitionSpec  # pyright: ignore[reportMissingImports]

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
+from shardplan.execution.mpi_world import start
 from shardplan.hardware.placement import Placement
 from shardplan.interop.export_recipe import Move, Recipe, heading, pasted, recipe, shape_text, turn_text
 
@@ -29,13 +30,14 @@ class Reduction:
         world: A communicator; `MPI.COMM_WORLD` if none is given.
 
     Raises:
-        BackendError: A program that cannot be exported, too few ranks.
+        BackendError: A program that cannot be exported, too few ranks, no mpi4py or MPI library.
 
     Every rank of `world` makes it, with the same program. `free` gives the communicators back.
     """
 
     def __init__(self, program: Program, world: Any = None) -> None:
         """Split the world."""
+        start()
         from mpi4py import MPI
 
         from shardplan.interop import export_mpi_calls

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.program import Program
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, optional
 from shardplan.hardware.placement import Placement
 from shardplan.interop.export_recipe import Move, Recipe, heading, pasted, recipe, shape_text, turn_text
 
@@ -39,6 +39,7 @@ class Reduction:
 
     def __init__(self, program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> None:
         """Make the process groups."""
+        optional("torch", "torch")
         import torch.distributed as dist
 
         from shardplan.interop import export_torch_calls

@@ -11,7 +11,12 @@ import fnmatch
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
+from shardplan.errors import missing
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise missing(error, "torch") from None
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -21,11 +26,11 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import Executable, executable, finish, wire_for
-from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch import agreed, executable, finish, launch
 from shardplan.interop.torch_async import later, settle, under_way, waited
-from shardplan.interop.torch_boxes import BoxMove
-from shardplan.interop.torch_layout import normal, type_of
+from shardplan.interop.torch_bound import Bound
+from shardplan.interop.torch_ends import Ends
+from shardplan.interop.torch_layout import normal, ordered, respec
 from shardplan.movement.redistribute import redistribute as plan_move
 
 if TYPE_CHECKING:
@@ -38,56 +43,41 @@ MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
 class Move:
     """A redistribution bound to this rank: from a spec to a spec, planned once."""
 
-    __slots__ = ("agreed", "bound", "inside", "options", "target", "timeout")
+    __slots__ = ("bound", "inside", "options", "target", "timeout")
 
-    def __init__(self, source: DTensorSpec, target: DTensorSpec, limit: int | None, topology: Any, timeout: float):
-        """Plan; see `redistribute` for what may be raised."""
+    def __init__(
+        self,
+        source: DTensorSpec,
+        target: DTensorSpec,
+        limit: int | None,
+        topology: Any,
+        timeout: float,
+        travels: torch.dtype | None = None,
+    ):
+        """Plan, the messages being of dtype `travels` (the target's); see `redistribute` for what may be raised."""
         rank = dist.get_rank()
-        ends = _ends(source, target)
         self.target = target
         self.timeout = timeout
         self.options = (limit, topology, timeout)
-        self.bound: Executable | BoxMove
-        if ends[0] is not None and ends[1] is not None:
-            plan = plan_move(ends[0], ends[1], topology=topology, memory_limit=limit)
-            self.bound = executable(plan.program, rank)
-        else:
-            self.bound = BoxMove(source, target, rank, limit)
+        self.bound = Bound(Ends.of(source, target, travels), rank, limit, topology)
         self.inside = rank in self.bound.ranks
-        self.agreed = False
 
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
-        bound = self.bound
-        watch = Watch(bound.ranks, bound.device, bound.name, bound.texts, self.timeout, posts=False)
-        try:
-            if not self.agreed:
-                settle()  # comparing programs waits for all ranks, and some may wait for those moves
-                watch.agree(bound.digest)
-                self.agreed = True
-            wire = wire_for(watch, local.device, self.timeout)
-            values = {bound.input_name: local if local.is_contiguous() else local.contiguous()}
-            return (yield from bound.drive(values, wire, watch))
-        except GeneratorExit:  # never finished: the process group was destroyed before the process ended
-            raise
-        except BaseException as error:
-            watch.broke(error)
-            raise
+        if not agreed(self.bound):
+            settle()  # comparing programs waits for all ranks, and some may wait for those moves
+        return launch(self.bound, {self.bound.input_name: local}, self.timeout)
 
 
 def _ends(source: DTensorSpec, target: DTensorSpec) -> tuple[TensorType | None, TensorType | None]:
-    """Return the types of both ends; None for one that only runs of indices describe."""
-    meta = source.tensor_meta
-    if meta is None:
-        raise LayoutError("the DTensor's spec has no global shape")
-    ordered = bool(source.use_strided_shard_as_shard_order)
-    return (
-        type_of(meta.shape, meta.dtype, source.placements, source.mesh, ordered),
-        type_of(meta.shape, meta.dtype, target.placements, target.mesh),
-    )
+    """Return the types of both ends; None where a tensor goes alone: no layout says its shards, or they are computed."""
+    ends = Ends.of(source, target)
+    plain = ends.source.tensor_meta == source.tensor_meta and not (ends.divisors or ends.masks)
+    return ends.types if plain and ends.types is not None else (None, None)
 
 
-_moves: dict[Any, Move | None] = {}  # None: nothing changes
+Options = tuple[int | None, Any, float]  # memory limit, topology, timeout
+_moves: dict[Any, Move | None] = {}  # by request and by specs; None: nothing changes
 
 
 def redistribute(
@@ -97,6 +87,9 @@ def redistribute(
     memory_limit: int | None = None,
     async_op: bool = False,
     *,
+    shard_order: Sequence[tuple[int, Sequence[int]]] | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     topology: Any = None,
     timeout: float = TIMEOUT,
 ) -> DTensor:
@@ -104,52 +97,54 @@ def redistribute(
 
     Args:
         dtensor: The tensor. With another `device_mesh`, ranks outside its mesh pass it too, with an empty local tensor.
-        placements: One a dim of the destination's mesh: `Shard`, `Replicate`, `_StridedShard`, or the `Partial` that
-            the tensor has there already.
+        placements: One a dim of the destination's mesh: `Shard`, `Replicate`, `_StridedShard`, `Partial`. A value
+            becomes partial as inside DTensor: divided for a sum, left as it is for avg, max and min; what is not divided
+            (integers, products) is kept at coordinate 0, and the identity elsewhere.
         device_mesh: The destination's mesh, if it is another; every rank of both meshes calls.
-        memory_limit: Bytes of workspace on every device (source, result and staging), see `shardplan.redistribute`.
+        memory_limit: Bytes of workspace on every device (source, result and staging), see `shardplan.redistribute`. The
+            caller's shard counts to the end.
         async_op: Return before the move is done; the first use of the local tensor waits for it. Ranks start such moves
             in one order, wait in any, and finish what nobody uses at the next call without it, or at exit. Under
             torch.compile it has no effect.
+        shard_order: For every dim that is cut, the mesh dims that cut it, the first one first, as `ShardOrderEntry` or
+            a pair; by default mesh dims cut in their own order, and what has the placements already stays as it is.
+        forward_dtype: The dtype in which the tensor moves, and that of the result; by default the tensor's.
+        backward_dtype: The dtype in which the gradient moves; by default the tensor's, which it has in the end.
         topology: A `Topology` or `Placement` on which to choose the plan.
         timeout: Seconds that any wait for other ranks may take.
 
     Returns:
         A DTensor; the input itself when nothing changes and no gradient is asked for. It is differentiable: the
-        gradient moves back to the source's placements, replicated where the source is partial (as DTensor has it), and
-        so it does when nothing else changes (but not under torch.compile).
+        gradient moves back to the source's placements, replicated where the source is partial (as DTensor has it), and so it does when nothing else changes (but not under torch.compile).
 
     Raises:
         LayoutError: Placements that make no sense for the tensor, or that are not supported; they are named.
         Infeasible: No plan within `memory_limit`; `least_bytes` is the smallest that works.
         BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
     """
+    options = memory_limit, topology, timeout
     if torch.compiler.is_compiling():
         from shardplan.interop.torch_compile import traced
 
-        return traced(dtensor, placements, device_mesh, memory_limit, topology, timeout)
-    move = planned(dtensor, placements, device_mesh, memory_limit, topology, timeout)
-    if move is None and not (dtensor.requires_grad and torch.is_grad_enabled()):
-        return dtensor
-    if move is None:
-        return _Same.apply(dtensor, (memory_limit, topology, timeout))  # pyright: ignore[reportReturnType]
-    if dtensor.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(dtensor, move, async_op)  # pyright: ignore[reportReturnType]
-    return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
+        return traced(dtensor, placements, device_mesh, shard_order, forward_dtype, backward_dtype, options)
+    move = planned(dtensor, placements, device_mesh, shard_order, forward_dtype, options)
+    return _applied(dtensor, move, async_op, options, backward_dtype)
 
 
 def planned(
     dtensor: DTensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
-    limit: int | None,
-    topology: Any,
-    timeout: float,
+    shard_order: Any,
+    dtype: torch.dtype | None,
+    options: Options,
 ) -> Move | None:
     """Return the planned move, or None when nothing changes."""
+    key: Any = None
     try:
         spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
-        key = (spec, tuple(placements), spec.mesh if device_mesh is None else device_mesh, limit, topology, timeout)
+        mesh = spec.mesh if device_mesh is None else device_mesh
+        key = (spec, tuple(placements), mesh, shard_order, dtype, options)
         return _moves[key]
     except (AttributeError, KeyError, TypeError):  # none yet, or no such request
         pass
@@ -158,35 +153,72 @@ def planned(
         kind = type(given).__name__
         raise LayoutError(f"redistribute takes a DTensor, not a {kind}; legal is what DTensor.from_local makes of it")
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
-    mesh = spec.mesh if device_mesh is None else device_mesh
-    wanted = normal(placements, dtensor.ndim, mesh)
-    if len(_moves) >= MOST_MOVES:
-        _moves.clear()
-    key = (spec, tuple(placements), mesh, limit, topology, timeout)
-    if mesh == spec.mesh and wanted == spec.placements:
-        _moves[key] = None
-        return None
-    for k, p in enumerate(wanted):
-        if isinstance(p, Partial) and (mesh != spec.mesh or spec.placements[k] != p):
-            have = repr(spec.placements[k]) if mesh == spec.mesh else "another mesh"
-            raise LayoutError(
-                f"cannot redistribute from {have} to {p!r}, mesh dim {k} of {wanted}; legal are Shard, Replicate and "
-                "the Partial that the tensor has there already"
-            )
-    target = DTensorSpec(mesh, wanted, tensor_meta=spec.tensor_meta)
-    move = _moves[key] = Move(spec, target, limit, topology, timeout)
+    target = target_of(spec, placements, device_mesh, shard_order, dtype)
+    move = between(spec, target, None, options)
+    try:
+        _moves[key] = move
+    except TypeError:  # an order of lists: read anew at every call
+        pass
     return move
+
+
+def target_of(
+    spec: DTensorSpec,
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None,
+    shard_order: Any,
+    dtype: torch.dtype | None,
+) -> DTensorSpec:
+    """Return the spec that is asked for; raises `LayoutError` for placements or an order that make no sense."""
+    if spec.tensor_meta is None:
+        raise LayoutError("the DTensor's spec has no global shape")
+    mesh = spec.mesh if device_mesh is None else device_mesh
+    wanted = normal(placements, spec.ndim, mesh)
+    order = ordered(shard_order, wanted)
+    meta = spec.tensor_meta if dtype is None else spec.tensor_meta._replace(dtype=dtype)
+    if order is None and mesh == spec.mesh and wanted == spec.placements:
+        return respec(spec, wanted, meta)
+    return DTensorSpec(mesh, wanted, tensor_meta=meta, shard_order=order)  # pyright: ignore[reportArgumentType]
+
+
+def between(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options) -> Move | None:
+    """Return the move from a spec to another, or None when nothing changes."""
+    key = (source, target, travels, options)
+    if key not in _moves:
+        if len(_moves) >= MOST_MOVES:
+            _moves.clear()
+        rounded = travels is not None and source.tensor_meta is not None and travels != source.tensor_meta.dtype
+        _moves[key] = None if source == target and not rounded else Move(source, target, *options, travels)
+    return _moves[key]
+
+
+def _applied(
+    dtensor: DTensor, move: Move | None, async_op: bool, options: Options, backward_dtype: torch.dtype | None
+) -> DTensor:
+    """Return the DTensor after a move, differentiable where a gradient is asked for."""
+    if dtensor.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(dtensor, move, async_op, options, backward_dtype)  # pyright: ignore
+    if move is None:
+        return dtensor
+    return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
 
 
 def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
     """Return this rank's shard after the move; with `async_op`, a tensor that waits for it on first use."""
-    if not move.inside:
-        return local
     if type(local) is not torch.Tensor:
         local = waited(local)
-    running = move.start(local.detach() if local.requires_grad else local)
+    if local.requires_grad:
+        local = local.detach()
+    return ran(move.bound.ends.masked(local), move, async_op)
+
+
+def ran(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
+    """Return this rank's shard after the move of a plain tensor that is masked already; see `moved`."""
+    if not move.inside:
+        return local.to(move.bound.ends.result)
+    running = move.start(local)
     if async_op:
-        return later(running, move.bound.result_shape, local.dtype, local.device)
+        return later(running, move.bound.result_shape, move.bound.ends.result, local.device)
     if under_way:
         settle()
     (result,) = finish(running)
@@ -199,49 +231,50 @@ def wrapped(local: torch.Tensor, move: Move, requires_grad: bool) -> DTensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """The move and, backwards, the move of the gradient; the latter is differentiable again."""
+    """The move, if there is one, and backwards the move of the gradient; the latter is differentiable again."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, move: Move, async_op: bool) -> DTensor:  # pyright: ignore
-        ctx.spec, ctx.async_op, ctx.options = dtensor._spec, async_op, move.options  # pyright: ignore
+    def forward(
+        ctx: Any,
+        dtensor: DTensor,
+        move: Move | None,
+        async_op: bool,
+        options: Options,
+        dtype: torch.dtype | None,
+    ) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.dtype = dtensor._spec, dtype  # pyright: ignore[reportPrivateUsage]
+        ctx.async_op, ctx.options = async_op and move is not None, options
         ctx.set_materialize_grads(False)  # zeros would come as a plain tensor
-        return wrapped(moved(dtensor._local_tensor, move, async_op), move, dtensor.requires_grad)  # pyright: ignore
+        local = dtensor._local_tensor  # pyright: ignore[reportPrivateUsage]
+        if move is None:
+            return DTensor(local, dtensor._spec, requires_grad=dtensor.requires_grad)  # pyright: ignore
+        return wrapped(moved(local, move, async_op), move, dtensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move the gradient back."""
-        return None if grad is None else _back(ctx.spec, grad, ctx.options, ctx.async_op), None, None
+        """Move the gradient to where the tensor is, in its own dtype."""
+        if grad is None:
+            return (None,) * 5
+        travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
+        have = grad._spec  # pyright: ignore[reportPrivateUsage]
+        move = between(have, gradient_of(ctx.spec, have), travels, ctx.options)
+        return _applied(grad, move, ctx.async_op, ctx.options, travels), None, None, None, None
 
 
-class _Same(torch.autograd.Function):
-    """The tensor as it is; a gradient with other placements (a partial one, say) moves to the tensor's."""
+def gradient_of(spec: DTensorSpec, grad: DTensorSpec) -> DTensorSpec:
+    """Return where the gradient of a tensor belongs: as the tensor, replicated where only the tensor is partial.
 
-    @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, options: tuple[Any, ...]) -> DTensor:  # pyright: ignore
-        ctx.spec, ctx.options = dtensor._spec, options  # pyright: ignore[reportPrivateUsage]
-        ctx.set_materialize_grads(False)
-        return DTensor(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)  # pyright: ignore
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move the gradient to the placements of the tensor."""
-        return None if grad is None else _back(ctx.spec, grad, ctx.options, False), None
-
-
-def _back(spec: DTensorSpec, grad: DTensor, options: tuple[Any, ...], async_op: bool) -> DTensor:
-    limit, topology, timeout = options
-    back, mesh = gradient_of(spec, grad)
-    return redistribute(grad, back, mesh, limit, async_op, topology=topology, timeout=timeout)
-
-
-def gradient_of(spec: DTensorSpec, grad: DTensor) -> tuple[tuple[Placement, ...], DeviceMesh]:
-    """Return where the gradient of a tensor belongs: as the tensor, replicated where only the tensor is partial."""
-    have = grad.placements if grad.device_mesh == spec.mesh else (Replicate(),) * spec.mesh.ndim
+    It comes in the default order, as DTensor's does: autograd's own ops on a DTensor forget any other.
+    """
+    have = grad.placements if grad.mesh == spec.mesh else (Replicate(),) * spec.mesh.ndim
     back = tuple(
         Replicate() if isinstance(p, Partial) and not isinstance(g, Partial) else p
         for p, g in zip(spec.placements, have, strict=True)
     )
-    return back, spec.mesh
+    assert grad.tensor_meta is not None and spec.tensor_meta is not None
+    meta = grad.tensor_meta._replace(dtype=spec.tensor_meta.dtype)
+    strided = spec.use_strided_shard_as_shard_order
+    return DTensorSpec(spec.mesh, back, tensor_meta=meta, use_strided_shard_as_shard_order=strided)
 
 
 def redistribute_state(
@@ -314,15 +347,7 @@ def _batch(program: Program, keys: list[str], values: dict[str, torch.Tensor], t
     if rank not in program.devices:
         return [values[key] for key in keys]
     settle()
-    bound = executable(program, rank)
-    watch = Watch(bound.ranks, rank, bound.name, bound.texts, timeout)
-    watch.agree(bound.digest)
-    device = next(iter(values.values())).device
-    try:
-        return finish(bound.drive(values, wire_for(watch, device, timeout), watch))
-    except BaseException as error:
-        watch.broke(error)
-        raise
+    return finish(launch(executable(program, rank), values, timeout))
 
 
 def _targets(

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.tensor import Box
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
+from shardplan.execution.torch import Need
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_pack import at
 from shardplan.execution.torch_wire import Wire
@@ -43,14 +44,17 @@ class BoxMove:
         """Work out who sends what to whom; raises `LayoutError` for partial placements, `Infeasible` over the limit."""
         assert source.tensor_meta is not None
         shape, dtype = tuple(source.tensor_meta.shape), source.tensor_meta.dtype
-        before, after = holdings(shape, source.placements, source.mesh), holdings(shape, target.placements, target.mesh)
+        before, after = (holdings(shape, end.placements, end.mesh, end.shard_order) for end in (source, target))
         self.ranks = tuple(sorted({*before, *after}))
         self.device = rank
-        text = f"{shape} {dtype} {source.placements} {target.placements} {self.ranks}"
+        ends = [f"{end.placements} {end.shard_order} {end.mesh.mesh.tolist()}" for end in (source, target)]
+        text = f"{shape} {dtype} {ends}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.name = f"move of boxes {self.digest[:8]}"
         self.texts = ["exchange of boxes"]
         mine, ours = before.get(rank), after.get(rank)
+        need = None if mine is None else Need(mine.shape, dtype, f"{source.placements} of {shape}")
+        self.needs: dict[str, Need | None] = {self.input_name: need}
         self.result_shape: tuple[int, ...] = (0,) if ours is None else ours.shape
         self.copies: list[tuple[View, View]] = []
         sends: dict[int, list[View]] = {}

@@ -1,8 +1,10 @@
 """`redistribute` under torch.compile: planned while it is traced, and one opaque op in the graph that is left.
 
-Dynamo keeps the whole call as one node. When that node is traced with the tensors' specs and shapes, which must be
-known numbers, the move is planned, put into an explicit table, and the op `shardplan::move` is recorded with its key;
-the move of the gradient likewise. The op runs the plan as the eager call does, and is never async.
+Dynamo keeps the whole call as one node. When that node is traced with the tensors' specs and shapes, the move is planned,
+put into an explicit table, and the op `shardplan::move` is recorded with its key; the move of the gradient likewise. A
+plan is of one shape: where dynamo would have a size stand for any, it is guarded to be the one at hand, so that another
+batch size is compiled anew, as it is for DTensor's own collectives. The op runs the plan as the eager call does, and is
+never async.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._library.effects import EffectType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from shardplan.errors import LayoutError
 from shardplan.interop import torch as eager
+from shardplan.interop.torch_layout import respec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,16 +35,20 @@ def traced(
     dtensor: DTensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
-    memory_limit: int | None,
-    topology: Any,
-    timeout: float,
+    shard_order: Any,
+    forward_dtype: torch.dtype | None,
+    backward_dtype: torch.dtype | None,
+    options: eager.Options,
 ) -> DTensor:
     """Return the moved DTensor while `torch.compile` traces; see `interop.torch.redistribute`.
 
-    Raises what that raises, and `LayoutError` for a shape that is not known; torch wraps it in an error of its own.
+    Raises what that raises; torch wraps it in an error of its own.
     """
+    limit, topology, timeout = options
     chosen = -1 if topology is None else _numbered(topology)
-    return _node(dtensor, tuple(placements), device_mesh, memory_limit, chosen, timeout)
+    order = None if shard_order is None else tuple((d, tuple(dims)) for d, dims in shard_order)
+    dtypes = forward_dtype, backward_dtype
+    return _node(dtensor, tuple(placements), device_mesh, order, dtypes, limit, chosen, timeout)
 
 
 @torch.compiler.assume_constant_result
@@ -56,6 +64,8 @@ def _node(
     dtensor: DTensor,
     placements: tuple[Placement, ...],
     mesh: DeviceMesh | None,
+    order: Any,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
     limit: int | None,
     chosen: int,
     timeout: float,
@@ -64,41 +74,50 @@ def _node(
     given: Any = dtensor
     if not isinstance(given, DTensor):
         raise LayoutError("redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it")
-    symbols = [f"dim {d} is {n}" for d, n in enumerate(given.shape) if isinstance(n, torch.SymInt)]  # pyright: ignore
-    if symbols:
-        raise LayoutError(
-            f"cannot plan a move of a tensor of symbolic shape: {', '.join(symbols)}; legal under torch.compile are "
-            "static shapes: torch.compile(..., dynamic=False), or torch._dynamo.mark_static for the tensor"
-        )
-    topology = None if chosen < 0 else _topologies[chosen]
-    move = _planned(dtensor, placements, mesh, (None if limit is None else int(limit), topology, float(timeout)))
-    return dtensor if move is None else _Traced.apply(dtensor, move)
+    options = (None if limit is None else int(limit), None if chosen < 0 else _topologies[chosen], float(timeout))
+    spec = _known(dtensor)
+    move = _planned(spec, eager.target_of(spec, placements, mesh, order, dtypes[0]), None, options)
+    return dtensor if move is None else _Traced.apply(dtensor, spec, move, dtypes[1])
 
 
 class _Traced(torch.autograd.Function):
     """The move as an op, and backwards the move of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, move: eager.Move) -> DTensor:  # pyright: ignore
-        ctx.spec, ctx.options = dtensor._spec, move.options  # pyright: ignore[reportPrivateUsage]
+    def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.Move, dtype: Any) -> DTensor:  # pyright: ignore
+        ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
-        local = torch.ops.shardplan.move(dtensor._local_tensor, _entered(move))  # pyright: ignore
+        local = move.bound.ends.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
+        local = torch.ops.shardplan.move(local, _entered(move))  # pyright: ignore
         return eager.wrapped(local, move, dtensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, None
-        placements, mesh = eager.gradient_of(ctx.spec, grad)
-        move = _planned(grad, placements, mesh, ctx.options)
-        return grad if move is None else _Traced.apply(grad, move), None
+            return (None,) * 4
+        travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
+        spec = _known(grad)
+        move = _planned(spec, eager.gradient_of(ctx.spec, spec), travels, ctx.options)
+        return grad if move is None else _Traced.apply(grad, spec, move, travels), None, None, None
+
+
+def _known(dtensor: DTensor) -> DTensorSpec:
+    """Return the tensor's spec with sizes that are numbers: reading a symbol guards the graph to its value."""
+    spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
+    meta = spec.tensor_meta
+    if meta is None:
+        raise LayoutError("the DTensor's spec has no global shape")
+    for n in dtensor._local_tensor.shape:  # pyright: ignore[reportPrivateUsage]
+        int(n)
+    sizes = torch.Size([int(n) for n in meta.shape])
+    return respec(spec, spec.placements, TensorMeta(sizes, tuple(int(n) for n in meta.stride), meta.dtype))
 
 
 def _planned(
-    dtensor: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None, options: Any
+    source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: eager.Options
 ) -> eager.Move | None:
     with _disable_current_modes():  # planning reads real tensors: the ranks of the mesh
-        return eager.planned(dtensor, placements, mesh, *options)
+        return eager.between(source, target, travels, options)
 
 
 def _entered(move: eager.Move) -> str:
@@ -113,14 +132,15 @@ def _entered(move: eager.Move) -> str:
 @torch.library.custom_op("shardplan::move", mutates_args=())
 def _run(local: torch.Tensor, key: str) -> torch.Tensor:
     """Run a move of the table on the local tensor."""
-    result = eager.moved(local, _table[key], False)
+    result = eager.ran(local, _table[key], False)
     return result.clone() if result is local else result  # an op's result is no alias
 
 
 @_run.register_fake
 def _(local: torch.Tensor, key: str) -> torch.Tensor:
     move = _table[key]
-    return local.new_empty(move.bound.result_shape if move.inside else local.shape)
+    shape = move.bound.result_shape if move.inside else local.shape
+    return local.new_empty(shape, dtype=move.bound.ends.result)
 
 
 # Ranks must run moves in one order, whatever order a compiler likes best for the shapes of each.

@@ -1,8 +1,8 @@
 """DTensor's placements as layouts, and, where no layout says what they mean, as runs of indices.
 
 A `DeviceMesh` becomes a `Mesh` of the same ranks; mesh dims without a usable name are called d0, d1, .... `Shard`s of
-one dim nest in the order of the mesh dims; `_StridedShard`s that decode to another order become that order where the
-dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks DTensor itself.
+one dim nest in the order that the spec says, by default that of the mesh dims; `_StridedShard`s that decode to another
+order become that order where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks DTensor itself.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._utils import (
     _get_shard_size_and_offsets,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.tensor.placement_types import (
     Placement,
+    _MaskPartial,  # pyright: ignore[reportPrivateUsage]
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
+from shardplan.core.dtypes import reduces
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.execution.torch_dtypes import name_of
+from shardplan.execution.torch_dtypes import carrier_of, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +56,7 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
         raise LayoutError(f"placements={given!r}; legal is a list of {mesh.ndim}, one for each mesh dim")
     if len(placements) != mesh.ndim:
         raise LayoutError(
-            f"{len(placements)} placements, {_text(placements)}, for a mesh of shape {tuple(mesh.mesh.shape)}; legal "
+            f"{len(placements)} placements, {text_of(placements)}, for a mesh of shape {tuple(mesh.mesh.shape)}; legal "
             "is one for each mesh dim"
         )
     out: list[Placement] = []
@@ -72,53 +74,102 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
     return tuple(out)
 
 
-def type_of(
-    shape: Sequence[int], dtype: torch.dtype, placements: Placements, mesh: DeviceMesh, ordered: bool = True
-) -> TensorType | None:
-    """Return the type of a DTensor, or None where only runs of indices can say what its devices hold.
+def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
+    """Return an order of sharding as DTensor's specs have it, or raise `LayoutError` unless it is one of `placements`.
 
     Args:
-        shape: The global shape.
-        dtype: The element type.
+        shard_order: For every sharded dim the mesh dims that cut it, the first one first; as a `ShardOrderEntry` or as a
+            pair, in any order of the dims. None is the default: mesh dims in their own order.
         placements: One a mesh dim, dims counted from the front.
-        mesh: The mesh.
-        ordered: Whether `_StridedShard` encodes an order of sharding (it does not inside DTensor's view ops).
-
-    Raises:
-        LayoutError: A partial placement that is no sum, max or min, or several kinds of them.
     """
+    if shard_order is None:
+        return None
+    cuts: dict[int, list[int]] = {}
+    for k, p in enumerate(placements):
+        if isinstance(p, (Shard, _StridedShard)):
+            cuts.setdefault(p.dim, []).append(k)
+    legal = ", ".join(f"({d}, {tuple(dims)})" for d, dims in sorted(cuts.items()))
+    wrong = LayoutError(
+        f"shard_order={shard_order!r} for the placements {text_of(placements)}; legal are the orders of the mesh dims "
+        f"in [{legal}]"
+    )
+    if any(isinstance(p, _StridedShard) for p in placements):
+        raise LayoutError(f"shard_order={shard_order!r} beside {text_of(placements)}; legal beside it is Shard")
+    try:
+        given = {int(d): tuple(int(k) for k in dims) for d, dims in shard_order}
+    except (TypeError, ValueError):
+        raise wrong from None
+    if {d: sorted(dims) for d, dims in given.items()} != cuts or len(given) != len(shard_order):
+        raise wrong
+    return tuple(ShardOrderEntry(d, dims) for d, dims in sorted(given.items()))
+
+
+def _order_of(spec: DTensorSpec) -> ShardOrder | None:
+    """Return which mesh dims cut a dim, the first one first; None where `_StridedShard`s say no such order."""
+    if not any(isinstance(p, _StridedShard) for p in spec.placements):
+        return spec.shard_order or DTensorSpec.compute_default_shard_order(spec.placements)
+    if not spec.use_strided_shard_as_shard_order:  # inside DTensor's view ops
+        return None
+    return DTensorSpec._maybe_convert_StridedShard_to_shard_order(  # pyright: ignore[reportPrivateUsage]
+        spec.placements, spec.mesh
+    )
+
+
+def type_of(spec: DTensorSpec) -> TensorType | None:
+    """Return the type of a DTensor, or None where only runs of indices can say what its devices hold.
+
+    Raises `LayoutError` for a partial placement without a meaning in the dtype, and for several kinds of them.
+    """
+    mesh, placements, shape, dtype = spec.mesh, spec.placements, spec.shape, spec.tensor_meta.dtype  # pyright: ignore
     axes = mesh_of(mesh).axes
-    partial = {a: _reduction(p) for a, p in zip(axes, placements, strict=True) if isinstance(p, Partial)}
-    if len(set(partial.values())) > 1:
-        raise LayoutError(f"{_text(placements)} has partial placements of several kinds; legal is one kind")
-    if any(n == 0 for n in shape):
+    partial = {a: reduction_of(p, dtype) for a, p in zip(axes, placements, strict=True) if isinstance(p, Partial)}
+    order = _order_of(spec)
+    if order is None or 0 in shape:
         return None
     dims: list[tuple[str, ...]] = [() for _ in shape]
-    if any(isinstance(p, _StridedShard) for p in placements):
-        order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(  # pyright: ignore[reportPrivateUsage]
-            placements, mesh
-        )
-        if not ordered or order is None:
+    for entry in order:
+        dims[entry.tensor_dim] = tuple(axes[k] for k in entry.mesh_dims)
+        strided = any(isinstance(placements[k], _StridedShard) for k in entry.mesh_dims)
+        if strided and shape[entry.tensor_dim] % math.prod(mesh.size(k) for k in entry.mesh_dims):
             return None
-        for entry in order:
-            dims[entry.tensor_dim] = tuple(axes[k] for k in entry.mesh_dims)
-            strided = any(isinstance(placements[k], _StridedShard) for k in entry.mesh_dims)
-            if strided and shape[entry.tensor_dim] % math.prod(mesh.size(k) for k in entry.mesh_dims):
-                return None
-    else:
-        for a, p in zip(axes, placements, strict=True):
-            if isinstance(p, Shard):
-                dims[p.dim] = (*dims[p.dim], a)
     return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
-def _reduction(p: Partial) -> str:
-    if type(p) is not Partial or p.reduce_op not in REDUCTIONS:
-        raise LayoutError(f"{p!r} is not supported; legal are {', '.join(f'Partial({r})' for r in REDUCTIONS)}")
-    return p.reduce_op
+def respec(spec: DTensorSpec, placements: Placements, meta: TensorMeta) -> DTensorSpec:
+    """Return a spec with other placements and another dtype or strides, in the same order of sharding."""
+    return DTensorSpec(
+        spec.mesh,
+        placements,
+        tensor_meta=meta,
+        shard_order=None if spec.use_strided_shard_as_shard_order else spec.shard_order,
+        use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order,
+    )
 
 
-def _text(placements: Sequence[Any]) -> str:
+def reduction_of(p: Partial, dtype: torch.dtype) -> str:
+    """Return the reduction of a partial placement; an average is a sum, to be divided afterwards.
+
+    Raises `LayoutError` where the placement has no such reduction, or the dtype has it not.
+    """
+    kind = p.reduce_op
+    if type(p) not in (Partial, _MaskPartial) or kind not in (*REDUCTIONS, "avg"):
+        legal = ", ".join(f"Partial({r})" for r in (*REDUCTIONS, "avg"))
+        raise LayoutError(f"{p!r} is not supported; legal are {legal}")
+    if dtype != carrier_of(dtype):
+        legal = "legal are Shard and Replicate"
+    elif kind == "avg" and not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)):
+        legal = "legal are floats of 16 bits and more, and complex numbers"
+    elif kind in ("max", "min") and dtype.is_complex:
+        legal = "legal are numbers that have an order"
+    elif not reduces(kind if kind != "avg" else "sum", name_of(dtype)):
+        legal = "legal are integers and bool"
+    else:
+        return "sum" if kind == "avg" else kind
+    raise LayoutError(f"{p!r} is not defined for {dtype}; {legal}")
+
+
+def text_of(placements: Sequence[Any]) -> str:
+    """Return placements as one line."""
     return f"({', '.join(map(repr, placements))})"
 
 
@@ -130,24 +181,32 @@ class Holding:
     runs: tuple[tuple[Run, ...], ...]
 
 
-def holdings(shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> dict[int, Holding]:
+def holdings(
+    shape: Sequence[int], placements: Placements, mesh: DeviceMesh, order: ShardOrder | None = None
+) -> dict[int, Holding]:
     """Return what every rank of the mesh holds, from DTensor's own index function.
+
+    `order` is that in which mesh dims cut, by default their own; beside a `_StridedShard` it is always that.
 
     Raises `LayoutError` for a partial placement of an array that is not empty: no indices describe it.
     """
     for p in placements:
         if 0 not in shape and not isinstance(p, (Shard, _StridedShard, Replicate)):
             raise LayoutError(
-                f"{_text(placements)} of a tensor of shape {tuple(shape)}: {p!r} beside a _StridedShard of an uneven "
+                f"{text_of(placements)} of a tensor of shape {tuple(shape)}: {p!r} beside a _StridedShard of an uneven "
                 "dim is not supported; legal are Shard and Replicate beside it"
             )
     sizes = [int(n) for n in mesh.mesh.shape]
+    cutting = list(range(len(placements)))
+    if order is not None and not any(isinstance(p, _StridedShard) for p in placements):
+        cutting = [k for entry in order for k in entry.mesh_dims]
     out: dict[int, Holding] = {}
     for place, rank in enumerate(mesh.mesh.flatten().tolist()):
         coordinate = [place // math.prod(sizes[k + 1 :]) % n for k, n in enumerate(sizes)]
         indices: list[torch.Tensor | None] = [None] * len(shape)
         local = list(shape)
-        for k, p in enumerate(placements):
+        for k in cutting:
+            p = placements[k]
             if isinstance(p, (Shard, _StridedShard)):
                 local[p.dim], indices[p.dim] = _get_shard_size_and_offsets(
                     local[p.dim], sizes[k], coordinate[k], p, indices[p.dim], shape[p.dim], False

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.errors import TopologyError
+from shardplan.core.tensor import mesh_of
+from shardplan.errors import TopologyError, shown
 from shardplan.hardware.algorithms import ring
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
 from shardplan.hardware.placement import Matrix, Placement, placements
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.topology import Level, Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.hardware.verdict import Findings, analyse
 from shardplan.movement.demand import demand_pattern
@@ -81,7 +83,7 @@ class Audit:
         best: The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are.
             Without traffic this launch's matrix, None where it has none.
         best_seconds: Of all demands there; None without traffic.
-        cause: One sentence.
+        causes: Sentences, one for each demand that loses, the worst first; else the one that says why none does.
         fix: How to launch `best`; None where nothing is to be gained and no ring is interleaved.
     """
 
@@ -92,8 +94,24 @@ class Audit:
     seconds: float | None
     best: Placement | None
     best_seconds: float | None
-    cause: str
+    causes: tuple[str, ...]
     fix: Fix | None
+
+    @property
+    def placement(self) -> Placement | None:
+        """The launch as a placement, up to renaming equal units; None where it is none."""
+        matrix = self.findings.matrix
+        return None if matrix is None else Placement(self.launch.mesh, self.launch.topology, matrix)
+
+    @property
+    def cause(self) -> str:
+        """The first of the causes."""
+        return self.causes[0]
+
+    @property
+    def fixes(self) -> dict[str, str]:
+        """The fix by framework, as text that runs: torch, jax, megatron, mpi, nccl-tests; empty where there is none."""
+        return {} if self.fix is None else self.fix.texts()
 
     @property
     def verdict(self) -> str:
@@ -115,9 +133,9 @@ class Audit:
 
 def audit(
     ids: ArrayLike | Launch,
-    mesh: Mesh | None = None,
-    topology: Topology | None = None,
-    traffic: Traffic | Sequence[Demand] | None = None,
+    mesh: Mesh | str | None = None,
+    topology: Topology | str | None = None,
+    traffic: Traffic | str | Sequence[Demand] | None = None,
     hosts: Sequence[str] = (),
     device: str = "cuda",
 ) -> Audit:
@@ -125,19 +143,20 @@ def audit(
 
     Args:
         ids: Topology ids, in the mesh's shape or in mesh order; or a `Launch`, which brings mesh, topology and hosts.
-        mesh: The axes; its device ids are the ranks at the coordinates.
-        topology: The hardware.
-        traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`. Without it
-            there are no seconds, and nothing is known to be better than another order of the same matrix.
+        mesh: The axes, as a mesh or its text; its device ids are the ranks at the coordinates.
+        topology: The hardware, as a topology or its text; the mesh fills it, nothing is resized.
+        traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`, or its text
+            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than another order of the same matrix.
         hosts: Names in the order of the topology's units.
         device: torch's device type in the fix.
 
     Returns:
-        Verdict, matrix, what each axis crosses, seconds against the best matrix, the cause, and the fix.
+        Placement, verdict, what each axis crosses, seconds against the best matrix, the causes, and the fixes.
 
     Raises:
-        TopologyError: The ids are no permutation of the topology's devices, or mesh or topology is missing.
-        LayoutError: Traffic names an axis that the mesh has not, or is malformed.
+        TopologyError: The ids are no permutation of the topology's devices, the mesh does not fill the topology, or
+            one of the two is missing.
+        LayoutError: Traffic names an axis that the mesh has not, or is malformed; an argument is of another kind.
 
     Example:
         >>> topology = Topology.load("gcp-a100x16", nodes=2)
@@ -146,11 +165,11 @@ def audit(
         ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
     """
     launch = ids if isinstance(ids, Launch) else _launch(ids, mesh, topology, hosts)
+    if ids is launch and (mesh is not None or topology is not None or hosts):
+        raise TopologyError("a Launch brings its own mesh, topology and hosts; give none with it")
+    border.text("device", device)
     mesh, topology = launch.mesh, launch.topology
-    if traffic is None:
-        demands: tuple[Demand, ...] = ()
-    else:
-        demands = tuple(traffic) if isinstance(traffic, Sequence) else demands_of(traffic, mesh)
+    demands = () if traffic is None else _demands(traffic, mesh)
     together = tuple(dict.fromkeys(d.axes for d in demands if len(d.axes) > 1))
     findings = analyse(launch, together)
     rows = tuple(_row(launch, ring) for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1)
@@ -158,7 +177,7 @@ def audit(
         own = None if findings.matrix is None else Placement(mesh, topology, findings.matrix)
         text = fix(launch, own, (), device) if own is not None and findings.verdict == "interleaved" else None
         cause = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
-        return Audit(launch, findings, rows, (), None, own, None, cause, text)
+        return Audit(launch, findings, rows, (), None, own, None, (cause,), text)
     fabric = Fabric(topology)
     seconds = [stock_seconds(launch.groups(d.axes), d, fabric) for d in demands]
     best, best_each = _best(launch, findings, stock_ranking(mesh, topology, demands))
@@ -167,25 +186,42 @@ def audit(
         for d, now, then in zip(demands, seconds, best_each, strict=True)
     )
     total, best_total = sum(seconds), sum(best_each)
-    cause, text = "no matrix is faster for this traffic", None
+    causes, text = ("no matrix is faster for this traffic",), None
     if total > best_total * (1 + SAME):
-        cause = _cause(launch, findings, shares, best)
-        joint = all(len(s.demand.axes) > 1 for s in shares if s.seconds > s.best_seconds * (1 + SAME))
+        losing = sorted(shares, key=lambda s: s.best_seconds - s.seconds)
+        losing = [s for s in losing if s.seconds > s.best_seconds * (1 + SAME)]
+        causes = tuple(dict.fromkeys(_cause(launch, findings, s, best) for s in losing))
+        joint = all(len(s.demand.axes) > 1 for s in losing)
         if joint and findings.matrix == best.matrix and findings.verdict in ("canonical", "equivalent"):
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
-            cause += ": list the members of these groups in the order of their devices"
+            causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
         else:
             text = fix(launch, best, together, device)
     elif findings.verdict == "interleaved" and findings.matrix == best.matrix:
-        cause = f"{findings.reason}; the cheapest algorithms for this traffic do not feel it"
+        causes = (f"{findings.reason}; the cheapest algorithms for this traffic do not feel it",)
         text = fix(launch, best, together, device)
-    return Audit(launch, findings, rows, shares, total, best, best_total, cause, text)
+    return Audit(launch, findings, rows, shares, total, best, best_total, causes, text)
 
 
-def _launch(ids: ArrayLike, mesh: Mesh | None, topology: Topology | None, hosts: Sequence[str]) -> Launch:
+def _demands(traffic: object, mesh: Mesh) -> tuple[Demand, ...]:
+    if isinstance(traffic, (list, tuple)) and all(isinstance(d, Demand) for d in traffic):
+        return tuple(traffic)
+    return demands_of(traffic, mesh)  # pyright: ignore[reportArgumentType]
+
+
+def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | None, hosts: Sequence[str]) -> Launch:
     if mesh is None or topology is None:
         raise TopologyError("an array of device ids needs a mesh and a topology; a Launch brings its own")
-    array = np.asarray(ids, dtype=np.int64)
+    mesh, topology = mesh_of("mesh", mesh), topology_of("topology", topology)
+    hosts = [border.text("a host's name", name) for name in border.items("hosts", hosts, "names of hosts")]
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        array = np.empty(0)
+    if array.dtype.kind not in "iu":
+        raise TopologyError(
+            f"ids is {shown(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape"
+        )
     if array.shape not in (mesh.sizes, (mesh.size,)):
         raise TopologyError(
             f"ids of shape {array.shape} for mesh {mesh}; legal are {mesh.sizes}, and {(mesh.size,)} in mesh order"
@@ -294,9 +330,8 @@ def uplink_word(level: Level) -> str:
     return "NIC" if level.name in ("node", "host") else f"uplink of a {level.name}"
 
 
-def _cause(launch: Launch, findings: Findings, shares: Sequence[Share], best: Placement) -> str:
-    """Say in one sentence why the demand that loses most is slow."""
-    worst = max(shares, key=lambda s: s.seconds - s.best_seconds)
+def _cause(launch: Launch, findings: Findings, worst: Share, best: Placement) -> str:
+    """Say in one sentence why a demand is slow."""
     axes, levels = worst.demand.axes, launch.topology.levels
     names = ", ".join(f"`{axis}`" for axis in axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -85,10 +86,15 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes)))
         if request.limit is not None:
-            path = tightest(p.graph, a, b, allowed, request.portable)
-            if path is not None:
-                yield Candidate(tuple(ops_of_path(p, path.nodes)))
+            yield from _tightest(p, request.bound, request.portable)
     yield from plain(s, t)
+
+
+@lru_cache(maxsize=64)
+def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
+    """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
+    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
+    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
 
 
 def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float | None]:

@@ -1,18 +1,22 @@
-"""Choosing among candidates: price, bound, memory limit. One function prices all of them."""
+"""Choosing among candidates: price, bound, memory limit. One function prices all of them.
+
+Under a limit a candidate is tried with at most 64 chunks a step, and with any number of them: a plan of more chunks is
+taken only where no candidate fits with fewer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardplan.core.accounting import Account, account
-from shardplan.core.ops import Exchange, Op, Permute
+from shardplan.core.accounting import MANY_CHUNKS, Account, account
+from shardplan.core.ops import Collective, Exchange, Op, Permute
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
-from shardplan.errors import LayoutError, TypingError
+from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.cost import Fabric
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.where import priced
@@ -30,6 +34,7 @@ class Rules:
     portable: bool = False
     fabric: Fabric | None = None
     place: Placement | None = None  # what the fabric was made of, where it was a placement
+    keep: bool = False  # the inputs are the caller's: live to the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +49,32 @@ class Chosen:
 
 
 @dataclass(slots=True)
-class Choice:
-    """The cheapest candidate so far, and, under a limit, the one that can be cut down to the least workspace."""
+class Pick:
+    """Of programs whose steps run in at most `most` chunks: the cheapest that keeps the limit, and the tightest."""
 
+    most: float
     best: Chosen | None = None
     least_bytes: float = math.inf
     least: Program | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """The picks so far; `many` holds a best only of programs that do not keep the limit in few chunks."""
+
+    few: Pick = field(default_factory=lambda: Pick(MANY_CHUNKS))
+    many: Pick = field(default_factory=lambda: Pick(math.inf))
 
 
 def chain(ops: Sequence[Op], source: TensorType) -> Program:
     """Return the program that applies the ops one after another."""
     steps = [Step(op, (str(k),), (str(k + 1),)) for k, op in enumerate(ops)]
     return Program({"0": source}, steps, (str(len(ops)),))
+
+
+def keeping(program: Program, names: Iterable[str]) -> Program:
+    """Return the program that keeps these inputs: they are outputs too, behind the others."""
+    return Program(program.inputs, program.steps, (*program.outputs, *names))
 
 
 def price(program: Program, books: Account, rules: Rules) -> float:
@@ -65,38 +84,73 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     return sum(books.step_received) + ROUND_CHARGE * rules.bound * sum(books.rounds)
 
 
-def least_chunks(op: Op, operands: Sequence[TensorType], room: float) -> Op:
-    """Return the op cut into the fewest chunks whose staging fits `room` bytes, or into the most if none does."""
-    if not hasattr(op, "chunks") or op.staging(*operands) <= room:
-        return op
-    results = op.infer(*operands)
-    most = max(math.prod(t.local_shape()) for t in (*operands, *results))
-    low, high = 1, most
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a step needs beside its staging, its staging by the number of chunks, and how many chunks it can have."""
 
-    def cut(k: int) -> Op:
-        return replace(op, chunks=k)  # pyright: ignore[reportCallIssue]
+    base: int
+    staged: Callable[[int], int]
+    top: int
 
-    if cut(most).staging(*operands) > room:
-        return min(op, cut(most), key=lambda way: way.staging(*operands))
-    while low < high:  # staging falls with the number of chunks
-        middle = (low + high) // 2
-        if cut(middle).staging(*operands) <= room:
-            high = middle
-        else:
-            low = middle + 1
-    return cut(low)
+    @staticmethod
+    def of(op: Op, operands: Sequence[TensorType], base: int) -> Stage:
+        """Return the stage of an op; one that does not come in chunks has one."""
+        if not isinstance(op, Collective) or not hasattr(op, "chunks"):
+            need = op.staging(*operands)
+            return Stage(base, lambda chunks: need, 1)
+        top = max(math.prod(t.local_shape()) for t in (*operands, *op.infer(*operands)))
+        return Stage(base, op.staged(*operands), top)
+
+    def chunks(self, limit: float, most: float) -> int:
+        """Return the fewest chunks, at most `most`, that keep the limit, or that come closest to it if none do."""
+        top = int(min(most, self.top))
+        room = max(limit - self.base, min(self.staged(1), self.staged(top)))
+        if self.staged(1) <= room:
+            return 1
+        low, high = 2, top
+        while low < high:  # from 2 chunks on staging never rises
+            middle = (low + high) // 2
+            if self.staged(middle) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
 
-def fitted(program: Program, books: Account, limit: int) -> Program:
-    """Return the program with as many chunks per step as the limit on the workspace needs."""
-    steps: list[Step] = []
-    for step, used in zip(program.steps, books.step_workspaces, strict=True):
-        op = step.op
-        if used > limit:
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A program that can be cut into chunks, step by step."""
+
+    program: Program
+    start: int
+    stages: tuple[Stage, ...]
+
+    @staticmethod
+    def of(program: Program, books: Account) -> Cuts:
+        """Return the cuts of a program with this account."""
+        stages: list[Stage] = []
+        for step, used in zip(program.steps, books.step_workspaces, strict=True):
             operands = program.step_types(step)[0]
-            op = least_chunks(op, operands, limit - (used - op.staging(*operands)))
-        steps.append(Step(op, step.operands, step.results))
-    return Program(program.inputs, steps, program.outputs)
+            stages.append(Stage.of(step.op, operands, used - step.op.staging(*operands)))
+        return Cuts(program, books.input_bytes, tuple(stages))
+
+    def chunks(self, limit: float, most: float) -> tuple[int, ...]:
+        """Return the fewest chunks of every step, at most `most`, with which the limit is kept, or nearly."""
+        return tuple(stage.chunks(limit, most) for stage in self.stages)
+
+    def workspace(self, chunks: Sequence[int]) -> int:
+        """Return the workspace with these numbers of chunks."""
+        return max([self.start, *(x.base + x.staged(k) for x, k in zip(self.stages, chunks, strict=True))])
+
+    def cut(self, chunks: Sequence[int]) -> Program:
+        """Return the program with these numbers of chunks."""
+        if all(getattr(s.op, "chunks", 1) == k for s, k in zip(self.program.steps, chunks, strict=True)):
+            return self.program
+        steps = [
+            Step(replace(s.op, chunks=k), s.operands, s.results) if hasattr(s.op, "chunks") else s  # pyright: ignore
+            for s, k in zip(self.program.steps, chunks, strict=True)
+        ]
+        return Program(self.program.inputs, steps, self.program.outputs)
 
 
 def consider(choice: Choice, found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> None:
@@ -122,20 +176,29 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     books = account(program)
     if books.peak_bytes > rules.bound:
         return
-    if rules.limit is not None:
-        smallest = fitted(program, books, 0)
-        least = account(smallest)
-        if least.workspace_bytes < choice.least_bytes:
-            choice.least_bytes, choice.least = least.workspace_bytes, smallest
-        if least.workspace_bytes > rules.limit:
+    if rules.limit is None:
+        _compete(choice.few, program, books, exact, rules)
+        return
+    if rules.keep:
+        program = keeping(program, (name for name, _ in program.inputs))
+        books = account(program)
+    cuts = Cuts.of(program, books)
+    for pick in (choice.few, choice.many):
+        tightest = cuts.chunks(0, pick.most)
+        if (least := cuts.workspace(tightest)) < pick.least_bytes:
+            pick.least_bytes, pick.least = least, cuts.cut(tightest)
+    for pick in (choice.few, choice.many):
+        chunks = cuts.chunks(rules.limit, pick.most)
+        if cuts.workspace(chunks) <= rules.limit:
+            program = cuts.cut(chunks)
+            _compete(pick, program, account(program), exact, rules)
             return
-        if books.workspace_bytes > rules.limit:
-            program = fitted(program, books, rules.limit)
-            books = account(program)
-        if books.workspace_bytes > rules.limit:
-            program, books = smallest, least
+
+
+def _compete(pick: Pick, program: Program, books: Account, exact: bool, rules: Rules) -> None:
+    """Make `program` the best of the pick if it is cheaper, or as cheap and simpler."""
     cost = price(program, books, rules)
-    best = choice.best
+    best = pick.best
     if best is not None and cost > best.price * (1 + TIE):
         return
     moving = sum(r > 0 for r in books.rounds)
@@ -144,4 +207,14 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     text = tuple(op_text(s.op, s.operands) for s in program.steps)
     rank = (moving, len(program.steps), sum(books.rounds), many, text)
     if best is None or cost < best.price * (1 - TIE) or rank < best.rank:
-        choice.best = Chosen(program, books, exact, cost, rank)
+        pick.best = Chosen(program, books, exact, cost, rank)
+
+
+def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:
+    """Return the refusal of a limit: the least that works in few chunks, and the least at all."""
+    beyond = f", or {absolute} bytes with more than {MANY_CHUNKS} chunks a step" if absolute < least else ""
+    return Infeasible(
+        f"{asked} within {limit} bytes a device: no plan; the least that works is {least} bytes{beyond}",
+        least,
+        absolute,
+    )

@@ -61,6 +61,20 @@ class Fix:
     hostfile: str | None
     nccl_tests: tuple[tuple[tuple[str, ...], str], ...]
 
+    def texts(self) -> dict[str, str]:
+        """Return the fix by framework: torch, jax, megatron, mpi and nccl-tests."""
+        mpi = "# rankfile; a slot is the device's number on its host\n" + self.rankfile
+        # Of the two forms Open MPI reads only this one in the order of its lines.
+        if self.hostfile is not None and " slots=" in self.hostfile:
+            mpi = "# hostfile, its order is enough\n" + self.hostfile
+        return {
+            "torch": self.torch + (f"# {self.torch_note}\n" if self.torch_note else ""),
+            "jax": self.jax,
+            "megatron": self.megatron + "\n" + (self.megatron_rankfile or ""),
+            "mpi": mpi,
+            "nccl-tests": "".join(f"{', '.join(axes)}: {split}\n" for axes, split in self.nccl_tests),
+        }
+
 
 def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]] = (), device: str = "cuda") -> Fix:
     """Write how to launch a placement instead of what is launched now.

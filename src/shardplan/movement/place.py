@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError
-from shardplan.hardware.cost import price
+from shardplan.core.tensor import mesh_of
+from shardplan.errors import LayoutError, TopologyError, shown
+from shardplan.hardware.cost import ALGORITHM_NAMES, price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.factors import factors
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.plan import Plan
-from shardplan.hardware.topology import Topology
+from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.reduction_path import least_seconds
 from shardplan.movement.traffic import OPS, Demand, Traffic, demands_of, program_traffic
@@ -128,9 +130,9 @@ class Ranking(Sequence[Placed]):
 
 
 def place(
-    mesh: Mesh | Program,
-    topology: Topology,
-    traffic: Traffic | None = None,
+    mesh: Mesh | Program | str,
+    topology: Topology | str,
+    traffic: Traffic | str | None = None,
     *,
     programs: Programs = "best",
     algorithm: str = "auto",
@@ -140,10 +142,10 @@ def place(
     """Rank every placement of a mesh on a topology for the traffic of a job.
 
     Args:
-        mesh: The mesh, or a program, whose collectives are the traffic.
-        topology: As many devices.
+        mesh: The mesh or its text, or a program, whose collectives are the traffic.
+        topology: As many devices; a topology or its text, such as the name of a preset.
         traffic: For a tuple of axes the bytes of an all-reduce a step, or a list of (op, bytes, count); ops as in
-            `traffic.OPS`, bytes those that a member holds before.
+            `traffic.OPS`, bytes those that a member holds before. Or the text that the command takes: `"data=2GB"`.
         programs: `"best"`: every reduction runs as its best program; `"stock"`: as one collective.
         algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
         bounds: As for `placements`.
@@ -154,7 +156,7 @@ def place(
 
     Raises:
         TopologyError: Sizes differ, or an option names an unknown axis or level.
-        LayoutError: The traffic is malformed, or no placement satisfies the options.
+        LayoutError: The traffic is malformed, no placement satisfies the options, or an argument is of another kind.
 
     Source: arXiv 2110.10548.
 
@@ -163,6 +165,8 @@ def place(
     ('data=[1, 4], tensor=[2, 2]', 3.41)
     """
     others: tuple[Pattern, ...] = ()
+    topology = topology_of("topology", topology)
+    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
     if isinstance(mesh, Program):
         if traffic is not None:
             raise LayoutError("a program says its own traffic; give a mesh with traffic, or a program without")
@@ -170,11 +174,12 @@ def place(
     elif traffic is None:
         raise LayoutError('a mesh needs its traffic: such as {("data",): 2e9}, all-reduce bytes a step')
     else:
+        mesh = mesh_of("mesh", mesh)
         found = tuple(d for d in demands_of(traffic, mesh) if d.nbytes > 0 and d.count > 0)
         if not found:
             raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
     if programs not in ("best", "stock"):
-        raise LayoutError(f"programs={programs!r} is unknown; legal are 'best' and 'stock'")
+        raise LayoutError(f"programs={shown(programs)} is unknown; legal are 'best' and 'stock'")
     places = list(placements(mesh, topology, bounds, inside))
     if not places:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")

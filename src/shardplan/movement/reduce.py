@@ -12,10 +12,14 @@ from typing import Literal
 
 import numpy as np
 
-from shardplan.errors import CertificateError, LayoutError, TypingError
+from shardplan.core import border
+from shardplan.errors import CertificateError, LayoutError, TopologyError, TypingError, shown
 from shardplan.hardware.certificate import issue
+from shardplan.hardware.cost import ALGORITHM_NAMES
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.plan import Plan
+from shardplan.hardware.units import bytes_of
+from shardplan.hardware.where import placement_of
 from shardplan.movement.fit import chain
 from shardplan.movement.instruction_run import run_instructions
 from shardplan.movement.instructions import Instruction, program_text
@@ -38,7 +42,7 @@ TARGETS: dict[str, tuple[str, str]] = {
 def reduce(
     placement: Placement,
     axes: str | Sequence[str],
-    nbytes: float,
+    nbytes: float | str,
     *,
     target: Target = "replicated",
     algorithm: str = "auto",
@@ -50,7 +54,7 @@ def reduce(
     Args:
         placement: The mesh on the topology.
         axes: Mesh axes to reduce over.
-        nbytes: Payload of every device.
+        nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
         target: Where the sums go: to every member, in equal parts (as ZeRO wants them), or to coordinate 0.
         algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
         subsets: Admit collectives over any set of levels, not only contiguous ones; never dearer.
@@ -61,7 +65,7 @@ def reduce(
 
     Raises:
         TopologyError: An axis is unknown.
-        LayoutError: The payload is not above 0, or the target is unknown.
+        LayoutError: The payload is not above 0, the target is unknown, or an argument is of another kind.
 
     Source: arXiv 2110.10548; the search is over types, as in arXiv 2112.01075.
 
@@ -72,6 +76,13 @@ def reduce(
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
+    placement, axes, nbytes = (
+        placement_of("placement", placement),
+        border.names("axes", axes),
+        bytes_of("nbytes", nbytes),
+    )
+    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
+    subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
     source, wanted = view.type("P" * len(view.factors)), view.type(after)
     if algorithm == "auto" and not subsets:
@@ -90,8 +101,8 @@ def _best(
     uncollapsed: bool,
 ) -> tuple[Payload, list[Edge], State]:
     """Return the payload, the cheapest path, checked, and the state it ends in."""
-    if target not in TARGETS:
-        raise LayoutError(f"target {target!r} is unknown; legal are {', '.join(TARGETS)}")
+    if not isinstance(target, str) or target not in TARGETS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
     view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
     before, after = (letter * len(view.factors) for letter in ("P", TARGETS[target][0]))
     path = cheapest_path(view, placement.topology, before, after, algorithm, subsets) or []

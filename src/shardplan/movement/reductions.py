@@ -16,12 +16,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.core import border
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, TypingError
+from shardplan.errors import LayoutError, TopologyError, TypingError
 from shardplan.hardware.certificate import Certificate, issue
+from shardplan.hardware.cost import ALGORITHM_NAMES
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.plan import Plan
 from shardplan.hardware.tariff import Tariff, tariff
+from shardplan.hardware.units import bytes_of
+from shardplan.hardware.where import placement_of
 from shardplan.movement.fit import chain
 from shardplan.movement.instruction_run import run_instructions
 from shardplan.movement.instructions import Instruction, program_text
@@ -90,7 +94,7 @@ def _plan(one: Reduction) -> Plan | None:
 def reductions(
     placement: Placement,
     axes: str | Sequence[str],
-    nbytes: float,
+    nbytes: float | str,
     limit: int | None = 5,
     *,
     top: int | None = None,
@@ -102,7 +106,7 @@ def reductions(
     Args:
         placement: The mesh on the topology.
         axes: Mesh axes to reduce over.
-        nbytes: Payload of every device.
+        nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
         limit: Most instructions of a program; None for programs of any size, of which the `top` cheapest are returned.
         top: How many at most; all by default, 10 without a limit.
         algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
@@ -113,7 +117,7 @@ def reductions(
 
     Raises:
         TopologyError: An axis is unknown.
-        LayoutError: The payload or the limit is not above 0.
+        LayoutError: The payload or the limit is not above 0, or an argument is of another kind.
         Infeasible: More than 4 factors; `reduce` has no such limit.
 
     Source: arXiv 2110.10548, section 4.
@@ -125,6 +129,15 @@ def reductions(
     >>> len(found), str(found[0])
     (93, '(node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, InsideGroup, AllGather)')
     """
+    placement, axes, nbytes = (
+        placement_of("placement", placement),
+        border.names("axes", axes),
+        bytes_of("nbytes", nbytes),
+    )
+    limit = None if limit is None else border.whole("limit", limit, -border.MOST)
+    top = None if top is None else border.whole("top", top, -border.MOST)
+    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
+    uncollapsed = border.flag("uncollapsed", uncollapsed)
     if limit is not None and limit < 1:
         raise LayoutError(f"limit is {limit} instructions; legal are 1 or more, or None for programs of any size")
     if top is not None and top < 1:

@@ -6,16 +6,19 @@ Traffic, as `place` and `audit` take it, maps axes to the bytes of one all-reduc
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
+import numpy as np
+
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
 from shardplan.core.pattern import Groups, Local, Pattern
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, ParseError
+from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.hardware.units import format_bytes, parse_bytes
 
 # Of each op the letters of every factor before and after (see `reduction_space`); None where it is no reduction. A
@@ -29,13 +32,14 @@ OPS: dict[str, tuple[str, str] | None] = {
     "all_to_all": None,
     "permute": None,
 }
-Rows = float | Sequence[tuple[str, float, float]]
+Rows = float | str | Sequence[tuple[str, float | str, float]]
 Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
 _TERM = re.compile(
     r"\s*(?P<axes>[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*)\s*=\s*(?:(?P<op>[a-z_]+)\s*:)?"
     r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?\s*"
 )
-_NUMBERS = get_args(float | int)
+_NUMBERS = (float, int, np.integer, np.floating)
+MOST = 1e100  # bytes of a demand in a step: any sum over devices is finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,12 @@ class Demand:
         return self.nbytes * (members if self.op == "all_gather" else 1)
 
 
-def demands_of(traffic: Traffic, mesh: Mesh) -> tuple[Demand, ...]:
+def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
     """Read traffic.
 
     Args:
-        traffic: Axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`.
+        traffic: Axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`; bytes may be text
+            (`"2 GB"`), and so may the whole: `"data=2GB"`, see `parse_traffic`.
         mesh: Its axes are those that may be named.
 
     Returns:
@@ -82,23 +87,30 @@ def demands_of(traffic: Traffic, mesh: Mesh) -> tuple[Demand, ...]:
         ['all_reduce over data: 2 GB']
     """
     found: list[Demand] = []
-    for key, value in traffic.items():
-        axes = (key,) if isinstance(key, str) else tuple(key)
+    if isinstance(traffic, str):
+        traffic = parse_traffic(traffic)
+    for key, value in border.table("traffic", traffic, "axes to bytes, or its text such as 'data=2GB'").items():
+        axes = border.names("the axes of traffic", key)
         if not axes or len(set(axes)) < len(axes):
             raise LayoutError(f"traffic over {axes}: legal are distinct axes, one or more; {mesh.legal()}")
         mesh.expand(axes)
-        rows = [("all_reduce", value, 1.0)] if isinstance(value, _NUMBERS) else value
-        for row in rows:  # pyright: ignore[reportGeneralTypeIssues]
-            if len(row) != 3:
-                raise LayoutError(f"traffic over {axes}: {row!r}; legal are bytes, or rows (op, bytes, count)")
+        rows = [("all_reduce", value, 1.0)] if isinstance(value, (*_NUMBERS, str)) else value
+        for row in border.items(f"traffic over {axes}", rows, "rows (op, bytes, count); or it is bytes"):
+            if not isinstance(row, (tuple, list)) or len(row) != 3:
+                raise LayoutError(f"traffic over {axes}: {shown(row)}; legal are bytes, or rows (op, bytes, count)")
             op, nbytes, count = row
-            if op not in OPS:
-                raise LayoutError(f"traffic over {axes}: op {op!r} is unknown; legal: {', '.join(OPS)}")
-            if not all(isinstance(x, _NUMBERS) and 0 <= x < float("inf") for x in (nbytes, count)):
+            if not isinstance(op, str) or op not in OPS:
+                raise LayoutError(f"traffic over {axes}: op {shown(op)} is unknown; legal: {', '.join(OPS)}")
+            nbytes = parse_bytes(nbytes) if isinstance(nbytes, str) else nbytes
+            if not all(
+                isinstance(x, _NUMBERS) and not isinstance(x, bool) and 0 <= x < math.inf for x in (nbytes, count)
+            ):
                 raise LayoutError(
-                    f"traffic over {axes}: {op} of {nbytes!r} bytes, {count!r} times; legal are finite numbers of 0 "
-                    "or more"
+                    f"traffic over {axes}: {op} of {shown(nbytes)} bytes, {shown(count)} times; legal are finite "
+                    "numbers of 0 or more"
                 )
+            if max(nbytes, count) > MOST:
+                raise LayoutError(f"traffic over {axes}: {shown(nbytes)} bytes, {shown(count)} times; at most {MOST:g}")
             found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count)))
     return tuple(found)
 
@@ -121,6 +133,7 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, flo
         {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
     """
     found: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
+    border.text("traffic", text, ParseError)
     start = 0
     for term in text.split(","):
         match = _TERM.fullmatch(term)

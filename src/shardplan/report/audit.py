@@ -19,7 +19,6 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.hardware.verdict import Stray
 from shardplan.movement.audit import SAME, Audit, audit, uplink_word
-from shardplan.movement.fixes import Fix
 from shardplan.movement.traffic import parse_traffic
 from shardplan.report.placement_picture import text_placement
 from shardplan.report.placement_svg import svg_placement
@@ -47,6 +46,7 @@ def audit_text(found: Audit, framework: str = "all") -> str:
         >>> print(audit_text(audit(range(32), Mesh(data=2, tensor=16), topology)))
         verdict  canonical
         matrix   data=[2, 1], tensor=[1, 16]
+        on       gcp-a100x16: node=2 x gpu=16, 32 devices
         <BLANKLINE>
         axes    node  gpu  groups a NIC
         data       2    1            16
@@ -61,6 +61,8 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     if findings.matrix is not None:
         rows = zip(launch.mesh.axes, findings.matrix, strict=True)
         lines.append("matrix   " + ", ".join(f"{axis}={list(row)}" for axis, row in rows))
+    topology = launch.topology
+    lines.append(f"on       {topology.name or 'a topology'}: {topology.describe()}, {topology.size} devices")
     if findings.reason:
         lines.append(f"why      {findings.reason}")
     lines += [f"         {_stray(s)}" for s in findings.strays[:MOST_STRAYS]]
@@ -76,29 +78,17 @@ def audit_text(found: Audit, framework: str = "all") -> str:
         else:
             cost += f", {found.ratio:.2f} times the {format_seconds(found.best_seconds)} of the best matrix"
         lines.append(cost)
-    lines.append(f"cause    {found.cause}")
+    lines += [f"{'cause' if number == 0 else '':<9}{cause}" for number, cause in enumerate(found.causes)]
     if found.fix is not None:
         best = found.fix.placement
         lines.append(f"best     {best.describe()}")
-        for name, text in fix_texts(found.fix):
+        for name, text in found.fixes.items():
             if framework in ("all", name):
                 lines += ["", f"{name}:", *(f"  {line}" for line in _short(text))]
     return "\n".join(lines)
 
 
 FRAMEWORKS = ("all", "torch", "jax", "megatron", "mpi", "nccl-tests")
-
-
-def fix_texts(text: Fix) -> list[tuple[str, str]]:
-    """List a fix by framework."""
-    torch = text.torch + (f"# {text.torch_note}\n" if text.torch_note else "")
-    megatron = text.megatron + "\n" + (text.megatron_rankfile or "")
-    mpi = "# rankfile; a slot is the device's number on its host\n" + text.rankfile
-    # Of the two forms Open MPI reads only this one in the order of its lines.
-    if text.hostfile is not None and " slots=" in text.hostfile:
-        mpi = "# hostfile, its order is enough\n" + text.hostfile
-    nccl = "".join(f"{', '.join(axes)}: {split}\n" for axes, split in text.nccl_tests)
-    return [("torch", torch), ("jax", text.jax), ("megatron", megatron), ("mpi", mpi), ("nccl-tests", nccl)]
 
 
 def _short(text: str) -> list[str]:
@@ -155,7 +145,10 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "reason": findings.reason or None,
         "matrix": None if findings.matrix is None else [list(row) for row in findings.matrix],
         "mesh": str(found.launch.mesh),
+        "placement": None if found.placement is None else found.placement.describe(),
         "topology": found.launch.topology.describe(),
+        "topology_name": found.launch.topology.name,
+        "topology_size": found.launch.topology.size,
         "ids": list(found.launch.ids),
         "strays": [
             {
@@ -193,6 +186,8 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "best_seconds": found.best_seconds,
         "ratio": found.ratio,
         "cause": found.cause,
+        "causes": list(found.causes),
+        "fixes": found.fixes,
         "fix": None
         if text is None
         else {
@@ -237,7 +232,7 @@ def audit_command(
     Args:
         topology: A preset's name or a file.
         mesh: Axes and sizes; `devices=` says which rank has which coordinates, row-major without it.
-        nodes: Size of the level called node; without it as many as the hostfile, the rank order or the mesh asks for.
+        nodes: Size of the level called node; without it as many as the hostfile names, else the topology's own.
         hostfile: File of hosts in the order of the topology's units, see `hardware.hostfile`.
         rank_order: `block` or `cyclic`, the device of every rank as numbers with commas between them, or a file: a
             rankfile, or a hostfile that orders the ranks where `hostfile` orders the units.
@@ -258,14 +253,14 @@ def audit_command(
     """
     if fail_above is not None and traffic is None:
         raise LayoutError("--fail-above compares seconds, which need --traffic, such as data=2GB,tensor=500MB")
-    if fail_above is not None and not fail_above >= 1:
+    if fail_above is not None and not 1 <= fail_above < math.inf:
         raise LayoutError(f"--fail-above {fail_above:g} is below 1, the ratio of the best matrix; legal is 1 or more")
     try:
         ours = Mesh.parse(mesh)
     except ParseError as error:
         raise ParseError(f"--mesh: {error}") from None
     hosts = None if hostfile is None else parse_hostfile(_read(hostfile), str(hostfile))
-    place = _sized(Topology.load(topology), nodes, hosts, ours)
+    place = _sized(Topology.load(topology), nodes, hosts)
     order, hosts = _rank_order(rank_order, hosts, place)
     ranks = None
     if megatron is not None:
@@ -301,19 +296,18 @@ def _read(path: Path | str) -> str:
         raise ParseError(f"{path} is no UTF-8 text; legal is a hostfile or a rank order") from None
 
 
-def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None, mesh: Mesh) -> Topology:
-    """Give the topology the launch's number of hosts where nothing else is said."""
+def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topology:
+    """Give the topology as many hosts as are asked for, or as the hostfile names; a mesh does not resize it."""
     if nodes is not None:
         return topology.resize(node=nodes)
     j = max(host_level(topology), 0)
     level = topology.levels[j]
-    if hosts is not None and len(hosts.names) == topology.size // topology.strides[j]:
+    if hosts is None or len(hosts.names) == topology.size // topology.strides[j]:
         return topology
     outer = math.prod(level.size for level in topology.levels[:j])
-    wanted = len(hosts.names) if hosts is not None else -(-mesh.size // topology.strides[j])
-    if level.shape or wanted % outer:
+    if level.shape or len(hosts.names) % outer:
         return topology
-    return topology.resize(**{level.name: wanted // outer})
+    return topology.resize(**{level.name: len(hosts.names) // outer})
 
 
 def _rank_order(

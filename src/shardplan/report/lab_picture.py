@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import ShardplanError
+from shardplan.errors import optional
 from shardplan.execution.lab.results import Done
 from shardplan.simulation.timeline import Timeline
 
@@ -19,14 +19,8 @@ _METADATA = {"Software": ""}
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ShardplanError("a PNG needs matplotlib: install shardplan[report]") from None
-    return plt
+    optional("matplotlib", "report").use("Agg")
+    return optional("matplotlib.pyplot", "report")
 
 
 def save_points(path: Path, experiments: Sequence[Done]) -> None:
@@ -37,7 +31,7 @@ def save_points(path: Path, experiments: Sequence[Done]) -> None:
         experiments: As measured.
 
     Raises:
-        ShardplanError: matplotlib is not installed.
+        MissingExtra: matplotlib is not installed.
     """
     plt = _pyplot()
     clusters = list(dict.fromkeys(d.experiment.cluster_name for d in experiments))
@@ -89,7 +83,7 @@ def save_timelines(path: Path, predicted: Timeline, measured: Timeline) -> None:
         measured: Of the same.
 
     Raises:
-        ShardplanError: matplotlib is not installed.
+        MissingExtra: matplotlib is not installed.
     """
     plt = _pyplot()
     devices = sorted({i.device for t in (predicted, measured) for i in t.intervals})

@@ -15,6 +15,7 @@ from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, run_program
 from shardplan.errors import BackendError, Infeasible, ShardplanError
 from shardplan.execution.measure import measure, own_devices
+from shardplan.execution.run import needed
 from shardplan.report.verify import checksum, index_data, too_large
 from shardplan.simulation.timeline import Timeline
 
@@ -32,13 +33,12 @@ class Trial:
 @contextmanager
 def launched(backend: str) -> Generator[None]:
     """Join the processes of a launcher for a command; raises `ShardplanError` where there is none to join."""
+    needed(backend)
     if backend != "torch":
         yield
         return
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        raise ShardplanError("the backend torch needs PyTorch: install shardplan[torch]") from None
+    import torch.distributed as dist
+
     if "RANK" not in os.environ:
         raise ShardplanError(
             "the backend torch runs one process a device: torchrun --nproc-per-node N --no-python shardplan run ..."

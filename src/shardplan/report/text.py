@@ -72,13 +72,15 @@ def shown(subject: Plan | Program | TensorType) -> str:
 def check_object(path: Path, plan: Plan, verdict: Verdict) -> dict[str, Any]:
     """Return what `check` found as an object."""
     return {
-        "ok": True,
+        "ok": verdict.complete or None,
         "plan": str(path),
         "status": plan.certificate.status,
         "runs": list(verdict.runs),
         "shards": verdict.shards,
         "elements": verdict.elements,
-        "skipped": verdict.skipped or None,
+        "total_elements": verdict.total,
+        "blocks": verdict.blocks,
+        "skipped": None if verdict.complete else _left_out(verdict),
         "certificate": plan.certificate.to_dict(),
     }
 
@@ -87,14 +89,24 @@ def check_text(plan: Plan, verdict: Verdict) -> str:
     """Return what `check` found."""
     c = plan.certificate
     lines = [f"certificate  every claim follows from the program; status {c.status}"]
-    if verdict.skipped:
-        lines.append(f"execution    not run: {verdict.skipped}")
-    else:
+    if verdict.complete:
         lines.append(
             f"execution    {verdict.shards} shards ({verdict.elements} elements) equal the destination's, "
             f"on {' and on '.join(f'{r} data' for r in verdict.runs)}"
+            + (f", in {verdict.blocks} blocks" if verdict.blocks > 1 else "")
         )
-    return "\n".join([*lines, "ok"])
+        return "\n".join([*lines, "ok"])
+    lines.append(
+        f"execution    {verdict.elements} elements of {verdict.shards} shards equal the destination's, on index data"
+    )
+    return "\n".join([*lines, f"not run      {_left_out(verdict)}", "ok in what was run"])
+
+
+def _left_out(verdict: Verdict) -> str:
+    return (
+        f"{verdict.total - verdict.elements} of {verdict.total} elements: along each dim those between the first and "
+        "the last index of every run that no step cuts"
+    )
 
 
 def run_object(program: Program, backend: str, sums: Sequence[str], ok: bool | None) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.simulation.timeline import Interval, Timeline, TimelineError
+from shardplan.simulation.interval import Interval
+from shardplan.simulation.timeline import Timeline, TimelineError
 
 WIDEST = 60  # characters of an op's text
 
@@ -37,7 +38,7 @@ def timeline_text(timeline: Timeline) -> str:
         Lines of text: the steps, then the makespan, what the critical path consists of, idle time, memory.
 
     Example:
-        >>> from shardplan.simulation.timeline import Interval
+        >>> from shardplan.simulation.interval import Interval
         >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
         predicted
         step  op              devices   min  median   max  received
@@ -88,7 +89,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
         TimelineError: A step is another op in one than in the other.
 
     Example:
-        >>> from shardplan.simulation.timeline import Interval
+        >>> from shardplan.simulation.interval import Interval
         >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
         >>> print(comparison_text(*both))
         step  op           predicted  measured min  median   max  ratio

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,18 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Collective, Shards
+from shardplan.core.part import Part, Positions, blocks, corners, descent, numbers, run_part
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute
+from shardplan.core.reference import collect, distribute, gather, spread
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.run import run
 from shardplan.hardware.plan import Plan
 
-LARGEST_ARRAY = 64 * 2**20  # bytes of a global array that is run
-LARGEST_SHARDS = 2**30  # bytes of all shards of a value, on all devices
+LARGEST_ARRAY = 64 * 2**20  # bytes of a global array that is run as a whole
+LARGEST_SHARDS = 2**30  # bytes of all shards of a value, on all devices, that are held at once
+BLOCK = 64 * 2**20  # bytes of all shards of a value when an array is run by blocks
+LARGEST_RUN = 16 * 2**30  # bytes of all shards of all values of a program that is run by blocks
 SEED = 20211201
 # Integers up to here are exact in the dtype, and small enough that a few of them add up exactly.
 _EXACT = {
@@ -39,12 +42,26 @@ _EXACT = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` found: `runs` names the data that were run, none where the arrays are too large (`skipped`)."""
+    """What `verify` found.
+
+    Args:
+        runs: Names of the data that were run.
+        shards: Of the destinations.
+        elements: Of their shards that were compared.
+        total: Of their shards in all.
+        blocks: Parts in which the program was run, at least 1.
+    """
 
     runs: tuple[str, ...]
     shards: int
     elements: int
-    skipped: str
+    total: int
+    blocks: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every element was compared."""
+        return self.elements == self.total
 
 
 def index_data(t: TensorType) -> Array:
@@ -54,8 +71,12 @@ def index_data(t: TensorType) -> Array:
     >>> index_data(TensorType.parse("i32[2, 3]", Mesh(x=1))).tolist()
     [[0, 1, 2], [3, 4, 5]]
     """
-    count = np.arange(math.prod(t.shape)) % _EXACT.get(t.dtype, 2**24 - 3)
-    return count.reshape(t.shape).astype(numpy_dtype(t.dtype))
+    return index_part(t, tuple(map(np.arange, t.shape)))
+
+
+def index_part(t: TensorType, positions: Positions) -> Array:
+    """Return what `index_data` has at some positions of each dim."""
+    return numbers(t.shape, positions, _EXACT.get(t.dtype, 2**24 - 3)).astype(numpy_dtype(t.dtype))
 
 
 def random_data(t: TensorType, number: int) -> Array:
@@ -65,18 +86,27 @@ def random_data(t: TensorType, number: int) -> Array:
 
 
 def too_large(types: Sequence[TensorType]) -> str:
-    """Say why values of these types are not run here, or return an empty text."""
+    """Say why values of these types are not run as a whole, or return an empty text."""
     for t in types:
         if t.nbytes >= LARGEST_ARRAY:
             return f"{t} has {t.nbytes} bytes; arrays of {LARGEST_ARRAY} bytes and more are not run"
-    shards = sum(int(t.elements().sum()) * t.itemsize for t in types)
+    shards = sum(shard_bytes(t) for t in types)
     if shards >= LARGEST_SHARDS:
         return f"the shards of all devices take {shards} bytes together; {LARGEST_SHARDS} and more are not run"
     return ""
 
 
+def shard_bytes(t: TensorType) -> int:
+    """Return the bytes of the shards on all devices."""
+    return int(t.elements().sum()) * t.itemsize
+
+
 def verify(plan: Plan) -> Verdict:
-    """Check the certificate, then run the program on index data and on random integers, and compare every shard.
+    """Check the certificate, then run the program on data, and compare the shards with the destinations'.
+
+    Small arrays are run as a whole, on index data and on random integers; larger ones by blocks, on index data. Where
+    all shards of all values are above `LARGEST_RUN` bytes, what is run of an array is the first and the last index of
+    every run that no step cuts, along each dim: an op treats the elements between alike.
 
     Args:
         plan: The plan.
@@ -87,19 +117,64 @@ def verify(plan: Plan) -> Verdict:
     Raises:
         CertificateError: A claim does not follow from the program.
         BackendError: A shard differs from the destination's; it names the first device, index and values.
+        Infeasible: Even of the ends of the runs there are too many.
     """
     plan.certificate.check()
-    sources, destinations = plan.certificate.sources, plan.certificate.destinations
-    skipped = too_large((*sources, *destinations))
-    if skipped:
-        return Verdict((), 0, 0, skipped)
+    program, sources, destinations = plan.program, plan.certificate.sources, plan.certificate.destinations
+    shards, total = sum(t.mesh.size for t in destinations), sum(int(t.elements().sum()) for t in destinations)
+    if too_large((*sources, *destinations)):
+        parts = [_verify_parts(program, k, s, t) for k, (s, t) in enumerate(zip(sources, destinations, strict=True))]
+        return Verdict(("index",), shards, sum(n for n, _ in parts), total, sum(b for _, b in parts))
     for name in ("index", "random"):
         arrays = [index_data(t) if name == "index" else random_data(t, k) for k, t in enumerate(sources)]
-        results = execute(plan.program, [distribute(a, t) for a, t in zip(arrays, sources, strict=True)])
-        for k, (array, shards, t) in enumerate(zip(arrays, results, destinations, strict=True)):
-            compare(shards, plan.program.output_types[k], array, t, f"output {k} on {name} data")
-    shards = sum(t.mesh.size for t in destinations)
-    return Verdict(("index", "random"), shards, sum(int(t.elements().sum()) for t in destinations), "")
+        results = execute(program, [distribute(a, t) for a, t in zip(arrays, sources, strict=True)])
+        moved = results[: len(destinations)]  # behind them are inputs that the caller keeps
+        for k, (array, found, t) in enumerate(zip(arrays, moved, destinations, strict=True)):
+            compare(found, program.output_types[k], array, t, f"output {k} on {name} data")
+    return Verdict(("index", "random"), shards, total, total, 1)
+
+
+def _verify_parts(program: Program, number: int, s: TensorType, t: TensorType) -> tuple[int, int]:
+    """Run one tensor of a plan by blocks; return the elements of shards that were compared, and the blocks."""
+    name, output = program.inputs[number][0], program.outputs[number]
+    found, count = 0, 0
+    for positions in _parts(program, name):
+        array = index_part(s, positions)
+        results = run_part(program, name, _spread(array, s, positions), positions)
+        compare(results[output], program.types[output], array, t, f"output {number} on index data", positions)
+        boxes = Part(t, positions).boxes()
+        found += int(np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).sum())
+        count += 1
+    return found, count
+
+
+def _spread(array: Array, t: TensorType, positions: Positions) -> list[Array]:
+    addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
+    owner = numbers(t.shape, positions, addends) if addends > 1 else np.empty(array.shape, dtype=np.bool_)
+    return spread(array, t, Part(t, positions).boxes(), owner)
+
+
+def _parts(program: Program, name: str) -> Iterator[Positions]:
+    """Yield all blocks of an input, or the ends of its runs where that is too much to run."""
+    types = list(descent(program, name).values())
+    t, most = types[0], max(map(shard_bytes, types))
+    if sum(map(shard_bytes, types)) <= LARGEST_RUN:
+        yield from blocks(t.shape, max(1, BLOCK * math.prod(t.shape) // most))
+        return
+    ends = corners(types)
+    size = sum(_part_bytes(u, ends) for u in types)
+    if size > LARGEST_RUN:
+        raise Infeasible(
+            f"{t} by the ends of its runs takes {size} bytes of shards; more than {LARGEST_RUN} are not run"
+        )
+    sizes = tuple(map(len, ends))
+    for block in blocks(sizes, max(1, BLOCK * math.prod(sizes) // max(_part_bytes(u, ends) for u in types))):
+        yield tuple(at[here] for at, here in zip(ends, block, strict=True))
+
+
+def _part_bytes(t: TensorType, positions: Positions) -> int:
+    boxes = Part(t, positions).boxes().astype(object)
+    return int(np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).sum()) * t.itemsize
 
 
 def execute(program: Program, inputs: Sequence[Shards], backend: str = "reference") -> list[list[Array]]:
@@ -121,12 +196,14 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
         comes from; None where all outputs are computed.
 
     Raises:
-        Infeasible: The arrays are too large to be run here.
+        Infeasible: The arrays are too large to be run here: all shards of all values, where data only moves, and each
+            array where something is computed.
         BackendError: Replicas of an output differ.
     """
-    skipped = too_large((*program.input_types, *program.output_types))
-    if skipped:
-        raise Infeasible(skipped)
+    if too_large((*program.input_types, *program.output_types)):
+        if backend != "reference":
+            raise Infeasible(too_large((*program.input_types, *program.output_types)))
+        return _trial_parts(program)
     arrays = {name: index_data(t) for name, t in program.inputs}
     results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
     origin = {name: name for name, _ in program.inputs}
@@ -146,29 +223,62 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     return sums, all(equal) if equal else None
 
 
-def compare(shards: Shards, found: TensorType, array: Array, asked: TensorType, what: str) -> None:
+def _trial_parts(program: Program) -> tuple[list[str], bool | None]:
+    """Run a program that only moves data by blocks; as `trial`."""
+    sources = {out: name for name, _ in program.inputs for out in descent(program, name)}
+    computed = [out for out in program.outputs if out not in sources]
+    if computed:
+        raise Infeasible(
+            f"output %{computed[0]} is computed, and {too_large((*program.input_types, *program.output_types))}"
+        )
+    work = sum(shard_bytes(t) for name, _ in program.inputs for t in descent(program, name).values())
+    if work > LARGEST_RUN:
+        raise Infeasible(
+            f"the shards of all values take {work} bytes together; more than {LARGEST_RUN} are not run: `shardplan check` "
+            "of a plan runs a part of them"
+        )
+    sums, equal = {out: hashlib.sha256() for out in program.outputs}, True
+    for name, t in program.inputs:
+        for positions in _parts(program, name):
+            array = index_part(t, positions)
+            for out, shards in run_part(program, name, _spread(array, t, positions), positions).items():
+                u = program.types[out]
+                try:
+                    found = gather(shards, u, Part(u, positions).boxes(), array.shape)
+                except LayoutError as error:
+                    raise BackendError(f"output %{out}: {error}") from None
+                sums[out].update(np.ascontiguousarray(found).tobytes())
+                equal = equal and np.array_equal(found, array)
+    return [sums[out].hexdigest()[:16] for out in program.outputs], equal
+
+
+def compare(
+    shards: Shards, found: TensorType, array: Array, asked: TensorType, what: str, positions: Positions | None = None
+) -> None:
     """Raise `BackendError` at the first device whose shard, of type `found`, is not its part of `array` under `asked`.
 
     The two types hold the same data on every device. Addends are compared by their sum: any that add up are right.
+    With `positions` of each dim, `array` and the shards hold those alone.
     """
+    at = tuple(map(np.arange, asked.shape)) if positions is None else positions
     if asked.layout.partial:
-        total = collect(shards, found)
+        total = gather(shards, found, Part(found, at).boxes(), array.shape)
         if not np.array_equal(total, array):
-            index = tuple(int(k) for k in np.argwhere(total != array)[0])
-            raise BackendError(f"{what}: the addends at index {index} reduce to {total[index]}, not {array[index]}")
+            here = tuple(int(k) for k in np.argwhere(total != array)[0])
+            index = tuple(int(p[k]) for p, k in zip(at, here, strict=True))
+            raise BackendError(f"{what}: the addends at index {index} reduce to {total[here]}, not {array[here]}")
         return
     places = {d: k for k, d in enumerate(found.mesh.devices)}
-    roots = at_root(asked)
-    wanted = distribute(array, asked)
+    roots, boxes = at_root(asked), Part(asked, at).boxes()
     for place, device in enumerate(asked.mesh.devices):
         if not roots[place]:
             continue
-        got, want = shards[places[device]], wanted[place]
+        got, want = shards[places[device]], array[tuple(slice(int(a), int(b)) for a, b in boxes[place])]
         if got.shape != want.shape:
             raise BackendError(f"{what}: device {device} holds a shard of shape {got.shape}, not {want.shape}")
         if not np.array_equal(got, want):
             local = tuple(int(k) for k in np.argwhere(got != want)[0])
-            index = tuple(k + start for k, (start, _) in zip(local, asked.box(place), strict=True))
+            index = tuple(int(p[k + a]) for p, k, (a, _) in zip(at, local, boxes[place], strict=True))
             raise BackendError(f"{what}: device {device} holds {got[local]} at index {index}, not {want[local]}")
 
 

@@ -29,9 +29,10 @@ from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.where import Where, fabric_of
+from shardplan.simulation.interval import Interval
 from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Round, Script, ScriptError
-from shardplan.simulation.timeline import Interval, Timeline
+from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
 
 _LEFT = 1e-3  # bytes: a flow or a bucket with less is done, or empty

@@ -23,7 +23,8 @@ from shardplan.hardware.cost import seconds
 from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.where import Where, fabric_of
-from shardplan.simulation.timeline import Interval, MemoryCurve, Timeline, TimelineError
+from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.timeline import Timeline, TimelineError
 
 Sample = tuple[float, np.ndarray]  # seconds, and bytes on every device of a program
 

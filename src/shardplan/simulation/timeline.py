@@ -21,56 +21,14 @@ import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.hardware.units import format_seconds
+from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
+from shardplan.simulation.trace import read_traces, save_traces
 
 SOURCES = ("predicted", "measured")
-TOLERANCE = 1e-12
 
 
 class TimelineError(ShardplanError):
     """A timeline breaks an invariant."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One thing that one device does on one of its streams.
-
-    Args:
-        device: Device id.
-        stream: What does it: `"comm"`, `"compute"`, ...; the intervals of a stream follow one another.
-        start: Seconds since the start of the run.
-        end: Seconds since the start of the run.
-        name: For people, the op with its operands: `all_gather(%0; dim=0, axes=(x))`.
-        kind: The op's name: `all_gather`.
-        step: Number of the step in its program, from 0; None where there is none.
-        received_bytes: Bytes that the device receives in it.
-        causes: Indices, in the timeline, of the intervals that had to end before this one could start.
-    """
-
-    device: int
-    stream: str
-    start: float
-    end: float
-    name: str
-    kind: str
-    step: int | None = None
-    received_bytes: int = 0
-    causes: tuple[int, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """How long it takes."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryCurve:
-    """The bytes of one device as (seconds, bytes) samples, ascending in time; each holds until the next.
-
-    Two samples at one time are a peak of no duration: it counts, and the later sample holds.
-    """
-
-    device: int
-    samples: tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -164,9 +122,7 @@ class Timeline:
         return max((self.seconds - busy.get(device, 0.0) for device in self.devices), default=0.0)
 
     def save(self, path: str | Path) -> None:
-        """Write a trace file, atomically; Perfetto and Chrome open it, and `trace.load` reads it."""
-        from shardplan.simulation.trace import save_traces
-
+        """Write a trace file, atomically; Perfetto and Chrome open it, and `load_timelines` reads it."""
         save_traces(path, [self])
 
     def __repr__(self) -> str:
@@ -176,6 +132,29 @@ class Timeline:
             f"<Timeline {self.source}{about}: {len(self.intervals)} intervals on {len(self.devices)} devices, "
             f"{format_seconds(self.seconds)}>"
         )
+
+
+def load_timelines(path: str | Path) -> tuple[Timeline, ...]:
+    """Read the timelines of a trace file that `save_traces` or `Timeline.save` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The timelines, in the order in which they were written; times exact to a nanosecond.
+
+    Raises:
+        ParseError: The file cannot be read, or is no trace of timelines; it names the file and what is wrong.
+
+    Example:
+        >>> import tempfile
+        >>> line = Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather"),), source="measured")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     line.save(f"{folder}/trace.json")
+        ...     load_timelines(f"{folder}/trace.json") == (line,)
+        True
+    """
+    return read_traces(path, Timeline)
 
 
 def _last_finishers(intervals: tuple[Interval, ...]) -> list[Interval]:

@@ -12,22 +12,40 @@ rounded, and not its duration, intervals that touch still touch. All else is rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from shardplan.errors import ParseError, ShardplanError
 from shardplan.hardware.planfile import write_atomic
-from shardplan.simulation.timeline import TOLERANCE, Interval, MemoryCurve, Timeline
+from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
 FORMAT = "shardplan timelines 1"
 Event = dict[str, Any]
+T = TypeVar("T")
 
 
-def save_traces(path: str | Path, timelines: Iterable[Timeline]) -> None:
+class Traced(Protocol):
+    """What a trace says of a timeline."""
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]: ...  # noqa: D102
+    @property
+    def memory(self) -> tuple[MemoryCurve, ...]: ...  # noqa: D102
+    @property
+    def source(self) -> str: ...  # noqa: D102
+    @property
+    def title(self) -> str: ...  # noqa: D102
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+    @property
+    def devices(self) -> tuple[int, ...]: ...  # noqa: D102
+
+
+def save_traces(path: str | Path, timelines: Iterable[Traced]) -> None:
     """Write timelines into one trace file, atomically, so that they lie over each other when it is opened.
 
     Args:
@@ -43,32 +61,25 @@ def save_traces(path: str | Path, timelines: Iterable[Timeline]) -> None:
     write_atomic(Path(path), head + b',"traceEvents":[\n' + lines + b"\n]}\n")
 
 
-def load(path: str | Path) -> tuple[Timeline, ...]:
-    """Read the timelines of a trace file that `save_traces` or `Timeline.save` wrote.
+def read_traces(path: str | Path, make: Callable[..., T]) -> tuple[T, ...]:
+    """Read what a trace file holds; see `timeline.load_timelines`.
 
     Args:
         path: The file.
+        make: Called with the intervals, the memory curves, the source and the title of each timeline.
 
     Returns:
-        The timelines, in the order in which they were written; times exact to a nanosecond.
+        What it made of each, in the order in which they were written.
 
     Raises:
         ParseError: The file cannot be read, or is no trace of timelines; it names the file and what is wrong.
-
-    Example:
-        >>> import tempfile
-        >>> line = Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather"),), source="measured")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     line.save(f"{folder}/trace.json")
-        ...     load(f"{folder}/trace.json") == (line,)
-        True
     """
     try:
         raw: Any = msgspec.json.decode(Path(path).read_bytes())
         found = raw.get("otherData", {}).get("format") if isinstance(raw, dict) else None
         if found != FORMAT:
             raise ParseError(f"its format is {found!r}, and this version reads {FORMAT!r}")
-        return _timelines(raw["otherData"]["timelines"], raw["traceEvents"])
+        return _made(raw["otherData"]["timelines"], raw["traceEvents"], make)
     except OSError as error:
         raise ParseError(f"cannot read the trace file {path}: {error.strerror}") from None
     except (ShardplanError, msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -76,7 +87,7 @@ def load(path: str | Path) -> tuple[Timeline, ...]:
         raise ParseError(f"{path} is not a trace file of timelines: {reason}") from None
 
 
-def events(timelines: Sequence[Timeline]) -> Iterator[Event]:
+def events(timelines: Sequence[Traced]) -> Iterator[Event]:
     """Yield the trace events of timelines: the names of all rows, then each timeline's intervals and memory."""
     streams = {name: k for k, name in enumerate(sorted({i.stream for t in timelines for i in t.intervals}), start=1)}
     yield from _rows(timelines, streams)
@@ -119,7 +130,7 @@ def events(timelines: Sequence[Timeline]) -> Iterator[Event]:
                 yield {"ph": "C", **row, "ts": round(at * 1e9) / 1000, "args": {"bytes": nbytes}}
 
 
-def _rows(timelines: Sequence[Timeline], streams: dict[str, int]) -> Iterator[Event]:
+def _rows(timelines: Sequence[Traced], streams: dict[str, int]) -> Iterator[Event]:
     sources = [t.source for t in timelines]
     for k, timeline in enumerate(timelines):
         used = {(i.device, i.stream) for i in timeline.intervals}
@@ -134,7 +145,7 @@ def _rows(timelines: Sequence[Timeline], streams: dict[str, int]) -> Iterator[Ev
                     yield {**row, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
-def _ticks(timeline: Timeline) -> list[tuple[int, int]]:
+def _ticks(timeline: Traced) -> list[tuple[int, int]]:
     """Start and end of every interval in whole nanoseconds; times that a timeline takes for equal stay equal."""
     times = np.array([(i.start, i.end) for i in timeline.intervals], dtype=np.float64).reshape(-1, 2)
     distinct = np.unique(times)
@@ -148,7 +159,7 @@ def _seconds(microseconds: float) -> float:
     return round(microseconds * 1000) / 1e9
 
 
-def _timelines(about: list[dict[str, str]], found: list[Event]) -> tuple[Timeline, ...]:
+def _made(about: list[dict[str, str]], found: list[Event], make: Callable[..., T]) -> tuple[T, ...]:
     count = len(about)
     streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name" and e["ph"] == "M"}
     intervals: list[list[Interval]] = [[] for _ in about]
@@ -172,7 +183,7 @@ def _timelines(about: list[dict[str, str]], found: list[Event]) -> tuple[Timelin
         elif event["ph"] == "C":
             samples[k].setdefault(device, []).append((_seconds(event["ts"]), event["args"]["bytes"]))
     return tuple(
-        Timeline(
+        make(
             tuple(intervals[k]),
             tuple(MemoryCurve(device, tuple(curve)) for device, curve in samples[k].items()),
             about[k]["source"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -115,18 +115,29 @@ class Collective(Op):
 
     def staging(self, *operands: TensorType) -> int:
         """One packed send and one packed receive buffer of a chunk; none where one operand's side is contiguous."""
-        total = 0
-        chunks: int = getattr(self, "chunks", 1)
-        for t in operands:
-            u = typed(self, t)
-            send, receive, send_ok, receive_ok = self.packed(t, u)
-            to, frm = self.pieces(t, u) if chunks > 1 else (1, 1)
-            free = chunks == 1 and len(operands) == 1
-            if not (free and send_ok):
-                total += chunk_elements(send, chunks, to) * t.itemsize
-            if not (free and receive_ok):
-                total += chunk_elements(receive, chunks, frm) * t.itemsize
-        return total
+        return self.staged(*operands)(getattr(self, "chunks", 1))
+
+    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+        """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
+        pairs = [(t, typed(self, t)) for t in operands]
+        packed = [self.packed(t, u) for t, u in pairs]
+        pieces: list[tuple[int, int]] = []
+
+        def nbytes(chunks: int) -> int:
+            if chunks == 1:
+                alone = len(operands) == 1  # only a single operand is sent from, or received into, its own array
+                return sum(
+                    (send * (not (alone and send_ok)) + receive * (not (alone and receive_ok))) * t.itemsize
+                    for t, (send, receive, send_ok, receive_ok) in zip(operands, packed, strict=True)
+                )
+            if not pieces:
+                pieces.extend(self.pieces(t, u) for t, u in pairs)
+            return sum(
+                (chunk_elements(send, chunks, to) + chunk_elements(receive, chunks, frm)) * t.itemsize
+                for t, (send, receive, *_), (to, frm) in zip(operands, packed, pieces, strict=True)
+            )
+
+        return nbytes
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """Return the largest number of parts that a device sends, and that it receives: here one a member."""

@@ -253,7 +253,7 @@ class Permute(Collective):
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver each pair's tile; the rest keep theirs."""
         source = np.arange(t.mesh.size)
-        pairs = permutation(t, u)
+        pairs = permutation(t.whole, u.whole)
         if pairs is not None:
             source[pairs[1]] = pairs[0]
         held = at_root(u)
@@ -295,7 +295,7 @@ class General(Collective):
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
-        senders, places, _ = messages(t, u)
+        senders, places, _ = messages(t.whole, u.whole)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]

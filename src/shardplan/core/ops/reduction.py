@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core.dtypes import identity, numpy_dtype
+from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import at_root
 from shardplan.core.notation import axes_text
@@ -20,8 +20,6 @@ from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, n
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def _leave(op: str, t: TensorType, axes: tuple[str, ...], reduction: str) -> tuple[str, ...]:
@@ -37,7 +35,7 @@ def _leave(op: str, t: TensorType, axes: tuple[str, ...], reduction: str) -> tup
 def _sum(shards: Shards, group: np.ndarray, reduction: str) -> Array:
     total = shards[group[0]]
     for m in group[1:]:
-        total = _COMBINE[reduction](total, shards[m]).astype(total.dtype)
+        total = COMBINE[reduction](total, shards[m]).astype(total.dtype)
     return total
 
 
@@ -205,10 +203,10 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True, slots=True)
 class ToPartial(Collective):
-    """Make a value partial (sum, max, min) or rooted (`root`) over `axes`, unused or a suffix of one dim. Local.
+    """Make a value partial (`sum`, `max`, ...) or rooted (`root`) over `axes`, unused or a suffix of one dim. Local.
 
-    Over unused axes coordinate 0 keeps the value and the others take the identity (for max and min all keep it, for
-    root the others drop it); over a suffix every device keeps its part and fills the rest of the dim.
+    Over unused axes coordinate 0 keeps the value and the others take the identity (all keep it for max, min, band
+    and bor, for root the others drop it); over a suffix every device keeps its part and fills the rest of the dim.
     """
 
     name: ClassVar[str] = "to_partial"
@@ -225,7 +223,8 @@ class ToPartial(Collective):
     def result(self, t: TensorType) -> TensorType:
         """Add the axes to the partial or root part."""
         if self.reduction not in (*REDUCTIONS, "root"):
-            raise TypingError(f"to_partial: unknown reduction {self.reduction!r}; legal are sum, max, min, root")
+            legal = ", ".join((*REDUCTIONS, "root"))
+            raise TypingError(f"to_partial: unknown reduction {self.reduction!r}; legal are {legal}")
         d = self._dim(t)
         layout = t.layout
         if d is None:
@@ -260,7 +259,7 @@ class ToPartial(Collective):
         first = t.mesh.index(self.axes) == 0
         if self.reduction == "root":
             return [x if first[k] else poison(x.shape, x.dtype) for k, x in enumerate(shards)]
-        keep_all = self.reduction in ("max", "min")
+        keep_all = self.reduction in IDEMPOTENT
         blank = identity(self.reduction, dtype)
         return [x.copy() if first[k] or keep_all else np.full_like(x, blank) for k, x in enumerate(shards)]
 

@@ -153,7 +153,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reduction(name: str) -> Any:
-    return {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[name]
+    return getattr(dist.ReduceOp, name.upper())
 
 
 def _wait(work: Any, timeout: float) -> None:

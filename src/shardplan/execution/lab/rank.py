@@ -7,6 +7,7 @@ Forked from the host after torch is imported. It answers every order of the host
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -129,9 +130,9 @@ class Worker:
             return Outcome(device, 0.0, instant, 0.0)
         ranks = found.item.ranks
         texts = bound.texts if isinstance(bound, Executable) else found.item.names
-        watch = Watch(tuple(sorted(ranks)), device, found.item.title, texts, self.timeout, posts=False)
-        group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-        wire = LabWire(group, watch.tag, timedelta(seconds=self.timeout), torch.device("cpu"), watch, ranks=ranks)
+        digest = hashlib.sha256(found.item.title.encode()).hexdigest()
+        watch = Watch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
+        wire = LabWire(watch.site.group, watch, torch.device("cpu"), ranks=ranks)
         while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
             time.sleep(instant - start)
         busy = time.process_time()

@@ -29,10 +29,11 @@ from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.where import fabric_of
+from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script
-from shardplan.simulation.timeline import Interval, Timeline
+from shardplan.simulation.timeline import Timeline
 
 ENGINES: dict[Engine, str] = {
     "ring": "collectives composed from point-to-point messages in member order",

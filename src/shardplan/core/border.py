@@ -1,0 +1,103 @@
+"""The border: what a user's value must be, checked once at the top of what is public, with one line where it is not.
+
+Each function takes `what`, the name of the argument, and the value, and returns it in the one form that is used inside.
+A bool is no number, and a text is no list of characters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from shardplan.errors import LayoutError, ShardplanError, shown
+
+MOST = 10**18 - 1  # the largest whole number that the text forms hold
+MOST_ITEMS = 2**22  # of a list: no mesh has more devices
+
+Kind = type[ShardplanError]
+
+
+def whole(what: str, value: object, least: int = 0, most: int = MOST, kind: Kind = LayoutError) -> int:
+    """Return a whole number from `least` to `most`.
+
+    Raises `kind`, a `LayoutError` by default, for any other value; a float is none, even where it is whole.
+
+    >>> whole("rank", np.int64(3))
+    3
+    """
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
+        return int(value)
+    legal = f"of at least {least}" if most == MOST else f"from {least} to {most}"
+    raise kind(f"{what} is {shown(value)}; legal is a whole number {legal}")
+
+
+def number(what: str, value: object, kind: Kind = LayoutError) -> float:
+    """Return a finite number of 0 or more; raises `kind` for any other value."""
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        try:
+            if 0 <= value < math.inf:
+                return float(value)
+        except OverflowError:  # an integer beyond any float
+            pass
+    raise kind(f"{what} is {shown(value)}; legal is a finite number of 0 or more")
+
+
+def flag(what: str, value: object, kind: Kind = LayoutError) -> bool:
+    """Return True or False; raises `kind` for any other value."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise kind(f"{what} is {shown(value)}; legal is True or False")
+
+
+def choice(what: str, value: object, legal: Collection[str], kind: Kind = LayoutError) -> str:
+    """Return one of some words; raises `kind` for any other value."""
+    if isinstance(value, str) and value in legal:
+        return value
+    raise kind(f"{what} {shown(value)} is unknown; legal: {', '.join(legal)}")
+
+
+def text(what: str, value: object, kind: Kind = LayoutError) -> str:
+    """Return a text; raises `kind` for any other value."""
+    if isinstance(value, str):
+        return value
+    raise kind(f"{what} is {shown(value)}; legal is a text")
+
+
+def items(what: str, value: object, of: str, kind: Kind = LayoutError) -> list[Any]:
+    """Return the items of a list, a tuple, an array or any other ordered series; `of` says in an error what they are.
+
+    Raises `kind` for a text, for a set or a mapping, which have no such order, and for more than any mesh has devices.
+    """
+    if not isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) and isinstance(value, Iterable):
+        try:
+            iterator: Iterator[Any] = iter(value)
+        except TypeError:  # an array without dims
+            iterator = iter(())
+        else:
+            found = list(islice(iterator, MOST_ITEMS + 1))
+            if len(found) <= MOST_ITEMS:
+                return found
+            raise kind(f"{what} has more than {MOST_ITEMS} items; legal is a list of {of}, at most so many")
+    raise kind(f"{what} is {shown(value)}; legal is a list of {of}")
+
+
+def names(what: str, value: object, kind: Kind = LayoutError) -> tuple[str, ...]:
+    """Return names of axes, given as one name or as a list of them; raises `kind` for any other value."""
+    if isinstance(value, str):
+        return (value,)
+    found = items(what, value, "names of axes", kind)
+    for name in found:
+        if not isinstance(name, str):
+            raise kind(f"{what} is {shown(value)}; legal is a list of names of axes, and {shown(name)} is none")
+    return tuple(found)
+
+
+def table(what: str, value: object, of: str, kind: Kind = LayoutError) -> dict[Any, Any]:
+    """Return a mapping as a dict; `of` says in an error what it maps; raises `kind` for any other value."""
+    if isinstance(value, Mapping):
+        return dict(value)  # pyright: ignore[reportUnknownVariableType]
+    raise kind(f"{what} is {shown(value)}; legal is a mapping of {of}")

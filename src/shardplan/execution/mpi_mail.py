@@ -1,0 +1,64 @@
+"""Letters between ranks: small Python values, of one tag on the world, read by ranks that wait for something.
+
+They carry agreements, withdrawals and roll calls, never data. Who reads registers what a kind of letter does.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEAVING = 1.0  # seconds that last letters may take to leave
+TAG = 2**14 + 11  # on COMM_WORLD: no program of the user may take it
+
+
+@dataclass(slots=True)
+class Mail:
+    """The letters of this process; `sent` counts them."""
+
+    sent: int = 0
+    _readers: dict[type, Callable[[int, Any], None]] = field(default_factory=dict[type, Callable[[int, Any], None]])
+    _under_way: list[MPI.Request] = field(default_factory=list["MPI.Request"])  # each keeps its buffer
+
+    def on(self, kind: type, reader: Callable[[int, Any], None]) -> None:
+        """Have letters of a kind read by `reader`, with the sender's rank."""
+        self._readers[kind] = reader
+
+    def post(self, rank: int, letter: object) -> None:
+        """Send a letter to a rank of the world, without waiting."""
+        from mpi4py import MPI
+
+        self.sent += 1
+        self._under_way.append(MPI.COMM_WORLD.isend(letter, rank, TAG))
+
+    def collect(self) -> None:
+        """Read the letters that have come."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while (letter := MPI.COMM_WORLD.improbe(MPI.ANY_SOURCE, TAG, status)) is not None:
+            value = letter.recv()
+            self._readers[type(value)](status.Get_source(), value)
+
+    def gone(self) -> bool:
+        """Return whether all letters have left, so that this process may turn to something other than MPI."""
+        self._under_way = [r for r in self._under_way if not r.Test()]
+        return not self._under_way
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all letters have left, but not for long: the receiver of one may be gone."""
+        until = time.monotonic() + seconds
+        while not self.gone() and time.monotonic() < until:
+            time.sleep(1e-4)
+
+
+@functools.cache
+def mail() -> Mail:
+    """Return the letters of this process."""
+    return Mail()

@@ -1,0 +1,225 @@
+"""The leaves of what `reshard` is given, each with its end, and who moves it: a plan, a tracer's rule, the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.errors import BackendError, Infeasible, LayoutError
+from shardplan.execution.jax_bits import carrier
+from shardplan.interop.jax_linear import moved
+from shardplan.interop.jax_outside import Move, outside, together
+from shardplan.interop.jax_types import type_of
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the pytree: where it goes, as a sharding or None, and in which layout of memory, if one is said."""
+
+    x: Any
+    sharding: Any
+    source: Any
+    donate: bool
+    may_alias: bool | None
+    form: Any = None
+
+    @property
+    def traced(self) -> bool:
+        """Whether it stands for an array in a function that JAX transforms or compiles."""
+        from jax.core import Tracer  # pyright: ignore[reportMissingImports]
+
+        return isinstance(self.x, Tracer)
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is an array on devices."""
+        import jax  # pyright: ignore[reportMissingImports]
+
+        return isinstance(self.x, jax.Array) and not self.traced
+
+    @property
+    def key(self) -> bool:
+        """Whether it is an array of random keys, whose elements are arrays of integers."""
+        import jax  # pyright: ignore[reportMissingImports]
+
+        dtype = getattr(self.x, "dtype", None)
+        return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the array is already what is asked for."""
+        return self.placed and (self.sharding is None or (self.x.sharding == self.sharding and self.x.committed))
+
+
+def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -> tuple[list[Leaf], Any]:
+    """Return the leaves of a pytree, with what is asked of each, and the tree to put them back into."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    found, tree = jax.tree.flatten(x)
+    asked = {"sharding": sharding, "source": source, "donate": donate, "may_alias": may_alias}
+    each = [_each(name, prefix, x) for name, prefix in asked.items()]
+    return [_leaf(*row) for row in zip(found, *each, strict=True)], tree
+
+
+def _each(name: str, prefix: Any, tree: Any) -> list[Any]:
+    """What a prefix of a pytree says of every leaf."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    out: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda said, part: out.extend([said] * len(jax.tree.leaves(part))),
+            prefix,
+            tree,
+            is_leaf=lambda p: p is None,
+        )
+    except ValueError as error:
+        raise LayoutError(
+            f"reshard: {name} is no prefix of the arrays' pytree: {jax.tree.structure(prefix)} of "
+            f"{jax.tree.structure(tree)}; legal is one value, or a pytree that ends where the other goes on"
+        ) from error
+    return out
+
+
+def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None) -> Leaf:
+    from jax.experimental.layout import Format  # pyright: ignore[reportMissingImports]
+
+    if donate and may_alias:
+        raise LayoutError("reshard: donate=True and may_alias=True; legal is one of them")
+    form = given if isinstance(given, Format) else None
+    end = given if form is None else form.sharding
+    return Leaf(x, end_of(end, x), end_of(source, x), donate, may_alias, form)
+
+
+def end_of(given: Any, x: Any) -> Any:
+    """Return the sharding that is meant: by a spec, one of the mesh that is set; by a device, its own; None stays."""
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
+
+    if given is None or isinstance(given, Sharding):
+        return given
+    if isinstance(given, jax.Device):
+        return jax.sharding.SingleDeviceSharding(given)
+    if isinstance(given, PartitionSpec):
+        from jax._src.mesh import get_concrete_mesh  # pyright: ignore[reportMissingImports]
+
+        mesh: Any = get_concrete_mesh()  # as device_put; jax.sharding.get_mesh() is refused while a function is traced
+        if mesh.empty:
+            raise BackendError(
+                f"reshard: {given} names axes of no mesh; legal is a NamedSharding, or a PartitionSpec under "
+                f"jax.set_mesh(mesh)"
+            )
+        return NamedSharding(mesh, given)
+    hint = f"; give NamedSharding(mesh, spec) of the {given}" if isinstance(given, Mesh) else ""
+    raise LayoutError(
+        f"reshard: {given!r} of {type(given).__name__} is no place for an array; legal are a Sharding, a "
+        f"PartitionSpec, a device, a Format, None, or a pytree of them{hint}"
+    )
+
+
+def move_all(leaves: Sequence[Leaf], memory_limit: int | None) -> list[Any]:
+    """Return what the leaves become; an array that is named twice for one end is moved once."""
+    first: dict[Any, int] = {}
+    same = [first.setdefault(_identity(leaf, k), k) for k, leaf in enumerate(leaves)]
+    chosen = {k: leaves[k] for k in first.values()}
+    found = _alone(chosen) if memory_limit is None else _within(chosen, memory_limit)
+    return [_finished(leaves[k], found[k]) for k in same]
+
+
+def _identity(leaf: Leaf, number: int) -> Any:
+    if not leaf.placed:
+        return number
+    return id(leaf.x), leaf.sharding, leaf.form, leaf.donate, leaf.may_alias
+
+
+def _alone(leaves: dict[int, Leaf]) -> dict[int, Any]:
+    """Each by itself."""
+    return {k: _one(leaf, None) for k, leaf in leaves.items()}
+
+
+def _one(leaf: Leaf, memory_limit: int | None) -> Any:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    if leaf.traced:
+        if leaf.donate:
+            raise BackendError("reshard: donate=True of an array that is traced; legal is donate_argnums of jax.jit")
+        if leaf.sharding is None:
+            return leaf.x
+        return _rewrapped(leaf, moved(_raw(leaf), leaf.sharding, leaf.source, memory_limit))
+    if leaf.stays:
+        return leaf.x
+    if leaf.placed:
+        return _rewrapped(leaf, outside(_raw(leaf), leaf.sharding, memory_limit, leaf.donate))
+    return jax.device_put(leaf.x, leaf.sharding, donate=leaf.donate, may_alias=leaf.may_alias)
+
+
+def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
+    """All under one limit: what is placed from the host comes last, and is room that the moves do not have."""
+    traced = [leaf for leaf in leaves.values() if leaf.traced]
+    if traced and len(leaves) > 1:
+        raise BackendError(
+            f"reshard: memory_limit={memory_limit} over {len(leaves)} arrays of which {len(traced)} are traced; legal "
+            f"is one array, or a call outside jit"
+        )
+    laid = [leaf.form for leaf in leaves.values() if leaf.form is not None and leaf.form.layout is not None]
+    if laid:
+        raise BackendError(
+            f"reshard: memory_limit={memory_limit} with the layout {laid[0].layout}, whose change no plan counts; "
+            f"legal is its sharding here, and jax.device_put to the layout then"
+        )
+    if traced:
+        return {k: _one(leaf, memory_limit) for k, leaf in leaves.items()}
+    placed = {k: leaf for k, leaf in leaves.items() if leaf.placed and leaf.x.size}
+    host = {k: leaf for k, leaf in leaves.items() if k not in placed}  # nothing moves, also of an empty array
+    room = memory_limit - sum(map(_host_bytes, host.values()))
+    if room < (1 if placed else 0):
+        raise Infeasible(
+            f"reshard within {memory_limit} bytes a device: the arrays placed from the host take {memory_limit - room}",
+            memory_limit - room,
+        )
+    if len(placed) == 1:
+        found = {k: _one(leaf, room) for k, leaf in placed.items()}
+    else:
+        moves = [Move(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
+        found = dict(zip(placed, together(moves, room) if moves else [], strict=True))
+        found = {k: leaf.x if leaf.stays else _rewrapped(leaf, found[k]) for k, leaf in placed.items()}
+    return found | {k: _one(leaf, None) for k, leaf in host.items()}
+
+
+def _host_bytes(leaf: Leaf) -> int:
+    """The bytes that each device gets of what is placed from the host."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    t = jax.typeof(leaf.x)
+    if leaf.sharding is None or not t.size:
+        return t.size * t.dtype.itemsize
+    return type_of(t.shape, leaf.sharding, carrier(t.dtype)).local_bytes()
+
+
+def _raw(leaf: Leaf) -> Any:
+    """The array of numbers: of random keys, their data, with one dim more."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    return jax.random.key_data(leaf.x) if leaf.key else leaf.x
+
+
+def _rewrapped(leaf: Leaf, found: Any) -> Any:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
+
+
+def _finished(leaf: Leaf, found: Any) -> Any:
+    """The result in the layout asked for, and a copy where it may not share memory."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    if leaf.form is not None and leaf.form.layout is not None:
+        return jax.device_put(found, leaf.form)
+    if leaf.may_alias is False and leaf.placed and _pointers(leaf.x) & _pointers(found):
+        return jax.device_put(found, found.sharding, may_alias=False)
+    return found
+
+
+def _pointers(x: Any) -> set[int]:
+    return set() if x.is_deleted() else {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}

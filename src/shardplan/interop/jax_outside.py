@@ -1,0 +1,173 @@
+"""The move of arrays outside `jit`: one by one, or many as one plan under one limit.
+
+Where both shardings list the same devices in the same order, one executable takes the array and gives the result, as a
+call of `jit` does. Else the plan runs on the array's shards, as `execution.jax` runs any program. An array of at most
+`SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's memory is
+the host's there, and to wake a thread for each device takes longer than the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from shardplan.core.program import Program
+from shardplan.errors import BackendError
+from shardplan.execution.jax import check, run_placed
+from shardplan.execution.jax_agree import agree
+from shardplan.execution.jax_kept import EXECUTABLES, code_bytes
+from shardplan.execution.jax_parts import alone, compile_for
+from shardplan.interop.jax_inside import mapped
+from shardplan.interop.jax_plans import MOST_PLANS, check_ends, ends, program_within
+
+SMALL_BYTES = 2**16
+TIMEOUT = 300.0  # seconds that a process waits for the others to come with the same plan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One array on its way: where to, and whether its owner gives it up."""
+
+    array: Any
+    sharding: Any
+    donate: bool = False
+
+
+def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: bool = False) -> Any:
+    """Return one array under another sharding, with exactly that sharding; `array` itself where it has it."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    source = array.sharding
+    if source == sharding and array.committed:
+        return array
+    way = _way(array.shape, array.dtype, source, sharding, memory_limit, donate)
+    if way is None:
+        return jax.device_put(array, sharding, donate=donate)
+    if not way.direct or (donate and memory_limit is not None):
+        return _on_shards([Move(array, sharding, donate)], way.program, memory_limit)[0]
+    key = way, array.dtype
+    executable = EXECUTABLES.get(key, lambda: _compiled(way, array.dtype))
+    with jax.ensure_compile_time_eval():  # a function being traced may hold arrays: they move now
+        found = executable(array)
+    if donate:
+        array.delete()
+    return _weak(sharding)(found) if array.weak_type else found
+
+
+def together(moves: Sequence[Move], memory_limit: int) -> list[Any]:
+    """Return several arrays under other shardings, by one plan within one limit on their sum."""
+    sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
+                           strict=True)  # fmt: skip
+    program = program_within(sources, targets, memory_limit, tuple(not m.donate for m in moves))
+    check(program)
+    agree(program, TIMEOUT)
+    return _on_shards(moves, program, memory_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How arrays of one kind go from one sharding to another; `direct` where one executable takes and gives them."""
+
+    shape: tuple[int, ...]
+    source: Any
+    sharding: Any
+    program: Program
+    direct: bool
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _way(
+    shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any, memory_limit: int | None, donate: bool
+) -> Way | None:
+    """The way, planned, checked and agreed upon; None for `jax.device_put`."""
+    _check_concrete(sharding)
+    check_ends(source, sharding)
+    if 0 in shape:
+        return None
+    s, t = ends(shape, dtype, source, sharding)
+    if memory_limit is None and s.nbytes <= SMALL_BYTES and _here(source) and _here(sharding):
+        return None
+    program = program_within((s,), (t,), memory_limit, (not donate,))
+    if not program.steps:
+        return None
+    check(program)
+    agree(program, TIMEOUT)
+    direct = s.mesh == t.mesh and not any(_explicit(x) for x in (source, sharding))
+    return Way(shape, source, sharding, program, direct)
+
+
+def _check_concrete(sharding: Any) -> None:
+    from jax.sharding import AbstractMesh  # pyright: ignore[reportMissingImports]
+
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        raise BackendError(
+            f"reshard: {sharding.spec} is on an AbstractMesh, which names no devices; outside jit legal is a "
+            f"NamedSharding on a Mesh"
+        )
+
+
+def _here(sharding: Any) -> bool:
+    """Whether all devices are CPUs of this process."""
+    return sharding.is_fully_addressable and all(d.platform == "cpu" for d in sharding.device_set)
+
+
+def _explicit(sharding: Any) -> bool:
+    """Whether an array's type carries this sharding: JAX then takes no `shard_map` over sub-axes."""
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and not mesh.are_all_axes_auto
+
+
+def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
+    with alone(way.program):
+        move = jax.jit(mapped(way.program), in_shardings=way.source, out_shardings=way.sharding)
+        try:
+            executable, call = compile_for(move, [shape])
+        except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
+            raise BackendError(f"reshard: no executable on {jax.default_backend()}: {error}") from error
+    if call is executable:
+        return call, code_bytes(executable)
+
+    def within(x: Any) -> Any:
+        with alone(way.program):
+            return call(x)
+
+    return within, code_bytes(executable)
+
+
+def _on_shards(moves: Sequence[Move], program: Program, memory_limit: int | None) -> list[Any]:
+    """Run a program on the shards of arrays; donated arrays are deleted, under a limit as soon as they can be."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    inputs: list[list[Any]] = []
+    for m, t in zip(moves, program.input_types, strict=True):
+        shards = {s.device.id: s.data for s in m.array.addressable_shards}
+        inputs.append([shards[k] for k in t.mesh.devices if k in shards])
+    donated = [name for (name, _), m in zip(program.inputs, moves, strict=True) if m.donate]
+    found = run_placed(
+        program, inputs, kinds=tuple(m.array.dtype for m in moves), donated=donated if memory_limit is not None else ()
+    )
+    results: list[Any] = []
+    for m, given, shards in zip(moves, inputs, found, strict=True):
+        shared = any(x is y for x in given for y in shards)
+        result = jax.make_array_from_single_device_arrays(m.array.shape, m.sharding, shards)
+        if m.donate and not shared:
+            m.array.delete()
+        results.append(_weak(m.sharding)(result) if m.array.weak_type else result)
+    return results
+
+
+@lru_cache(maxsize=256)
+def _weak(sharding: Any) -> Any:
+    """What marks an array as of a weak type, as a Python number is."""
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax.extend.core.primitives import convert_element_type_p  # pyright: ignore[reportMissingImports]
+
+    def mark(x: Any) -> Any:
+        return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+    return jax.jit(mark, out_shardings=sharding)

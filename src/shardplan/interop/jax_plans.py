@@ -1,0 +1,116 @@
+"""Which plan moves JAX arrays between shardings, within a limit that counts what the caller keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from shardplan.core.accounting import account
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import BackendError, Infeasible
+from shardplan.execution.jax_bits import carrier
+from shardplan.hardware.plan import Plan
+from shardplan.interop.jax_types import common_mesh, type_of
+from shardplan.movement.redistribute import redistribute
+
+MOST_PLANS = 4096
+MOST_TRIES = 16
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def plan_of(source: TensorType, destination: TensorType, memory_limit: int | None = None) -> Plan:
+    """Return the plan that `reshard` runs: a portable one, else any."""
+    try:
+        return redistribute(source, destination, memory_limit=memory_limit, portable=True)
+    except Infeasible:
+        return redistribute(source, destination, memory_limit=memory_limit)
+
+
+Types = tuple[TensorType, ...]
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def program_within(sources: Types, targets: Types, memory_limit: int | None, kept: tuple[bool, ...]) -> Program:
+    """Return the program that moves some arrays.
+
+    Args:
+        sources: Types of the arrays.
+        targets: Types of the results.
+        memory_limit: Bytes that a device may hold: arrays, results and staging.
+        kept: Of each array, whether it outlives the move, since its owner keeps it; its bytes then count to the end.
+
+    Raises:
+        Infeasible: No plan was found that keeps the limit.
+    """
+    if memory_limit is None or not any(kept):
+        return _plan(sources, targets, memory_limit).program
+    room, least = memory_limit, None
+    for _ in range(MOST_TRIES):
+        try:
+            program = _plan(sources, targets, room).program
+        except Infeasible as error:
+            if least is None:
+                raise
+            raise _too_much(sources, targets, memory_limit, least) from error
+        held = held_bytes(program, kept)
+        if held <= memory_limit:
+            return program
+        least = held if least is None else min(held, least)
+        room -= held - memory_limit
+        if room < 1:
+            break
+    raise _too_much(sources, targets, memory_limit, least or 0)
+
+
+def held_bytes(program: Program, kept: Sequence[bool]) -> int:
+    """Return the workspace of a program some of whose inputs outlive it."""
+    names = [name for (name, _), k in zip(program.inputs, kept, strict=True) if k]
+    outputs = tuple(dict.fromkeys((*program.outputs, *names)))
+    return account(Program(program.inputs, program.steps, outputs)).workspace_bytes
+
+
+def _too_much(sources: Types, targets: Types, limit: int, least: int) -> Infeasible:
+    what = f"{sources[0]} to {targets[0]}" if len(sources) == 1 else f"{len(sources)} arrays"
+    return Infeasible(
+        f"reshard {what} within {limit} bytes a device, where the source is kept: the least found is {least} bytes; "
+        f"legal is a larger limit, or donate=True",
+        least,
+    )
+
+
+def _plan(sources: Types, targets: Types, limit: int | None) -> Plan:
+    if len(sources) == 1:
+        return plan_of(sources[0], targets[0], limit)
+    try:
+        return redistribute(sources, targets, memory_limit=limit, portable=True)
+    except Infeasible:
+        return redistribute(sources, targets, memory_limit=limit)
+
+
+def ends(shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any) -> tuple[TensorType, TensorType]:
+    """Return the types of an array under two shardings, on one mesh if there is one that refines theirs."""
+    kind = carrier(dtype)
+    s, t = type_of(shape, source, kind), type_of(shape, sharding, kind)
+    found = common_mesh(s.mesh, t.mesh)
+    if found is None:
+        return s, t
+    mesh, of_s, of_t = found
+    return tuple(
+        TensorType(x.dtype, x.shape, [tuple(c for a in dim for c in names[a]) for dim in x.layout.dims], mesh)
+        for x, names in ((s, of_s), (t, of_t))
+    )  # type: ignore[return-value]
+
+
+def check_ends(source: Any, sharding: Any) -> None:
+    """Raise `BackendError` for shardings that no plan is made between."""
+    kinds = [getattr(x, "memory_kind", None) for x in (source, sharding)]
+    if None not in kinds and kinds[0] != kinds[1]:
+        raise BackendError(
+            f"reshard: from memory {kinds[0]!r} to {kinds[1]!r}; legal is one kind of memory: use jax.device_put"
+        )
+    for x in (source, sharding):
+        unreduced = sorted(getattr(getattr(x, "spec", None), "unreduced", ()))
+        if unreduced:
+            raise BackendError(f"reshard: {x.spec} is unreduced over {', '.join(unreduced)}; legal is a reduced array")

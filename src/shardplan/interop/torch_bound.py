@@ -1,0 +1,95 @@
+"""A move of one DTensor bound to this rank: planned within the memory limit, run as one step from shard to shard."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from shardplan.core.tensor import TensorType
+from shardplan.errors import Infeasible
+from shardplan.execution.torch import Executable, Need, executable
+from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch_wire import Wire
+from shardplan.interop.torch_boxes import BoxMove
+from shardplan.interop.torch_ends import Ends
+from shardplan.interop.torch_layout import holdings
+from shardplan.movement.fit import too_little
+from shardplan.movement.redistribute import plan_kept
+
+
+class Bound:
+    """A program, or an exchange of boxes, with what is done to the shard around it; used as an `Executable` is."""
+
+    input_name = "0"
+
+    def __init__(self, ends: Ends, rank: int, limit: int | None, topology: Any) -> None:
+        """Plan; raises `Infeasible` where `limit`, which counts the caller's own shard to the end, is too small."""
+        self.ends = ends
+        self.moving = _planned(ends, rank, limit, topology)
+        self.fresh = moves(self.moving)
+        self.ranks, self.device = self.moving.ranks, rank
+        self.name, self.texts = self.moving.name, self.moving.texts
+        self.result_shape = self.moving.result_shape
+        need = self.moving.needs[self.moving.input_name]
+        self.needs: dict[str, Need | None] = {
+            self.input_name: None if need is None else need._replace(dtype=ends.given),
+        }
+        self.digest = hashlib.sha256(f"{self.moving.digest} {ends.text}".encode()).hexdigest()
+
+    def drive(
+        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Move; see `Executable.drive`."""
+        values[self.moving.input_name] = self.ends.before(values.pop(self.input_name))
+        results = yield from self.moving.drive(values, wire, watch, record)
+        moved = results[0]
+        del results  # under a limit the source is among them
+        return [self.ends.after(moved, self.fresh)]
+
+
+def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executable | BoxMove:
+    """Plan what moves; what the caller holds beside it, and what is made after it, counts within `limit`."""
+    sizes = [_largest(spec, t) for spec, t in zip((ends.source, ends.target), ends.types or (None, None), strict=True)]
+    beside = sizes[0] * ends.given.itemsize if ends.copies else 0
+    room = None if limit is None else max(min(limit, 1), limit - beside)
+    least = absolute = 0
+    moving: Executable | BoxMove | None = None
+    try:
+        if ends.types is None:
+            moving = BoxMove(ends.source, ends.target, rank, room)
+        else:
+            moving = executable(plan_kept(*ends.types, topology, room, keep=not ends.copies).program, rank)
+    except Infeasible as error:
+        if error.least_bytes is None:
+            raise
+        least = error.least_bytes + beside
+        absolute = least if error.absolute_least_bytes is None else error.absolute_least_bytes + beside
+        if not beside and not ends.remakes(False):
+            raise
+    last = sizes[0] * ends.given.itemsize + sizes[1] * ends.travels.itemsize
+    if ends.remakes(moving is None or moves(moving)):
+        last += sizes[1] * ends.result.itemsize
+    if moving is None or (limit is not None and limit < last):
+        assert limit is not None
+        asked = (
+            f"move {ends.given} {tuple(ends.source.shape)} from {ends.source.placements} to {ends.target.placements}"
+        )
+        raise too_little(asked, limit, max(least, last), max(absolute, last))
+    return moving
+
+
+def moves(moving: Executable | BoxMove) -> bool:
+    """Say whether the result is a tensor of its own; where nothing moves it is the source."""
+    return isinstance(moving, BoxMove) or any(bound is not None for bound, *_ in moving.steps)
+
+
+def _largest(spec: DTensorSpec, t: TensorType | None) -> int:
+    """Return the elements of the largest shard."""
+    if t is not None:
+        return int(t.elements().max())
+    return max(math.prod(held.shape) for held in holdings(spec.shape, spec.placements, spec.mesh).values())

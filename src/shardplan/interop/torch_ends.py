@@ -1,0 +1,202 @@
+"""Both ends of a DTensor's move: what a plan sees of them, and what a rank does to its shard before and after.
+
+A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an average
+is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone), a dtype
+is cast, and one without arithmetic travels as the integers of its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import (
+    Placement,
+    _MaskPartial,  # pyright: ignore[reportPrivateUsage]
+)
+
+from shardplan.core.dtypes import IDEMPOTENT
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+from shardplan.execution.torch_dtypes import carrier_of, identity_of, name_of
+from shardplan.interop.torch_layout import reduction_of, respec, text_of, type_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """The source and the target of a move of one tensor, as `of` reads them."""
+
+    source: DTensorSpec  # as it is moved: in the dtype of the messages
+    target: DTensorSpec  # replicated where a value becomes partial afterwards
+    types: tuple[TensorType, TensorType] | None  # None: only runs of indices describe an end
+    masks: tuple[_MaskPartial, ...]
+    given: torch.dtype
+    travels: torch.dtype  # the dtype in which it is reduced
+    result: torch.dtype
+    divisors: tuple[int, ...]  # of averages that end, then of sums that begin
+    partitions: bool  # whether only some ranks keep the value
+    blank: torch.Tensor | None  # no dims: what this rank's shard becomes where another rank keeps the value
+
+    @staticmethod
+    def of(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None = None) -> Ends:
+        """Read two specs of one tensor.
+
+        Args:
+            source: Where it is.
+            target: Where it goes; its dtype may be another.
+            travels: The dtype in which it moves, by default the target's.
+
+        Returns:
+            What to plan, and what to do around it.
+
+        Raises:
+            LayoutError: Placements that make no sense together, or a reduction that the dtype has not.
+        """
+        if source.tensor_meta is None:
+            raise LayoutError("the DTensor's spec has no global shape")
+        given = source.tensor_meta.dtype
+        result = given if target.tensor_meta is None else target.tensor_meta.dtype
+        dtype = result if travels is None else travels
+        for spec in (source, target):
+            _check_kinds(spec.placements, dtype)
+        stays = source.placements if source.mesh == target.mesh else (None,) * len(target.placements)
+        begins = {
+            k: p
+            for k, (p, q) in enumerate(zip(target.placements, stays, strict=True))
+            if isinstance(p, Partial) and p != q
+        }
+        for k, p in begins.items():
+            _check_begins(p, stays[k], k, target.placements)
+        there = tuple(Replicate() if k in begins else p for k, p in enumerate(target.placements))
+        ends = {
+            k: p
+            for k, p in enumerate(source.placements)
+            if isinstance(p, Partial) and not (source.mesh == target.mesh and there[k] == p)
+        }
+        masks = tuple(p for p in source.placements if isinstance(p, _MaskPartial))
+        if kept := [p for p in masks if p not in ends.values()]:
+            raise LayoutError(
+                f"cannot redistribute {text_of(source.placements)} to {text_of(target.placements)}: the mask of "
+                f"{kept[0]!r} fits the tensor as it lies; legal is to reduce it"
+            )
+        carrier = dtype if ends else carrier_of(dtype)
+        meta = source.tensor_meta._replace(dtype=carrier)
+        before, after = respec(source, source.placements, meta), respec(target, there, meta)
+        types = type_of(before), type_of(after)
+        averaged = [source.mesh.size(k) for k, p in ends.items() if p.reduce_op == "avg"]
+        divided, blank = _partition(begins, target, dtype)
+        return Ends(
+            source=before,
+            target=after,
+            types=None if types[0] is None or types[1] is None else (types[0], types[1]),
+            masks=masks if source.mesh.get_coordinate() is not None else (),
+            given=given,
+            travels=dtype,
+            result=result,
+            divisors=tuple(n for n in (*averaged, *divided) if n > 1),
+            partitions=any(_kept_once(p, dtype) for p in begins.values()),
+            blank=blank,
+        )
+
+    @property
+    def text(self) -> str:
+        """What is done around the move, for ranks to compare; what differs between ranks is left out."""
+        return f"{self.given} {self.travels} {self.result} {self.divisors}"
+
+    @property
+    def copies(self) -> bool:
+        """Whether the move starts from a copy of the shard, so that the caller's own lies beside it."""
+        return self.given != self.travels or not _dense(self.source)
+
+    def masked(self, local: torch.Tensor) -> torch.Tensor:
+        """Put zeros where another rank has the value, in place, and forget the mask, as DTensor does."""
+        for p in self.masks:
+            if p.mask_buffer.data is None:
+                raise LayoutError(f"{p!r}: its mask was used by an earlier redistribution; legal is one")
+            p.mask_buffer.apply_mask(local)
+            p.mask_buffer.release_mask()
+        return local
+
+    def before(self, local: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard as the move takes it: contiguous, in the dtype of the messages."""
+        if local.dtype != self.travels:
+            local = local.to(self.travels)
+        if local.is_conj() or local.is_neg():  # bits of the view, which no message carries
+            local = local.resolve_conj().resolve_neg()
+        if not local.is_contiguous():
+            local = local.contiguous()
+        meta = self.source.tensor_meta
+        return local if meta is None or meta.dtype == local.dtype else local.view(meta.dtype)
+
+    def after(self, moved: torch.Tensor, fresh: bool) -> torch.Tensor:
+        """Return the shard of the target.
+
+        Args:
+            moved: What the move left on this rank.
+            fresh: Whether `moved` may be written to; a move that moves nothing gives the source itself.
+        """
+        if moved.dtype != self.travels:
+            moved = moved.view(self.travels)
+        for n in self.divisors:
+            moved, fresh = moved.div_(n) if fresh else moved / n, True
+        if self.blank is not None:
+            moved = (moved if fresh else torch.empty_like(moved)).copy_(self.blank)
+        return moved if moved.dtype == self.result else moved.to(self.result)
+
+    def remakes(self, fresh: bool) -> bool:
+        """Say whether `after` makes a second tensor of the result."""
+        return self.result != self.travels or (not fresh and (bool(self.divisors) or self.partitions))
+
+
+def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:
+    """Raise `LayoutError` unless the partial placements have one kind of reduction, sums and averages being one."""
+    kinds = {reduction_of(p, dtype) for p in placements if isinstance(p, Partial)}
+    if len(kinds) > 1:
+        raise LayoutError(f"{text_of(placements)} has partial placements of several kinds; legal is one kind")
+
+
+def _check_begins(p: Partial, have: Placement | None, k: int, wanted: Sequence[Placement]) -> None:
+    """Raise `LayoutError` where a value cannot become partial."""
+    if isinstance(have, Partial):
+        raise LayoutError(
+            f"cannot redistribute from {have!r} to {p!r}, mesh dim {k} of {tuple(wanted)}; legal are Shard, Replicate "
+            "and the Partial that the tensor has there already"
+        )
+    if isinstance(p, _MaskPartial):
+        raise LayoutError(f"cannot redistribute to {p!r}, mesh dim {k} of {tuple(wanted)}; legal is a Partial")
+
+
+def _partition(
+    begins: Mapping[int, Partial], target: DTensorSpec, dtype: torch.dtype
+) -> tuple[list[int], torch.Tensor | None]:
+    """Return by what a value is divided, and what replaces it on this rank, for it to become partial.
+
+    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products) is
+    kept at coordinate 0 and is the identity of the reduction elsewhere.
+    """
+    divisors = [target.mesh.size(k) for k, p in begins.items() if p.reduce_op == "sum" and not _kept_once(p, dtype)]
+    coordinate = target.mesh.get_coordinate()
+    blank: torch.Tensor | None = None
+    for k, p in begins.items():
+        if _kept_once(p, dtype) and coordinate is not None and coordinate[k]:
+            blank = identity_of(p.reduce_op, name_of(dtype))
+    return divisors, blank
+
+
+def _kept_once(p: Partial, dtype: torch.dtype) -> bool:
+    """Whether a value that becomes partial is kept by one rank, the others taking the identity."""
+    divides = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    return p.reduce_op not in ("avg", *IDEMPOTENT) and not (p.reduce_op == "sum" and divides)
+
+
+def _dense(spec: DTensorSpec) -> bool:
+    """Whether the tensor is said to be contiguous, dims of one element aside."""
+    expected = 1
+    for n, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if n != 1 and stride != expected:
+            return 0 in spec.shape
+        expected *= n
+    return True

@@ -1,0 +1,100 @@
+"""How ranks agree, without MPI: any number of ranks, words that arrive in any order, and what each rank sends."""
+
+import hashlib
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.execution.mpi_agree import Agreement, Refusal, Start, name_of
+from shardplan.execution.mpi_faults import silent
+
+ONE, OTHER = (hashlib.sha256(text).digest() for text in (b"one", b"other"))
+
+
+def meet(
+    ranks: tuple[int, ...], seed: int, refusing: dict[int, str], others: frozenset[int] = frozenset()
+) -> tuple[dict[int, Agreement], Counter[int]]:
+    """All ranks come, in a random order; return their agreements, and how many words each has sent.
+
+    A word to a rank that has not come waits for it; of two words between the same ranks the first arrives first.
+    """
+    rng, sent = random.Random(seed), Counter[int]()
+    agreements: dict[int, Agreement] = {}
+    pending: dict[tuple[int, int], list] = {}
+
+    def post(sender: int, words) -> None:
+        sent[sender] += len(words)
+        for receiver, word in words:
+            pending.setdefault((sender, receiver), []).append(word)
+
+    coming = list(ranks)
+    while True:
+        ready = [pair for pair, words in pending.items() if words and pair[1] in agreements]
+        if not coming and not ready:
+            return agreements, sent
+        if coming and (not ready or rng.random() < 0.5):
+            rank = coming.pop(rng.randrange(len(coming)))
+            agreement = agreements[rank] = Agreement(ranks, rank, OTHER if rank in others else ONE)
+            post(rank, agreement.refuse(refusing[rank]) if rank in refusing else agreement.open())
+        else:
+            pair = rng.choice(ready)
+            post(pair[1], agreements[pair[1]].hear(pair[0], pending[pair].pop(0)))
+
+
+@st.composite
+def rank_sets(draw: st.DrawFn) -> tuple[int, ...]:
+    return tuple(sorted(draw(st.sets(st.integers(0, 200), min_size=2, max_size=70))))
+
+
+@given(rank_sets(), st.integers(0, 2**32))
+def test_ranks_of_one_program_start(ranks: tuple[int, ...], seed: int) -> None:
+    agreements, sent = meet(ranks, seed, {})
+    assert {a.verdict for a in agreements.values()} == {Start()}
+    assert sum(sent.values()) == 2 * (len(ranks) - 1)
+    assert max(sent.values()) <= 3
+
+
+@given(rank_sets(), st.integers(0, 2**32), st.data())
+def test_a_refusal_reaches_every_rank(ranks: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    refusing = data.draw(st.sets(st.sampled_from(ranks), min_size=1, max_size=3))
+    agreements, sent = meet(ranks, seed, {r: f"rank {r}" for r in refusing})
+    for rank, agreement in agreements.items():
+        assert isinstance(agreement.verdict, Refusal)
+        assert agreement.waits_for == []
+        assert agreement.verdict.why in ({f"rank {rank}"} if rank in refusing else {f"rank {r}" for r in refusing})
+    assert max(sent.values()) <= 3
+
+
+@given(rank_sets(), st.integers(0, 2**32), st.data())
+def test_two_programs_never_start(ranks: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    others = frozenset(data.draw(st.sets(st.sampled_from(ranks), min_size=1, max_size=len(ranks) - 1)))
+    agreements, sent = meet(ranks, seed, {}, others)
+    for agreement in agreements.values():
+        assert isinstance(agreement.verdict, Refusal)
+        assert name_of(ONE) in agreement.verdict.why
+        assert name_of(OTHER) in agreement.verdict.why
+    assert max(sent.values()) <= 3
+
+
+@pytest.mark.parametrize("count", [4, 16, 64, 1024])
+def test_what_a_rank_sends_does_not_grow_with_the_ranks(count: int) -> None:
+    _, sent = meet(tuple(range(count)), 0, {})
+    assert max(sent.values()) == (2 if count == 4 else 3)
+    assert sum(sent.values()) == 2 * (count - 1)
+
+
+def test_who_is_waited_for() -> None:
+    root, leaf = Agreement((3, 5, 8, 9), 3, ONE), Agreement((3, 5, 8, 9), 9, ONE)
+    assert root.open() == []
+    assert (root.waits_for, leaf.waits_for) == ([5, 8], [5])
+    leaf.open()
+    assert leaf.waits_for == [5]
+
+
+def test_the_roll_call_follows_those_who_wait_to_those_who_are_silent() -> None:
+    assert silent(0, [1], {1: [2], 3: [0]}) == [2]
+    assert silent(0, [1, 4], {1: [2, 0], 2: [3], 3: [1], 4: [5]}) == [5]
+    assert silent(0, [1, 2], {1: [0], 2: []}) == [1, 2]
