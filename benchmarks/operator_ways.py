@@ -76,7 +76,6 @@ class Ours:
 
     def __init__(self) -> None:
         self.moves: Counter[str] = Counter()
-        self._known: dict[Any, drop_in.Move] = {}
 
     def local(
         self, local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, *,
@@ -85,14 +84,11 @@ class Ours:
         """In the place of `redistribute_local_tensor`."""
         if current_spec.mesh != target_spec.mesh:
             raise NotImplementedError("Cross device mesh comm not supported yet!")
-        key = (
-            current_spec, current_spec.use_strided_shard_as_shard_order,
-            target_spec, target_spec.use_strided_shard_as_shard_order,
-        )  # fmt: skip
-        if key not in self._known:
-            self._known[key] = drop_in.Move(current_spec, target_spec, None, None, WAIT)
+        move = drop_in.between(current_spec, target_spec, None, (None, None, WAIT))
+        if move is None:
+            return local_tensor
         self.moves[_kind(current_spec, target_spec)] += 1
-        return drop_in.moved(local_tensor, self._known[key], async_op)
+        return drop_in.moved(local_tensor, move, async_op)
 
     def whole(
         self, tensor: DTensor, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False,
