@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PATIENCE = 120.0  # seconds that all ranks may take to answer
+PATIENCE = 60.0  # seconds that all ranks may take to answer
 GRACE = 4.0  # seconds for the others once a rank has failed: they may be waiting for it
 
 Answer = Callable[[Any], Any]  # what answers the questions on a rank
