@@ -11,27 +11,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import _MaskPartial
-from torch_dropin_child import (
-    S0,
-    S1,
-    DTensor,
-    DTensorSpec,
-    Infeasible,
-    LayoutError,
-    P,
-    Partial,
-    R,
-    Shard,
-    Storages,
-    _StridedShard,
-    local_of,
-    main,
-    numbers,
-    raises,
-    raises_least,
-    redistribute,
-    torch,
-)  # fmt: skip  # isort: skip
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KINDS = {

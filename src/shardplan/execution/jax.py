@@ -20,9 +20,8 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import BackendError, LayoutError
+from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.jax_agree import agree
-from shardplan.execution.jax_extra import require_jax
 from shardplan.execution.jax_lower import refusal
 from shardplan.execution.jax_parts import Kinds, Part, alone, at_once, compiled, local_devices
 from shardplan.execution.record import Record, Span
@@ -48,7 +47,7 @@ def run_program(
         LayoutError: Wrong shards.
         TimedOut: Another process did not arrive.
     """
-    require_jax()
+    optional("jax", "jax")
     check(program)
     shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
     agree(program, timeout)

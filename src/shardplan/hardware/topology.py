@@ -145,7 +145,8 @@ class DeviceSpec:
         names = [dtype for dtype, _ in self.flops]
         if len(set(names)) != len(names):
             raise TopologyError(f"device: flops names a dtype twice: {', '.join(names)}")
-        values = [*self.flops, ("memory", self.memory), ("memory_bandwidth", self.memory_bandwidth)]
+        values: list[tuple[str, object]] = [*self.flops, ("memory", self.memory)]
+        values.append(("memory_bandwidth", self.memory_bandwidth))
         for name, value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
                 raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")

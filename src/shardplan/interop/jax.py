@@ -44,8 +44,8 @@ def reshard(
             mesh.
         source: The sharding that the array has, or a prefix, needed inside `jit` in auto mode, where a tracer carries
             none.
-        memory_limit: Bytes, or their text, that a device may hold during the move, by the certificate: the arrays, which
-            stay unless they are donated, the results and staging, over the whole pytree. Inside `jit` of one array.
+        memory_limit: Bytes, or their text, that a device may hold during the move, by the certificate: the arrays,
+            which stay unless they are donated, the results and staging, over the whole pytree. Inside `jit` of one array.
         donate: Whether an array may be given up, or a prefix: its memory is freed as soon as the plan allows.
         may_alias: Whether a result may share memory with its array, or a prefix; None: where nothing is to be moved.
 
