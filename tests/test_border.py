@@ -104,7 +104,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: sp.TensorType("f32", (8,), sp.Layout((("x",),)), MESH, partial={"y": "sum"}),
         "the layout [@x] says itself what is partial or root; give no partial= or root= with it",
     ),
-    (lambda: sp.Layout((("x",),), ("y",)), "the partial axes ('y',) have the reduction None; legal are sum, max, min"),
+    (
+        lambda: sp.Layout((("x",),), ("y",)),
+        "the partial axes ('y',) have the reduction None; legal are sum, max, min, product, band, bor, bxor",
+    ),
     (lambda: sp.Mesh(x=2, devices=[0.5, 1.7]), "a device id is 0.5; legal is a whole number below 10**18"),
     (lambda: sp.Mesh(x=2, devices="01"), "devices is '01'; legal is a list of device ids"),
     (

@@ -22,6 +22,7 @@ from shardplan.movement.emit import direct, ops_of_path
 from shardplan.movement.search import STEP, Objective, shortest, tightest
 from shardplan.movement.units import Problem, common, problem
 
+SMALL = 200  # states of a graph that is searched under every bound on a step, though no limit is set
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 
 
@@ -72,7 +73,10 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
         if timed or not whole:
             others.insert(0, base)
-        for limit in _limits(p, a, b, allowed, request.limit):
+        # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
+        bounded = request.limit is not None or not (whole or len(p.graph.types) > SMALL)
+        limits: list[float | None] = [None] if request.limit is None else []
+        for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
             path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
             if path is not None:
                 settled = path.exact and p.countable and priced and whole and not timed
@@ -97,18 +101,17 @@ def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
     return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
 
 
-def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float | None]:
+def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float]:
     """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
 
     Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
     bounds are tried as well, which also makes more memory never cost more.
     """
-    if limit is None:
-        return [None]
     sizes = np.unique(p.graph.size[allowed])
     sums = np.unique((sizes[:, None] + sizes[None, :]).round(15))
     least = float(max(p.graph.size[a], p.graph.size[b]))
-    return [float(x) for x in sums[::-1] if least < x <= limit / p.nbytes * (1 + 1e-9)]
+    most = math.inf if limit is None else limit / p.nbytes * (1 + 1e-9)
+    return [float(x) for x in sums[::-1] if least < x <= most]
 
 
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:

@@ -135,7 +135,7 @@ def payload(
         LayoutError: `nbytes` is not above 0.
     """
     if not (nbytes > 0 and math.isfinite(nbytes)):
-        raise LayoutError(f"a reduction of {nbytes} bytes: the payload of a device is above 0 bytes")
+        raise LayoutError(f"a reduction of {nbytes:g} bytes: the payload of a device is above 0 bytes")
     found = factors(placement, axes, uncollapsed)
     sizes = tuple(f.size for f in found)
     mesh = placement.mesh_split()

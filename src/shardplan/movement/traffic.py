@@ -109,7 +109,7 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
                     f"traffic over {axes}: {op} of {shown(nbytes)} bytes, {shown(count)} times; legal are finite "
                     "numbers of 0 or more"
                 )
-            if max(nbytes, count) > MOST:
+            if any((x if isinstance(x, int) else float(x)) > MOST for x in (nbytes, count)):
                 raise LayoutError(f"traffic over {axes}: {shown(nbytes)} bytes, {shown(count)} times; at most {MOST:g}")
             found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count)))
     return tuple(found)
