@@ -85,7 +85,7 @@ def pace() -> float:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks write there too
 
 
 def segments() -> list[str]:
