@@ -256,7 +256,8 @@ def stages_to_one_mesh(here):
         (here.three, [S0]),
     ):
         for options in ({}, {"memory_limit": 2**16}, {"donate": True}):
-            out = redistribute_state(state(), {"*": layout}, goal, **options)
+            group = dist.group.WORLD if goal is here.low else None  # for the first stage it is a mesh of its own
+            out = redistribute_state(state(), {"*": layout}, goal, group=group, **options)
             if goal.get_coordinate() is None:
                 assert out[f"layers.{number}.weight"]._local_tensor.numel() == 0
                 continue
@@ -291,11 +292,11 @@ def stages_that_stay(here):
 
 def only_some_ranks_call(here):
     pair = dist.new_group([0, 1])
-    if here.rank < 2:
-        out = redistribute_state({"w": here.tensor(numbers(6, 4), here.low, [S0])}, {"*": [S1]}, here.low, group=pair)
+    flat = DeviceMesh("cpu", [1, 0], _init_backend=False)
+    for group in (pair, None) if here.rank < 2 else ():
+        out = redistribute_state({"w": here.tensor(numbers(6, 4), here.low, [S0])}, {"*": [S1]}, here.low, group=group)
         is_full(out["w"], numbers(6, 4), here.low, [S1])
-        flat = DeviceMesh("cpu", [1, 0], _init_backend=False)
-        out = redistribute_state({"w": here.tensor(numbers(6, 4), here.low, [S0])}, {"*": [S0]}, flat, group=pair)
+        out = redistribute_state({"w": here.tensor(numbers(6, 4), here.low, [S0])}, {"*": [S0]}, flat, group=group)
         start = 3 * (1 - here.rank)
         assert torch.equal(out["w"].to_local(), numbers(6, 4)[start : start + 3])
 

@@ -86,8 +86,8 @@ def redistribute_state(
         donate: Free every source as soon as it is not needed: what is moved is taken out of `state` (dicts, and lists,
             which keep None in its place), and must not be used again. A source that something else holds, as the
             parameters of a live model, is not freed: a warning names it, and under a limit it counts to the end.
-        group: The ranks that call; without it all ranks where there is a `device_mesh`, else those of the meshes in
-            this rank's state.
+        group: The ranks that call. Without it those of the meshes in this rank's state; all ranks where a
+            `device_mesh` is on others than those. Ranks that would come to unlike answers name the group.
         topology: As of `redistribute`.
         timeout: As of `redistribute`.
 
@@ -180,10 +180,10 @@ class _Call:
         rank = dist.get_rank()
         if group is not None:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-        elif device_mesh is not None:
-            ranks = tuple(range(dist.get_world_size()))
         else:
             ranks = tuple(sorted({r for x in tensors for r in Grid.of(x.device_mesh).ranks}))
+            if device_mesh is not None and set(ranks) != set(Grid.of(device_mesh).ranks):
+                ranks = tuple(range(dist.get_world_size()))  # others may bring what goes there, or get what is here
         if rank not in ranks:  # nobody waits for a rank that has nothing
             ranks = (rank,)
         places = [local_of(x).device for x in tensors]
