@@ -233,7 +233,7 @@ MISTAKES = [
         2,
         "unknown reduction 'avg'; legal are sum, max, min, product, band, bor, bxor, root",
         10,
-    ),  # noqa: E501
+    ),
     (redistribute(source="f32[4, 6"), 2, "expected '@', ',' or ']' in a type", 8),
     (redistribute(source=f"{SRC}; f32[6]"), 2, "a batch of 2 sources and 1 destinations", None),
     (redistribute(mesh="data=2,,tensor=3"), 2, "--mesh: expected an axis name", 7),
