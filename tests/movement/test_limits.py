@@ -117,6 +117,23 @@ def test_so_it_is_on_a_topology(text: str) -> None:
     hold_limits(s, t, 0.5, [t], topology=where)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "expected"),
+    [
+        ("a=2,b=2,c=2", "f32[8@(b,c), 8, 8]", "f32[8, 8@a, 8@c]", 788),
+        ("a=2,b=2,c=2,d=2", "f32[2@a, 2@d, 2@b, 2@c]", "f32[2@c, 2@d, 2, 2]", 24),
+        ("a=2,b=2,c=2,d=2", "f32[8@a, 4@(c,d), 1, 1]", "f32[8@(c,a,b), 4, 1, 1]", 40),
+    ],
+)
+def test_the_least_is_sought_again_below_what_was_found(mesh: str, source: str, target: str, expected: int) -> None:
+    """A limit decides which candidates there are: the first search finds 804 or 796, 32 and 48 bytes here."""
+    s, t = (sp.TensorType.parse(text, sp.Mesh.parse(mesh)) for text in (source, target))
+    found = refusal(s, t, 1, portable=True)
+    assert (found.least_bytes, found.absolute_least_bytes) == (expected, expected)
+    plan = sp.redistribute(s, t, memory_limit=expected, portable=True)
+    assert oracle.unsound(plan.program, [t]) is None
+
+
 def test_the_least_of_a_large_array_has_few_chunks() -> None:
     """Its transposition once needed 16.7 million chunks, twice."""
     mesh = sp.Mesh(x=2)
