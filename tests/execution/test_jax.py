@@ -5,6 +5,7 @@ What needs eight devices runs once, in a child process (`jax_checks.py`).
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,14 +119,22 @@ def test_programs_are_kept_and_results_go_in_again(seen: dict[str, Any]) -> None
 
 
 def test_two_processes() -> None:
-    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told."""
+    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told.
+
+    So are programs that both know and run in two orders, alone and as moves; the processes then go on.
+    """
     found = child("execution/jax_launch.py")
     assert found["equal"] == [True, True]
     for me, text in enumerate(found["other"]):
         assert text.startswith(f"BackendError: jax: process {me} runs a program of 1 steps (hash "), text
         assert text.endswith("); nothing was sent") and f"but another is run by process {1 - me} (" in text
-    late = "TimedOut: jax: process 0 came to run 2, a program of 1 steps, but after 0.5 s these had not: 1"
+    late = "TimedOut: jax: process 0 came to run 7, a program of 1 steps, but after 0.5 s these had not: 1"
     assert found["late"] == late
+    other = r"BackendError: jax: this process runs the program [0-9a-f]{16} \([a-z_ ]+\), another process [0-9a-f]{16}( or "
+    other += r"[0-9a-f]{16})?; nothing was moved: all must run their programs in one order"
+    for first, mixed, again in (*found["order"], *found["moves"]):
+        assert set(first) == set(again) == {True}, "agreed upon, and after an error"
+        assert all(re.fullmatch(other, str(text)) for text in mixed), mixed
 
 
 # Rounds, without JAX.

@@ -393,6 +393,25 @@ def executables(here: Ends) -> Any:
     return {"first": first, "second": second, "third": third, "left": left, "bytes": bytes_of_all}
 
 
+BITS = {  # of an element: its bytes, and how many bits of each are random
+    "float32": (4, 8), "int32": (4, 8), "uint8": (1, 8), "bool": (1, 1), "complex64": (8, 8), "float16": (2, 8),
+    "bfloat16": (2, 8), "int16": (2, 8), "uint4": (1, 4), "int4": (1, 4), "float4_e2m1fn": (1, 4), "float8_e4m3fn": (1, 8),
+    "float8_e5m2": (1, 8), "float8_e8m0fnu": (1, 8),
+}  # fmt: skip
+
+
+def apart(got: Any, want: Any) -> str | None:
+    """How two arrays differ in sharding, dtype or the bits of a device."""
+    import jax
+
+    if (got.sharding, got.dtype, got.shape) != (want.sharding, want.dtype, want.shape):
+        return f"{got.dtype}{got.shape} on {got.sharding}, not {want.dtype}{want.shape} on {want.sharding}"
+    if jax.numpy.issubdtype(got.dtype, jax.dtypes.prng_key):
+        got, want = jax.random.key_data(got), jax.random.key_data(want)
+    mine, theirs = ({s.device.id: np.asarray(s.data).tobytes() for s in x.addressable_shards} for x in (got, want))
+    return next((f"other bits on device {d}" for d in theirs if mine.get(d) != theirs[d]), None)
+
+
 def hunt(here: Ends) -> Any:
     """Random arrays, dtypes, meshes and specs against device_put: the same bits on the same devices."""
     import jax
@@ -426,19 +445,26 @@ def hunt(here: Ends) -> Any:
             parts.pop()
         return NamedSharding(m, PartitionSpec(*parts))
 
+    def put(trial: int, source: Callable[[tuple[int, ...]], Any]) -> tuple[str, Any]:
+        """An array of random bits on its devices, with its dtype in words."""
+        shape = tuple(rng.choice([1, 2, 4, 6, 8, 12, 24]) for _ in range(rng.randrange(4)))
+        name = rng.choice([*BITS, "key"])
+        if name == "key":
+            return f"{name}{shape}", jax.device_put(jax.random.split(jax.random.key(trial), shape), source(shape))
+        width, bits = BITS[name]
+        raw = np.random.default_rng(trial).integers(0, 2**bits, (*shape, width), dtype=np.uint8)
+        array = raw.view(jax.numpy.dtype(name)).reshape(shape)
+        return f"{name}{shape}", jax.device_put(array, source(shape))
+
     wrong: list[str] = []
     for trial in range(int(os.environ.get("HUNT", HUNT))):
-        shape = tuple(rng.choice([1, 2, 4, 6, 8, 12, 24]) for _ in range(rng.randrange(4)))
-        dtype = rng.choice(["f4", "i4", "u1", "bool", "c8", "f2", "i2"])
-        raw = np.random.default_rng(trial).integers(0, 100, shape).astype(dtype)
         m = mesh()
-        source, target = end(shape, m), end(shape, m if rng.random() < 0.6 else mesh())
-        x = jax.device_put(raw, source)
+        text, x = put(trial, lambda shape, m=m: end(shape, m))
+        target = end(x.shape, m if rng.random() < 0.6 else mesh())
         limit = rng.choice([None, None, 10**6])
-        told_ = f"{trial}: {dtype}{shape} {source} -> {target} limit {limit}"
+        told_ = f"{trial}: {text} {x.sharding} -> {target} limit {limit}"
         try:
-            got = reshard(x, target, memory_limit=limit)
-            found = differs(got, target, raw)
+            found = apart(reshard(x, target, memory_limit=limit), jax.device_put(x, target))
         except Exception:
             found = traceback.format_exc()[-700:]
         if found:
