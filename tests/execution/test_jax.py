@@ -55,6 +55,11 @@ def test_bytes_of_every_op(seen: dict[str, Any]) -> None:
     assert set(seen["bytes_of_ops"]["more"]) <= {"exchange", "send", "all_reduce", "reduce", "broadcast"}
 
 
+def test_every_reduction(seen: dict[str, Any]) -> None:
+    """Sum, max, min, product, band, bor and bxor, scattered, for all and to a root, whole and in chunks."""
+    assert seen["reductions"] == []
+
+
 def test_random_programs(seen: dict[str, Any]) -> None:
     assert seen["sample"] == []
 
@@ -130,8 +135,11 @@ def test_two_processes() -> None:
         assert text.endswith("); nothing was sent") and f"but another is run by process {1 - me} (" in text
     late = "TimedOut: jax: process 0 came to run 7, a program of 1 steps, but after 0.5 s these had not: 1"
     assert found["late"] == late
-    other = r"BackendError: jax: this process runs the program [0-9a-f]{16} \([a-z_ ]+\), another process [0-9a-f]{16}( or "
-    other += r"[0-9a-f]{16})?; nothing was moved: all must run their programs in one order"
+    digest = "[0-9a-f]{16}"
+    other = (
+        rf"BackendError: jax: this process runs the program {digest} \([a-z_ ]+\), another process {digest}"
+        rf"( or {digest})?; nothing was moved: all must run their programs in one order"
+    )
     for first, mixed, again in (*found["order"], *found["moves"]):
         assert set(first) == set(again) == {True}, "agreed upon, and after an error"
         assert all(re.fullmatch(other, str(text)) for text in mixed), mixed
