@@ -461,8 +461,30 @@ def kept() -> Any:
     ]
 
 
+def donated() -> Any:
+    """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
+    from shardplan.execution.jax import _placed, run_placed
+
+    t = typed("f32[8@(a,b,c), 4]")
+    renamed = sp.Mesh({"p": 8})
+    send = Send(typed("f32[8@p, 4]", renamed).layout, renamed)
+    twice = [Step(AllGather(0, ("c",)), ("0",), ("1",)), Step(AllGather(0, ("b", "c")), ("0",), ("2",))]
+    handed = [Step(send, ("0",), ("1",)), Step(AllGather(0, ("p",)), ("1",), ("2",))]
+    array, wrong = np.arange(32, dtype=np.float32).reshape(8, 4), []
+    for name, steps, outputs in (("twice", twice, ("1", "2")), ("handed on", handed, ("2",))):
+        program = Program({"0": t}, steps, outputs)
+        shards = _placed("0", t, distribute(array, t))
+        got = run_placed(program, [shards], donated=("0",))
+        expected = run_program(program, [distribute(array, t)])
+        if not all(np.array_equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True)):
+            wrong.append(f"{name}: other values")
+        if [x.is_deleted() for x in shards] != [name == "twice"] * 8:
+            wrong.append(f"{name}: deleted {[x.is_deleted() for x in shards]}")
+    return wrong
+
+
 CHECKS: tuple[Callable[[], Any], ...] = (
-    every_op, bytes_of_ops, reductions, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+    every_op, bytes_of_ops, reductions, donated, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
 )  # fmt: skip
 
 

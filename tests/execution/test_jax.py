@@ -123,6 +123,10 @@ def test_programs_are_kept_and_results_go_in_again(seen: dict[str, Any]) -> None
     assert seen["kept"] == [True] * 4
 
 
+def test_donated_shards_go_when_no_step_needs_them(seen: dict[str, Any]) -> None:
+    assert seen["donated"] == []
+
+
 def test_two_processes() -> None:
     """Two processes of four devices: one program runs; two programs, and a process that does not come, are told.
 
