@@ -134,6 +134,9 @@ def limits(here: Ends) -> Any:
         "one": least(here.sharding(), lambda: here.put(here.a, X)),
         "host": told(lambda: reshard([X, 1.0], here.sharding(), memory_limit=200)),
         "host, moved": told(lambda: reshard([X, here.put(here.a, X)], [here.sharding(), here.b], memory_limit=300)),
+        "after a larger one": told(
+            lambda: [reshard(here.put(here.a, X), here.sharding(), memory_limit=n) for n in (10**6, 300)]
+        ),
         "unmoved counts": least([here.a, here.sharding()], two),
         "too little": told(lambda: reshard(two(), ends, memory_limit=300)),
         "values": close(reshard([here.put(here.a, X), X, here.put(here.far, V)], [here.b, here.far, here.a],

@@ -40,6 +40,10 @@ def test_a_limit_holds_for_the_whole_pytree(seen: dict[str, Any]) -> None:
     assert (found["kept"], found["donated"], found["one"]) == (392, 380, 348)
     assert found["unmoved counts"] == 380, "one array stays where it is: 32 + 32 + 256 + 60"
     assert found["values"] is None
+    assert found["after a larger one"] == (
+        "Infeasible: redistribute f32[8@x, 8@y] to f32[8, 8] within 300 bytes a device: no plan; the least that works "
+        "is 348 bytes"
+    )
     assert found["host"] == ("Infeasible: reshard within 200 bytes a device: the arrays placed from the host take 260")
     assert found["host, moved"] == (
         "Infeasible: reshard f32[8@x, 8@y] to f32[8@y, 8@x] within 44 bytes a device, where the source is kept: the "
