@@ -5,6 +5,7 @@ Every check is a function that returns what the test compares; one that raises i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -19,7 +20,8 @@ import conformance
 import shardplan as sp
 from benchmarks import suites
 from shardplan.core.accounting import account
-from shardplan.core.dtypes import NAMES, numpy_dtype
+from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
+from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import at_root
 from shardplan.core.ops import (
     AllGather,
@@ -44,6 +46,7 @@ from shardplan.errors import ShardplanError
 from shardplan.execution.record import Record
 
 SAMPLE = 60
+FOLDED = ("i8", "u16", "i32", "bool", "f32")
 HLO_SAMPLE = {"U": 16, "s8": 12}
 MESH = sp.Mesh(a=2, b=2, c=2)
 OTHER_ORDER = sp.Mesh({"p": 4, "q": 2}, devices=[3, 1, 0, 2, 7, 6, 5, 4])
@@ -104,6 +107,21 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (AllReduce(("a",), "max"), [typed("u16[4@b]{max:a}")]),
         (AllReduce(("a",), "min"), [typed("bool[16]{min:a}")]),
         (AllReduce(("a",), "min"), [typed("f32[16]{min:a}")]),
+        (ReduceScatter((1, 0), ("c", "a"), "product", chunks=2), [typed("i16[8, 4@b]{product:a,c}")]),
+        (ReduceScatter(0, ("a", "c"), "max"), [typed("bf16[8, 4@b]{max:a,c}")]),
+        (ReduceScatter(0, ("a",), "bxor"), [typed("u16[8, 4@b]{bxor:a,c}")]),
+        (AllReduce(("c", "a"), "product"), [typed("f32[7, 3]{product:a,c}"), typed("i8[5]{product:a,c}")]),
+        (AllReduce(("a",), "product"), [typed("bf16[5, 4@b]{product:a}")]),
+        (AllReduce(("b", "c"), "band"), [typed("u8[13]{band:b,c}")]),
+        (AllReduce(("c",), "bor", chunks=3), [typed("i64[7]{bor:c}")]),
+        (AllReduce(("a", "b", "c"), "bxor", chunks=2), [typed("i32[11]{bxor:a,b,c}")]),
+        (AllReduce(("a",), "bxor"), [typed("bool[16]{bxor:a}")]),
+        (Reduce(("a",), "product"), [typed("c64[6]{product:a}")]),
+        (Reduce(("c", "b"), "bxor"), [typed("u32[3, 3]{bxor:b,c}")]),
+        (Reduce(("a",), "band", chunks=2), [typed("i8[9]{band:a,b}")]),
+        (ToPartial(("b",), "product"), [typed("f32[8@b, 4@c]")]),
+        (ToPartial(("b", "a"), "band"), [typed("u8[8@c, 4]")]),
+        (ToPartial(("c",), "bxor"), [typed("i32[8, 4@b]")]),
         (Reduce(("a",)), [partial]),
         (Reduce(("a", "c"), chunks=2), [partial]),
         (Reduce(("a",), "max"), [typed("bf16[4@b, 5]{max:a}")]),
@@ -166,6 +184,24 @@ def every_op() -> Any:
     return {"differences": out, "names": sorted(seen)}
 
 
+def reductions() -> Any:
+    """Every reduction in every op that reduces, on shards of random values: addends that are not the identity."""
+    wrong: list[str] = []
+    rng = np.random.default_rng(5)
+    ways = [(ReduceScatter, (0,)), (AllReduce, ()), (Reduce, ())]
+    for reduction, dtype, (kind, more), chunks in itertools.product(REDUCTIONS, FOLDED, ways, (1, 3)):
+        if reduces(reduction, dtype) and not (dtype == "bool" and reduction == "sum"):
+            t = typed(f"{dtype}[12, 6@b]{{{'+a,+c' if reduction == 'sum' else f'{reduction}:a,c'}}}")
+            program = single(kind(*more, ("c", "a"), reduction, chunks), [t])
+            shards = [rng.integers(0, 2 if dtype == "bool" else 6, t.local_shape()).astype(numpy_dtype(dtype))
+                      for _ in range(8)]  # fmt: skip
+            expected, got = run_program(program, [shards])[0], jax_run(program, [shards])[0]
+            for x, y, here in zip(got, expected, at_root(program.output_types[0]), strict=True):
+                if here and not np.array_equal(np.asarray(x), y):
+                    wrong.append(f"{reduction} of {dtype}, {kind.name}, {chunks} chunks: {np.asarray(x)}, not {y}")
+    return wrong[:5]
+
+
 def sample() -> Any:
     """Random programs of the conformance suite, by chance of every kind."""
     out: list[str] = []
@@ -198,7 +234,7 @@ def exact_bits() -> Any:
     for dtype in ("f32", "bf16", "f64", "f8e5m2", "c64"):
         d = numpy_dtype(dtype)
         raw = np.arange(8 * d.itemsize, dtype=np.uint8).reshape(8, -1)
-        raw[:, -1] = [0x80, 0x7F, 0xFF, 0, 1, 0x80, 0x7F, 0xFF]
+        raw[:, -1] = [0x80, 0x7F, 0xFF, 0x7D, 1, 0x80, 0x7F, 0xFD]  # 0x7d and 0xfd: signalling NaNs of f8e5m2
         raw[0, :-1] = 0
         values = raw.reshape(-1).view(d)
         for op, text in (
@@ -206,6 +242,8 @@ def exact_bits() -> Any:
             (AllToAll(0, 1, ("c",)), "[8@c, 2]"),
             (Permute(typed("f32[8@a]").layout), "[8@c]"),
             (Exchange(typed("f32[8@(c,a)]").layout), "[8@(a,c)]"),
+            (Send(typed("f32[8@q]", OTHER_ORDER).layout, OTHER_ORDER), "[8@(a,c)]"),
+            (Send(typed("f32[8@p]", OVERLAP).layout, OVERLAP, chunks=2), "[8]"),
         ):
             t = typed(dtype + text)
             program = single(op, [t])
@@ -305,7 +343,8 @@ def bytes_of_ops() -> Any:
         program = single(op, types)
         _, got, _ = moved(program)
         says = moved_bytes(op, *types)
-        widened = any(t.dtype == "bf16" for t in types) and op.name in ("reduce", "all_reduce")
+        added = op.name in ("reduce", "all_reduce") and op.reduction in ("sum", "max", "min")
+        widened = added and any(t.dtype == "bf16" for t in types)
         if got != ({d: 2 * n for d, n in says.items()} if widened else says):  # XLA:CPU adds bf16 in f32
             wrong.append(f"{op} of {', '.join(map(str, types))}: {got} bytes received, not {says}")
         received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received(*types)), strict=True))
@@ -422,8 +461,30 @@ def kept() -> Any:
     ]
 
 
+def donated() -> Any:
+    """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
+    from shardplan.execution.jax import _placed, run_placed
+
+    t = typed("f32[8@(a,b,c), 4]")
+    renamed = sp.Mesh({"p": 8})
+    send = Send(typed("f32[8@p, 4]", renamed).layout, renamed)
+    twice = [Step(AllGather(0, ("c",)), ("0",), ("1",)), Step(AllGather(0, ("b", "c")), ("0",), ("2",))]
+    handed = [Step(send, ("0",), ("1",)), Step(AllGather(0, ("p",)), ("1",), ("2",))]
+    array, wrong = np.arange(32, dtype=np.float32).reshape(8, 4), []
+    for name, steps, outputs in (("twice", twice, ("1", "2")), ("handed on", handed, ("2",))):
+        program = Program({"0": t}, steps, outputs)
+        shards = _placed("0", t, distribute(array, t))
+        got = run_placed(program, [shards], donated=("0",))
+        expected = run_program(program, [distribute(array, t)])
+        if not all(np.array_equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True)):
+            wrong.append(f"{name}: other values")
+        if [x.is_deleted() for x in shards] != [name == "twice"] * 8:
+            wrong.append(f"{name}: deleted {[x.is_deleted() for x in shards]}")
+    return wrong
+
+
 CHECKS: tuple[Callable[[], Any], ...] = (
-    every_op, bytes_of_ops, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+    every_op, bytes_of_ops, reductions, donated, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import shardplan as sp
-from shardplan.core.ops import AllGather, AllToAll
+from shardplan.core.ops import AllGather, AllToAll, Elementwise
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
@@ -37,6 +37,8 @@ def process(rank: int, port: str) -> None:
     out["equal"] = all(np.array_equal(np.asarray(x), expected[k]) for x, k in zip(got, local, strict=True))
     again = sp.run(programs[0], shards, backend="jax", timeout=240)  # agreed upon before
     out["equal"] &= all(np.array_equal(np.asarray(x), expected[k]) for x, k in zip(again, local, strict=True))
+    out["order"] = order(t, array, shards, local, rank)
+    out["moves"] = moves(rank)
     out["other"] = told(lambda: sp.run(programs[1 + rank], shards, backend="jax", timeout=240))
     if rank == 0:
         out["late"] = told(lambda: sp.run(programs[3], shards, backend="jax", timeout=0.5))
@@ -44,12 +46,74 @@ def process(rank: int, port: str) -> None:
     jax.distributed.shutdown()
 
 
+def order(t: TensorType, array: np.ndarray, shards: list[Any], local: list[int], rank: int) -> list[Any]:
+    """Programs agreed upon, then run by the processes in two orders, then in one: what each run said or gave.
+
+    The second has the collectives of the first and the third others: without a header the first two hand out each
+    other's bytes, and the third waits for ever.
+    """
+    gather, other = AllGather((0, 1), ("a", "b")), AllToAll(0, 1, ("a",))
+    steps = [[gather], [gather, Elementwise("a + 1")], [other, Elementwise("-a")]]
+    programs = [
+        Program({"0": t}, [Step(o, (str(k),), (str(k + 1),)) for k, o in enumerate(ops)], (str(len(ops)),))
+        for ops in steps
+    ]
+    wanted = [array, array + 1, -array]
+
+    def run(k: int) -> Any:
+        def call() -> None:
+            nonlocal equal
+            got = [np.asarray(x) for x in sp.run(programs[k], shards, backend="jax", timeout=240)]
+            expected = sp.distribute(wanted[k], programs[k].output_types[0])
+            equal = all(np.array_equal(x, expected[i]) for x, i in zip(got, local, strict=True))
+
+        equal = False
+        said = told(call)
+        return equal if said == "no error" else said
+
+    both = [(0, 1, 0, 2), (1, 0, 2, 0)][rank]
+    return [[run(k) for k in range(3)], [run(k) for k in both], [run(k) for k in range(3)]]
+
+
+def moves(rank: int) -> list[Any]:
+    """The same of `reshard`: two moves whose collectives look alike."""
+    import jax
+
+    from shardplan.interop.jax import reshard
+
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    named = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))  # noqa: E731
+    ends = [named(None, "y"), named(None, None, "y")]
+    whole = [np.arange(64, dtype=np.float32).reshape(8, 8), -np.arange(64, dtype=np.float32).reshape(8, 1, 8)]
+    starts = [named("x", "y"), named("x", None, "y")]
+    arrays = [jax.make_array_from_callback(w.shape, s, lambda i, w=w: w[i]) for w, s in zip(whole, starts, strict=True)]
+
+    def run(k: int) -> Any:
+        def call() -> None:
+            nonlocal equal
+            got = reshard(arrays[k], ends[k])
+            equal = all(np.array_equal(np.asarray(s.data), whole[k][s.index]) for s in got.addressable_shards)
+
+        equal = False
+        said = told(call)
+        return equal if said == "no error" else said
+
+    return [[run(0), run(1)], [run(k) for k in ((0, 1), (1, 0))[rank]], [run(0), run(1)]]
+
+
 def told(call: Any) -> str:
+    """The error of a call, of one that the runtime passes on the line that raised it."""
+    import jax
+
     try:
         call()
     except ShardplanError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+        text = f"{type(error).__name__}: {error}"
+    except jax.errors.JaxRuntimeError as error:
+        text = f"{error}"
+    else:
+        return "no error"
+    return next((x for x in text.splitlines() if x.startswith("BackendError: jax: this")), text)
 
 
 def main() -> None:
@@ -70,8 +134,8 @@ def main() -> None:
         if c.returncode or not said.strip():
             raise SystemExit(f"a process ended with {c.returncode}:\n{errors[-3000:]}")
         found.append(json.loads(said.strip().splitlines()[-1]))
-    print(json.dumps({"equal": [f["equal"] for f in found], "other": [f["other"] for f in found],
-                      "late": found[0]["late"]}))  # fmt: skip
+    print(json.dumps({k: [f[k] for f in found] for k in ("equal", "order", "moves", "other")}
+                     | {"late": found[0]["late"]}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What needs eight devices runs once, in a child process (`jax_checks.py`).
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,11 @@ def test_bytes_of_every_op(seen: dict[str, Any]) -> None:
     """Compiled, an op moves what `moved_bytes` says; more than the op only where XLA has no such collective."""
     assert seen["bytes_of_ops"]["wrong"] == []
     assert set(seen["bytes_of_ops"]["more"]) <= {"exchange", "send", "all_reduce", "reduce", "broadcast"}
+
+
+def test_every_reduction(seen: dict[str, Any]) -> None:
+    """Sum, max, min, product, band, bor and bxor, scattered, for all and to a root, whole and in chunks."""
+    assert seen["reductions"] == []
 
 
 def test_random_programs(seen: dict[str, Any]) -> None:
@@ -117,15 +123,30 @@ def test_programs_are_kept_and_results_go_in_again(seen: dict[str, Any]) -> None
     assert seen["kept"] == [True] * 4
 
 
+def test_donated_shards_go_when_no_step_needs_them(seen: dict[str, Any]) -> None:
+    assert seen["donated"] == []
+
+
 def test_two_processes() -> None:
-    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told."""
+    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told.
+
+    So are programs that both know and run in two orders, alone and as moves; the processes then go on.
+    """
     found = child("execution/jax_launch.py")
     assert found["equal"] == [True, True]
     for me, text in enumerate(found["other"]):
         assert text.startswith(f"BackendError: jax: process {me} runs a program of 1 steps (hash "), text
         assert text.endswith("); nothing was sent") and f"but another is run by process {1 - me} (" in text
-    late = "TimedOut: jax: process 0 came to run 2, a program of 1 steps, but after 0.5 s these had not: 1"
+    late = "TimedOut: jax: process 0 came to run 7, a program of 1 steps, but after 0.5 s these had not: 1"
     assert found["late"] == late
+    digest = "[0-9a-f]{16}"
+    other = (
+        rf"BackendError: jax: this process runs the program {digest} \([a-z_ ]+\), another process {digest}"
+        rf"( or {digest})?; nothing was moved: all must run their programs in one order"
+    )
+    for first, mixed, again in (*found["order"], *found["moves"]):
+        assert set(first) == set(again) == {True}, "agreed upon, and after an error"
+        assert all(re.fullmatch(other, str(text)) for text in mixed), mixed
 
 
 # Rounds, without JAX.

@@ -9,7 +9,7 @@ Reading order:
              `torch_wire` sends, `torch_compute` computes, `torch_faults` names who failed, `torch_clock` joins clocks
 - `mpi`      the backend over mpi4py, in files of the same names, and `mpi_site`, what bound steps share
 - `jax`      the backend over `shard_map`: `jax_lower` and `jax_compute` lower ops, `jax_rounds` and `rounds` the
-             general exchange, `jax_wire` names devices, `jax_agree` compares programs
+             general exchange, `jax_wire` names devices, `jax_agree` compares programs, and `jax_header` at every run
 - `lab`      emulated clusters: programs on real processes over rate-limited links, bytes and seconds measured
 
 No file of a framework is imported before its backend is asked for.

@@ -5,8 +5,7 @@ the key-value store of `jax.distributed`, which every launch has: each process w
 the first process compares, and the others read its verdict. That is at most `MOST_OPERATIONS` operations for a process,
 however many there are, and none when the program runs again.
 
-Programs that have been agreed upon and are then run in different orders are not detected here, and JAX compares nothing
-either: as for every program of JAX, each process must run the same computations in the same order.
+Programs that have been agreed upon may still be run in different orders: see `jax_header`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def agree(program: Program, timeout: float) -> None:
 
     if jax.process_count() == 1:
         return
-    wanted = set(program.devices)
-    processes = tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))
+    processes = processes_of(program.devices)
     me = jax.process_index()
     digest = hashlib.sha256(str(program).encode()).hexdigest()
     if me not in processes or len(processes) == 1 or (digest, processes) in _agreed:
@@ -53,6 +51,14 @@ def agree(program: Program, timeout: float) -> None:
     _meetings[processes] += 1
     meeting.hold(digest, timeout)
     _agreed.add((digest, processes))
+
+
+def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
+    """Return the processes that own devices, which are given by id, ascending."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    wanted = set(devices)
+    return tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))
 
 
 def _client() -> Any:

@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 import numpy as np
 
-from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype, short_name
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import permutation
 from shardplan.core.ops import (
@@ -64,10 +64,7 @@ def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire:
     if isinstance(op, Einsum | Elementwise | ReduceDims):
         return [compute(op, arrays, types)]
     if isinstance(op, Slice | AllGather | AllToAll | Permute | Exchange | Send):
-        bits = [
-            to_bits(x) if t.itemsize < 4 and t.dtype not in _PLAIN else x for x, t in zip(arrays, types, strict=True)
-        ]
-        moved = _lower(op, bits, types, wire)
+        moved = _lower(op, [_narrow(x) for x in arrays], types, wire)
         return [y if y.dtype == x.dtype else from_bits(y, x.dtype) for x, y in zip(arrays, moved, strict=True)]
     return _lower(op, list(arrays), types, wire)
 
@@ -326,8 +323,7 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
         case ReduceScatter():
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum_scatter(x, scatter_dimension=0, tiled=False, **group)
-            parts = lax.all_to_all(x, split_axis=0, concat_axis=0, tiled=True, **group)
-            return _folded(parts, op.reduction)
+            return _folded(_dealt(x, group), op.reduction)
         case AllReduce() | Reduce():
             if op.reduction == "sum" and x.dtype != bool:
                 return lax.psum(x, **group)
@@ -335,8 +331,9 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
                 return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
             q = math.prod(wire.mesh.atoms[a].size for a in order)
             tiles = jnp.pad(x, (0, -x.size % q)).reshape(q, -1)
-            parts = lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
-            return lax.all_gather(_folded(parts, op.reduction), axis=0, tiled=True, **group)[: x.size]
+            mine = _folded(_dealt(tiles, group), op.reduction)
+            whole = lax.all_gather(_narrow(mine), axis=0, tiled=True, **group)[: x.size]
+            return whole if whole.dtype == x.dtype else from_bits(whole, x.dtype)
         case Broadcast():
             bits = to_bits(x)
             blank = jnp.zeros((), bits.dtype)
@@ -344,6 +341,19 @@ def _core(op: Grouped, x: Any, order: Atoms, wire: Wire) -> Any:
             return from_bits(total, x.dtype)
         case _:
             assert_never(op)
+
+
+def _dealt(tiles: Any, group: dict[str, Any]) -> Any:
+    """The addends of this member's tile, [q, n] of tiles for the members in, [q, n] of one tile out."""
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    found = lax.all_to_all(_narrow(tiles), split_axis=0, concat_axis=0, tiled=True, **group)
+    return found if found.dtype == tiles.dtype else from_bits(found, tiles.dtype)
+
+
+def _narrow(x: Any) -> Any:
+    """What travels of `x`: the bits of a narrow float, which XLA:CPU would send as a wider one."""
+    return to_bits(x) if x.dtype.itemsize < 4 and short_name(x.dtype) not in _PLAIN else x
 
 
 def _folded(parts: Any, reduction: str) -> Any:

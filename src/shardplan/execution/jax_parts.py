@@ -21,10 +21,11 @@ from shardplan.core.ops import Send
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
+from shardplan.execution.jax_agree import processes_of
 from shardplan.execution.jax_bits import from_bits, is_narrow, to_bits
+from shardplan.execution.jax_header import headed
 from shardplan.execution.jax_kept import EXECUTABLES, code_bytes
 from shardplan.execution.jax_lower import lower
-from shardplan.execution.jax_rounds import general_move
 from shardplan.execution.jax_wire import Wire
 
 FLAT = "device"
@@ -190,7 +191,8 @@ def _part(program: Program, numbers: tuple[int, ...], last: dict[str, int], kind
         target = _grid((FLAT,), (len(devices),), devices, jax)
     else:
         devices, target = first.devices, jax_mesh(first)
-    moved = lower_steps(program, steps, inputs, outputs, first, tuple(target.axis_names), checked=True)
+    moved = lower_steps(program, steps, inputs, outputs, first, tuple(target.axis_names), checked=True,
+                        header=len(processes_of(devices)) > 1)  # fmt: skip
 
     def body(*shards: Any) -> tuple[Any, ...]:
         found = moved(*(_as(x, t) for x, t in zip(shards, sources, strict=True)))
@@ -249,21 +251,20 @@ def lower_steps(
     axes: tuple[str, ...],
     checked: bool,
     by_atom: bool = True,
+    header: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Return what one device does for some steps: the shards of `inputs` in, those of `outputs` out, 0-dim ones [1]."""
+    """Return what one device does for some steps: the shards of `inputs` in, those of `outputs` out, 0-dim ones [1].
+
+    With a `header` the devices first make sure that all run these steps.
+    """
     wire = Wire(mesh, axes, by_atom, checked)
 
     def body(*shards: Any) -> tuple[Any, ...]:
         values = {n: x.reshape(program.types[n].local_shape()) for n, x in zip(inputs, shards, strict=True)}
         for step in steps:
-            types, results = program.step_types(step)
-            operands = [values[o] for o in step.operands]
-            if isinstance(step.op, Send):
-                moves = zip(operands, types, results, strict=True)
-                found = [general_move(x, t, u, step.op.chunks, wire) for x, t, u in moves]
-            else:
-                found = lower(step.op, operands, types, wire)  # type: ignore[arg-type]
+            types, _ = program.step_types(step)
+            found = lower(step.op, [values[o] for o in step.operands], types, wire)  # type: ignore[arg-type]
             values.update(zip(step.results, found, strict=True))
         return tuple(values[n].reshape(program.types[n].local_shape() or (1,)) for n in outputs)
 
-    return body
+    return headed(body, program, outputs, wire) if header else body

@@ -22,6 +22,8 @@ from shardplan.interop.jax_outside import outside
 from shardplan.interop.jax_plans import plan_of
 from shardplan.interop.jax_types import spec_of, type_of
 
+optional("jax", "jax")
+
 __all__ = ["plan_of", "reshard", "spec_of", "type_of"]
 
 
@@ -45,7 +47,7 @@ def reshard(
         source: The sharding that the array has, or a prefix, needed inside `jit` in auto mode, where a tracer carries
             none.
         memory_limit: Bytes, or their text, that a device may hold during the move, by the certificate: the arrays,
-            which stay unless they are donated, the results and staging, over the whole pytree. Inside `jit` of one array.
+            which stay unless they are donated, the results and staging, over the whole pytree; inside `jit` of one.
         donate: Whether an array may be given up, or a prefix: its memory is freed as soon as the plan allows.
         may_alias: Whether a result may share memory with its array, or a prefix; None: where nothing is to be moved.
 
@@ -80,7 +82,6 @@ def reshard(
 @cache
 def _plain(kind: type) -> bool:
     """Whether these are arrays of numbers on devices."""
-    optional("jax", "jax")
     from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
 
     return issubclass(kind, ArrayImpl)

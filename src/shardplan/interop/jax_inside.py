@@ -65,8 +65,10 @@ def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
 
 
 @lru_cache(maxsize=1024)
-def mapped(program: Program, home: Any = None) -> Any:
+def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
     """Return a program of one array as a function: mapped over `home`, the caller's own mesh, or over one of sub-axes.
+
+    With a `header` the devices first make sure that all run it (`execution.jax_header`).
 
     `check_vma` is on where the result is cut over every axis. It is off where it is replicated over one: that all
     devices along it get equal parts, JAX cannot see of a permute or a gather. An array of a dtype that the program's
@@ -84,7 +86,7 @@ def mapped(program: Program, home: Any = None) -> Any:
     else:
         checked = {a for dim in t.layout.dims for a in dim} == set(names)
     inner = lower_steps(program, program.steps, [program.inputs[0][0]], program.outputs, s.mesh, names, checked,
-                        by_atom=home is None)  # fmt: skip
+                        by_atom=home is None, header=header)  # fmt: skip
 
     def body(x: Any) -> Any:
         carried = x.dtype != numpy_dtype(s.dtype)

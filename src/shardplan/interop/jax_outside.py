@@ -16,7 +16,7 @@ from typing import Any
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.jax import check, run_placed
-from shardplan.execution.jax_agree import agree
+from shardplan.execution.jax_agree import agree, processes_of
 from shardplan.execution.jax_kept import EXECUTABLES, code_bytes
 from shardplan.execution.jax_parts import alone, at_once, compile_for
 from shardplan.interop.jax_inside import mapped
@@ -122,8 +122,10 @@ def _explicit(sharding: Any) -> bool:
 def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
     import jax  # pyright: ignore[reportMissingImports]
 
+    several = len(processes_of(way.program.devices)) > 1
+
     def function(x: Any) -> Any:
-        return mapped(way.program)(x)
+        return mapped(way.program, header=several)(x)
 
     # JAX keeps what it compiled for as long as the function lives: a new one goes with its executable.
     shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
