@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DROP_IN = HERE / "torch_dropin_child.py"
 MEANING = HERE / "torch_semantics_child.py"
+KINDS = HERE / "torch_kinds_child.py"
 
 
 def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
@@ -77,6 +78,12 @@ def test_drop_in(name: str):
 @pytest.mark.parametrize("name", names(MEANING))
 def test_meaning(name: str):
     found = checks(MEANING)
+    assert not found["wrong"][name], "\n".join(found["wrong"][name])
+
+
+@pytest.mark.parametrize("name", names(KINDS))
+def test_kinds(name: str):
+    found = checks(KINDS)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 

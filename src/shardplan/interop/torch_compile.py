@@ -92,7 +92,7 @@ class _Traced(torch.autograd.Function):
     def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.Move, dtype: Any) -> DTensor:  # pyright: ignore
         ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
-        local = move.bound.ends.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
+        local = move.bound.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
         local = torch.ops.shardplan.move(local, _entered(move))  # pyright: ignore
         return eager.wrapped(local, move, dtensor.requires_grad)
 
