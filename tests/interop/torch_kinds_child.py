@@ -5,12 +5,13 @@ from torch_dropin_child import (
     DTensor, DTensorSpec, Infeasible, LayoutError, P, Partial, R, S0, S1, Storages, _StridedShard, local_of, main,
     numbers, raises, redistribute, torch,
 )  # fmt: skip
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.distributed.tensor.placement_types import _MaskPartial
+from torch.distributed.tensor.placement_types import Placement, _MaskPartial
 
 from shardplan.interop.torch import between, moved
 from torch_semantics_child import close, mine, own
@@ -239,6 +240,22 @@ def other_classes_of_partial(here):
         assert torch.equal(redistribute(y, [R])._local_tensor, redistribute(z, [R])._local_tensor)
 
 
+class Ragged(Placement):
+    """A placement that nobody here knows."""
+
+    def __repr__(self):
+        return "Ragged()"
+
+
+def unknown_placements_are_refused(here):
+    """At either end; taken for `Replicate` they would give wrong values."""
+    text = "placement 1 is Ragged(); legal are Shard(dim), Replicate() and Partial(op)"
+    x = here.tensor(numbers(4, 6), here.square, [S0, R])
+    raises(LayoutError, text, lambda: redistribute(x, [S0, Ragged()]))
+    have = DTensorSpec(here.square, (S0, Ragged()), tensor_meta=x._spec.tensor_meta, shard_order=x._spec.shard_order)
+    raises(LayoutError, text, lambda: between(have, x._spec, None, (None, None, 60.0)))
+
+
 # A partial source beside, or into, what no layout describes
 
 
@@ -351,8 +368,8 @@ def partial_into_uneven_strided_within_limits(here):
 
 CHECKS = [
     compiled_sizes_of_equal_shards, compiled_other_inputs_stay_dynamic, indices_become_masked, norms_equal_dtensors,
-    norms_within_limits_and_gradients, other_classes_of_partial, partial_into_uneven_strided,
-    partial_into_uneven_strided_as_dtensor, partial_into_uneven_strided_within_limits,
+    norms_within_limits_and_gradients, other_classes_of_partial, unknown_placements_are_refused,
+    partial_into_uneven_strided, partial_into_uneven_strided_as_dtensor, partial_into_uneven_strided_within_limits,
     wrong_shards_are_refused_on_every_rank, wrong_shards_under_a_mask_are_refused,
 ]  # fmt: skip
 

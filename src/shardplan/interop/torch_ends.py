@@ -25,7 +25,7 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch_dtypes import carrier_of, identity_of, name_of
-from shardplan.interop.torch_layout import reduction_of, respec, text_of, type_of
+from shardplan.interop.torch_layout import check_known, reduction_of, respec, text_of, type_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,7 @@ class Ends:
     target: DTensorSpec  # replicated where a value becomes partial afterwards
     types: tuple[TensorType, TensorType] | None  # None: only runs of indices describe an end
     masks: tuple[_MaskPartial, ...]
+    spares: bool  # whether the mask is applied to a copy, as where DTensor gathers an inner mesh dim first
     given: torch.dtype
     travels: torch.dtype  # the dtype in which it is reduced
     result: torch.dtype
@@ -103,6 +104,10 @@ class Ends:
             target=after,
             types=None if types[0] is None or types[1] is None else (types[0], types[1]),
             masks=masks if source.mesh.get_coordinate() is not None else (),
+            spares=any(
+                isinstance(p, _MaskPartial) and source.placements[k + 1 :] != target.placements[k + 1 :]
+                for k, p in enumerate(source.placements)
+            ),
             given=given,
             travels=dtype,
             result=result,
@@ -121,10 +126,12 @@ class Ends:
     @property
     def copies(self) -> bool:
         """Whether the move starts from a copy of the shard, so that the caller's own lies beside it."""
-        return self.given != self.travels or self.power is not None or not _dense(self.source)
+        return self.given != self.travels or self.spares or self.power is not None or not _dense(self.source)
 
     def masked(self, local: torch.Tensor) -> torch.Tensor:
-        """Put zeros where another rank has the value, in place, and forget the mask, as DTensor does."""
+        """Put zeros where another rank has the value, in place where DTensor does so, and forget the mask."""
+        if self.masks and self.spares:
+            local = local.clone()
         for p in self.masks:
             if p.mask_buffer.data is None:
                 raise LayoutError(f"{p!r}: its mask was used by an earlier redistribution; legal is one")
@@ -178,7 +185,9 @@ class Ends:
 
 
 def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:
-    """Raise `LayoutError` unless the partial placements have one kind of reduction, sums and averages being one."""
+    """Raise `LayoutError` for unknown placements, and for partial ones of several kinds; sums and averages are one."""
+    for k, p in enumerate(placements):
+        check_known(p, k)
     kinds = {(reduction_of(p, dtype), _power_of(p)) for p in placements if isinstance(p, Partial)}
     if len(kinds) > 1:
         raise LayoutError(f"{text_of(placements)} has partial placements of several kinds; legal is one kind")

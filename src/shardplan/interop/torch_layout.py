@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor._utils import (
@@ -64,8 +64,7 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
         )
     out: list[Placement] = []
     for k, p in enumerate(placements):
-        if not isinstance(p, Placement):
-            raise LayoutError(f"placement {k} is {p!r}; legal are Shard(dim), Replicate() and Partial(op)")
+        check_known(p, k)
         if isinstance(p, (Shard, _StridedShard)):
             if not -ndim <= p.dim < ndim:
                 legal = f"dims {-ndim} to {ndim - 1}" if ndim else "Replicate()"
@@ -75,6 +74,12 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
                 p = _StridedShard(d, split_factor=p.split_factor) if isinstance(p, _StridedShard) else Shard(d)
         out.append(p)
     return tuple(out)
+
+
+def check_known(placement: Any, k: int) -> None:
+    """Raise `LayoutError` for what is no placement, or one of a kind whose meaning nobody here knows."""
+    if not isinstance(placement, (Shard, _StridedShard, Replicate, Partial)):
+        raise LayoutError(f"placement {k} is {placement!r}; legal are Shard(dim), Replicate() and Partial(op)")
 
 
 def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
