@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DROP_IN = HERE / "torch_dropin_child.py"
 MEANING = HERE / "torch_semantics_child.py"
+KINDS = HERE / "torch_kinds_child.py"
 
 
 def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
@@ -38,10 +39,11 @@ def launch(ranks: int, script: Path, *arguments: str, seconds: float) -> dict:
 
 def test_equals_dtensor_on_random_pairs_of_six_ranks():
     """Six ranks leave most arrays uneven; the pairs of four ranks are a check of the other launch."""
-    found = launch(6, HERE / "dtensor_child.py", "7", "40", seconds=240)
+    found = launch(6, HERE / "dtensor_child.py", "7", "80", seconds=240)
     assert found["wrong"] == 0, "\n".join(found["first"])
-    assert found["status"] == 0 and found["pairs"] == 40
-    assert {"strided", "plain", "sum"} <= found["kinds"].keys()
+    assert found["status"] == 0 and found["pairs"] == 80
+    assert {"strided", "strided beside partial", "plain", "in another order", "sum"} <= found["kinds"].keys()
+    assert {"avg", "product", "max", "min", "bor", "bxor", "norm"} <= found["kinds"].keys()
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 8])
@@ -77,6 +79,12 @@ def test_drop_in(name: str):
 @pytest.mark.parametrize("name", names(MEANING))
 def test_meaning(name: str):
     found = checks(MEANING)
+    assert not found["wrong"][name], "\n".join(found["wrong"][name])
+
+
+@pytest.mark.parametrize("name", names(KINDS))
+def test_kinds(name: str):
+    found = checks(KINDS)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 

@@ -561,14 +561,6 @@ def errors_word_for_word(here):
     x = here.tensor(numbers(8, 4), here.line, [S0])
     scalar = here.tensor(numbers()[None].sum(), here.line, [R])
     square = here.tensor(numbers(8, 4), here.square, [S0, P])
-    uneven = DTensor.from_local(
-        torch.ones(1, 3),
-        here.square,
-        [_StridedShard(0, split_factor=2), P],
-        run_check=False,
-        shape=(3, 3),
-        stride=(3, 1),
-    )
 
     def partial(kind, dtype=torch.float32):
         return DTensor.from_local(torch.ones(3).to(dtype), here.line, [Partial(kind)], run_check=False)
@@ -613,9 +605,6 @@ def errors_word_for_word(here):
         ("cannot redistribute from Partial(sum) to Partial(max), mesh dim 1 of (Shard(dim=0), Partial(max)); legal are "
          "Shard, Replicate and the Partial that the tensor has there already",
          lambda: redistribute(square, [S0, Partial("max")])),
-        ("(_StridedShard(dim=0, sf=2), Partial(sum)) of a tensor of shape (3, 3): Partial(sum) beside a _StridedShard "
-         "of an uneven dim is not supported; legal are Shard and Replicate beside it",
-         lambda: redistribute(uneven, [R, R])),
         ("redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it",
          lambda: redistribute(torch.ones(3), [R])),
         ("redistribute takes a DTensor, not a list; legal is what DTensor.from_local makes of it",

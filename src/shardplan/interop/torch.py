@@ -199,7 +199,7 @@ def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
         local = waited(local)
     if local.requires_grad:
         local = local.detach()
-    return ran(move.bound.ends.masked(local), move, async_op)
+    return ran(move.bound.masked(local), move, async_op)
 
 
 def ran(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:

@@ -40,6 +40,11 @@ class Bound:
         }
         self.digest = hashlib.sha256(f"{self.moving.digest} {ends.text}".encode()).hexdigest()
 
+    def masked(self, local: torch.Tensor) -> torch.Tensor:
+        """Apply the masks of the source, see `Ends.masked`; a shard of another shape is left for `launch` to refuse."""
+        need = self.needs[self.input_name]
+        return self.ends.masked(local) if need is not None and local.shape == need.shape else local
+
     def drive(
         self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
@@ -70,8 +75,11 @@ def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executa
         absolute = least if error.absolute_least_bytes is None else error.absolute_least_bytes + beside
         if not beside and not ends.remakes:
             raise
+    masks = ends.travels.itemsize + 1 if ends.masking else 0  # a copy, and what is masked
     last = sizes[0] * ends.given.itemsize
-    last += sizes[1] * (ends.travels.itemsize * (ends.fresh or ends.copies) + ends.result.itemsize * ends.remakes)
+    last += sizes[1] * (
+        masks + ends.travels.itemsize * (ends.fresh or ends.copies) + ends.result.itemsize * ends.remakes
+    )
     if moving is None or (limit is not None and limit < last):
         assert limit is not None
         asked = (
@@ -85,4 +93,5 @@ def _largest(spec: DTensorSpec, t: TensorType | None) -> int:
     """Return the elements of the largest shard."""
     if t is not None:
         return int(t.elements().max())
-    return max(math.prod(held.shape) for held in holdings(spec.shape, spec.placements, spec.mesh).values())
+    held = holdings(spec.shape, spec.placements, spec.mesh, spec.shard_order)
+    return max(math.prod(here.shape) for here in held.values())

@@ -1,7 +1,8 @@
 """Moves between placements that no layout describes: an all-to-all-v on boxes, whose indices DTensor itself says.
 
 An uneven `_StridedShard` leaves on some devices other elements than nested ceilings would, and at times several runs
-of them. There is no type, hence no program and no certificate; the bytes are those of the direct exchange.
+of them. There is no type, hence no program and no certificate; the bytes are those of the direct exchange. A partial
+source is reduced before, by a program on the shards of every group of ranks that hold the same indices.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from shardplan.core.tensor import Box
+from shardplan.core.mesh import Mesh
+from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
-from shardplan.execution.torch import Need
+from shardplan.execution.torch import Executable, Need, executable
+from shardplan.execution.torch_dtypes import name_of
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_pack import at
 from shardplan.execution.torch_wire import Wire
-from shardplan.interop.torch_layout import Holding, holdings
+from shardplan.interop.torch_layout import Holding, holdings, reduction_of
+from shardplan.movement.redistribute import plan_kept
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class BoxMove:
     input_name = "0"
 
     def __init__(self, source: DTensorSpec, target: DTensorSpec, rank: int, limit: int | None = None) -> None:
-        """Work out who sends what to whom; raises `LayoutError` for partial placements, `Infeasible` over the limit."""
+        """Work out who sends what to whom; raises `Infeasible` over the limit. No value becomes partial in the move."""
         assert source.tensor_meta is not None
         shape, dtype = tuple(source.tensor_meta.shape), source.tensor_meta.dtype
         before, after = (holdings(shape, end.placements, end.mesh, end.shard_order) for end in (source, target))
@@ -51,7 +59,11 @@ class BoxMove:
         text = f"{shape} {dtype} {ends}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         self.name = f"move of boxes {self.digest[:8]}"
-        self.texts = ["exchange of boxes"]
+        partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial)]
+        kept = [k for k in partial if source.mesh == target.mesh and source.placements[k] == target.placements[k]]
+        ends_here = [k for k in partial if k not in kept]
+        self.reduction, least = _reduction(source, before, ends_here, rank, limit)
+        self.texts = [*(() if self.reduction is None else self.reduction.texts), "exchange of boxes"]
         mine, ours = before.get(rank), after.get(rank)
         need = None if mine is None else Need(mine.shape, dtype, f"{source.placements} of {shape}")
         self.needs: dict[str, Need | None] = {self.input_name: need}
@@ -59,9 +71,11 @@ class BoxMove:
         self.copies: list[tuple[View, View]] = []
         sends: dict[int, list[View]] = {}
         receives: dict[int, list[View]] = {}
-        held = {r: sum(math.prod(end[r].shape) for end in (before, after) if r in end) for r in self.ranks}
+        sides = (before, before, after) if ends_here else (before, after)  # the reduced shard lies beside the source
+        held = {r: sum(math.prod(end[r].shape) for end in sides if r in end) for r in self.ranks}
+        apart = _coordinates(source.mesh, kept)
         for r, wanted in after.items():
-            for s, a, b in _sources(before, wanted, r):
+            for s, a, b in _sources({s: x for s, x in before.items() if not kept or apart[s] == apart[r]}, wanted, r):
                 if s != r:  # staged on both sides
                     held[r] += box_elements(b)
                     held[s] += box_elements(a)
@@ -72,7 +86,7 @@ class BoxMove:
                     sends.setdefault(r, []).append(view_of(mine.shape, a))
                 elif r == rank and ours is not None:
                     receives.setdefault(s, []).append(view_of(ours.shape, b))
-        least = max(held.values()) * dtype.itemsize
+        least = max(least, max(held.values()) * dtype.itemsize)
         if limit is not None and least > limit:
             raise Infeasible(
                 f"move {dtype} {shape} from {source.placements} to {target.placements} within {limit} bytes a device: "
@@ -88,8 +102,11 @@ class BoxMove:
         self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
         """Move; see `Executable.drive`."""
-        watch.at(0)
         x = values.pop(self.input_name)
+        if self.reduction is not None:
+            flat = {self.reduction.input_name: x.view(-1)}
+            x = (yield from self.reduction.drive(flat, wire, watch, record))[0].view(x.shape)
+        watch.at(len(self.texts) - 1)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
         packed = [_packed(x, t, wire) for t in self.sends]
@@ -108,6 +125,49 @@ class BoxMove:
                 start += v.elements
         wire.wait(outs)
         return [out]
+
+
+def _coordinates(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return by rank where it is on some dims of a mesh."""
+    places = itertools.product(*(range(n) for n in mesh.mesh.shape))
+    return {
+        rank: tuple(place[k] for k in dims) for rank, place in zip(mesh.mesh.flatten().tolist(), places, strict=True)
+    }
+
+
+def _reduction(
+    source: DTensorSpec, before: dict[int, Holding], dims: Sequence[int], rank: int, limit: int | None
+) -> tuple[Executable | None, int]:
+    """Plan how the ranks that differ in some mesh dims reduce their shards, which are arrays of one dim for it.
+
+    Returns:
+        The program of this rank's group, None where there is nothing to reduce; and the least bytes with which every
+        group can do it, as far as they exceed the limit.
+    """
+    meta, least = source.tensor_meta, 0
+    if not dims or meta is None:
+        return None, least
+    others = [k for k in range(source.mesh.ndim) if k not in dims]
+    places = _coordinates(source.mesh, others)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for r, place in places.items():
+        groups.setdefault(place, []).append(r)
+    axes = {f"d{k}": source.mesh.size(k) for k in dims}
+    reduction = {f"d{k}": reduction_of(p, meta.dtype) for k in dims if isinstance(p := source.placements[k], Partial)}
+    mine: Executable | None = None
+    for ranks in groups.values():
+        n = math.prod(before[ranks[0]].shape)
+        if n and (rank in ranks or limit is not None):  # a limit is refused by all ranks alike
+            mesh = Mesh(axes, devices=ranks)
+            name = name_of(meta.dtype)
+            addends, whole = TensorType(name, (n,), ((),), mesh, partial=reduction), TensorType(name, (n,), ((),), mesh)
+            try:
+                plan = plan_kept(addends, whole, None, limit)
+            except Infeasible as error:
+                least = max(least, error.least_bytes or 0)
+            else:
+                mine = executable(plan.program, rank) if rank in ranks else mine
+    return mine, least
 
 
 def _packed(x: torch.Tensor, traffic: _Traffic, wire: Wire) -> torch.Tensor:

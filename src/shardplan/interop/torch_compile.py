@@ -3,7 +3,8 @@
 Dynamo keeps the whole call as one node. When that node is traced with the tensors' specs and shapes, the move is
 planned, put into an explicit table, and the op `shardplan::move` is recorded with its key; the move of the gradient
 likewise. A plan is of one shape: where dynamo would have a size stand for any, it is guarded to be the one at hand, so
-that another batch size is compiled anew. The op runs the plan as the eager call does, and is never async.
+that another batch size is compiled anew, also on ranks whose shards keep their size. The op runs the plan as the eager
+call does, and is never async.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._guards import TracingContext, detect_fake_mode
 from torch._library.effects import EffectType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from shardplan.errors import LayoutError
@@ -75,6 +80,7 @@ def _node(
         raise LayoutError("redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it")
     options = (None if limit is None else int(limit), None if chosen < 0 else _topologies[chosen], float(timeout))
     spec = _known(dtensor)
+    _guard_global_sizes(dtensor)
     move = _planned(spec, eager.target_of(spec, placements, mesh, order, dtypes[0]), None, options)
     return dtensor if move is None else _Traced.apply(dtensor, spec, move, dtypes[1])
 
@@ -86,7 +92,7 @@ class _Traced(torch.autograd.Function):
     def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.Move, dtype: Any) -> DTensor:  # pyright: ignore
         ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
-        local = move.bound.ends.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
+        local = move.bound.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
         local = torch.ops.shardplan.move(local, _entered(move))  # pyright: ignore
         return eager.wrapped(local, move, dtensor.requires_grad)
 
@@ -110,6 +116,23 @@ def _known(dtensor: DTensor) -> DTensorSpec:
         int(n)
     sizes = torch.Size([int(n) for n in meta.shape])
     return respec(spec, spec.placements, TensorMeta(sizes, tuple(int(n) for n in meta.stride), meta.dtype))
+
+
+def _guard_global_sizes(dtensor: DTensor) -> None:
+    """Guard the global sizes of the graph's DTensors, where they are numbers.
+
+    Dynamo leaves such guards to the check of a tensor's own sizes, and of a DTensor it checks the shard: a rank whose
+    shard is as large as before would run the plan of another global size.
+    """
+    mode: Any = detect_fake_mode(dtensor)
+    if mode is None or TracingContext.try_get() is None:
+        return
+    for known in mode.shape_env.tracked_fakes or ():
+        if isinstance(known.fake, DTensor):
+            for d, n in enumerate(known.fake.shape):
+                if is_concrete_int(n):
+                    size = TensorPropertySource(known.source, TensorProperty.SIZE, d)
+                    install_guard(size.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def _planned(

@@ -1,18 +1,21 @@
 """Both ends of a DTensor's move: what a plan sees of them, and what a rank does to its shard before and after.
 
 A plan knows layouts and one reduction. The rest of what DTensor means is arithmetic on this rank's own shard: an
-average is a sum and a division, a mask is zeros, a value becomes partial by being divided (or kept by one rank alone),
-a dtype is cast, and one without arithmetic travels as the integers of its width.
+average is a sum and a division, a norm the root of a sum of powers, a mask is zeros, a value becomes partial by being
+divided (or kept by one rank alone, or masked), a dtype is cast, and one without arithmetic travels as the integers of
+its width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops._math_ops import _NormPartial  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor.placement_types import (
     Placement,
     _MaskPartial,  # pyright: ignore[reportPrivateUsage]
@@ -22,7 +25,7 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch_dtypes import carrier_of, identity_of, name_of
-from shardplan.interop.torch_layout import reduction_of, respec, text_of, type_of
+from shardplan.interop.torch_layout import check_known, reduction_of, respec, text_of, type_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +36,15 @@ class Ends:
     target: DTensorSpec  # replicated where a value becomes partial afterwards
     types: tuple[TensorType, TensorType] | None  # None: only runs of indices describe an end
     masks: tuple[_MaskPartial, ...]
+    spares: bool  # whether the mask is applied to a copy, as where DTensor gathers an inner mesh dim first
     given: torch.dtype
     travels: torch.dtype  # the dtype in which it is reduced
     result: torch.dtype
-    divisors: tuple[int, ...]  # of averages that end, then of sums that begin
+    power: float | None  # of a norm that ends: its powers are added up, and the root is taken of the sum
+    divisors: tuple[float, ...]  # of averages that end, then of sums that begin
     partitions: bool  # whether only some ranks keep the value
     blank: torch.Tensor | None  # no dims: what this rank's shard becomes where another rank keeps the value
+    masking: tuple[tuple[int, _MaskPartial], ...]  # by mesh dim of the target: masks that begin
 
     @staticmethod
     def of(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None = None) -> Ends:
@@ -69,7 +75,11 @@ class Ends:
             if isinstance(p, Partial) and p != q
         }
         for k, p in begins.items():
-            _check_begins(p, stays[k], k, target.placements)
+            if isinstance(stays[k], Partial):
+                raise LayoutError(
+                    f"cannot redistribute from {stays[k]!r} to {p!r}, mesh dim {k} of {tuple(target.placements)}; "
+                    "legal are Shard, Replicate and the Partial that the tensor has there already"
+                )
         there = tuple(Replicate() if k in begins else p for k, p in enumerate(target.placements))
         ends = {
             k: p
@@ -87,32 +97,41 @@ class Ends:
         before, after = respec(source, source.placements, meta), respec(target, there, meta)
         types = type_of(before), type_of(after)
         averaged = [source.mesh.size(k) for k, p in ends.items() if p.reduce_op == "avg"]
-        divided, blank = _partition(begins, target, dtype)
+        masking = tuple((k, p) for k, p in begins.items() if isinstance(p, _MaskPartial))
+        divided, blank = _partition({k: p for k, p in begins.items() if (k, p) not in masking}, target, dtype)
         return Ends(
             source=before,
             target=after,
             types=None if types[0] is None or types[1] is None else (types[0], types[1]),
             masks=masks if source.mesh.get_coordinate() is not None else (),
+            spares=any(
+                isinstance(p, _MaskPartial) and source.placements[k + 1 :] != target.placements[k + 1 :]
+                for k, p in enumerate(source.placements)
+            ),
             given=given,
             travels=dtype,
             result=result,
-            divisors=tuple(n for n in (*averaged, *divided) if n > 1),
-            partitions=any(_kept_once(p, dtype) for p in begins.values()),
+            power=next((power for p in ends.values() if (power := _power_of(p)) is not None), None),
+            divisors=tuple(n for n in (*averaged, *divided) if n != 1),
+            partitions=any(_kept_once(p, dtype) for p in begins.values() if not isinstance(p, _MaskPartial)),
             blank=blank,
+            masking=masking,
         )
 
     @property
     def text(self) -> str:
         """What is done around the move, for ranks to compare; what differs between ranks is left out."""
-        return f"{self.given} {self.travels} {self.result} {self.divisors}"
+        return f"{self.given} {self.travels} {self.result} {self.power} {self.divisors} {self.masking}"
 
     @property
     def copies(self) -> bool:
         """Whether the move starts from a copy of the shard, so that the caller's own lies beside it."""
-        return self.given != self.travels or not _dense(self.source)
+        return self.given != self.travels or self.spares or self.power is not None or not _dense(self.source)
 
     def masked(self, local: torch.Tensor) -> torch.Tensor:
-        """Put zeros where another rank has the value, in place, and forget the mask, as DTensor does."""
+        """Put zeros where another rank has the value, in place where DTensor does so, and forget the mask."""
+        if self.masks and self.spares:
+            local = local.clone()
         for p in self.masks:
             if p.mask_buffer.data is None:
                 raise LayoutError(f"{p!r}: its mask was used by an earlier redistribution; legal is one")
@@ -122,8 +141,11 @@ class Ends:
 
     def before(self, local: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard as the move takes it: contiguous, in the dtype of the messages."""
+        given = local
         if local.dtype != self.travels:
             local = local.to(self.travels)
+        if self.power is not None:
+            local = local.pow(self.power) if local is given else local.pow_(self.power)
         if local.is_conj() or local.is_neg():  # bits of the view, which no message carries
             local = local.resolve_conj().resolve_neg()
         if not local.is_contiguous():
@@ -141,45 +163,53 @@ class Ends:
         fresh = self.fresh
         if moved.dtype != self.travels:
             moved = moved.view(self.travels)
+        if self.power is not None:  # a copy, whether or not it moved
+            moved, fresh = moved.pow_(1.0 / self.power), True
         for n in self.divisors:
             moved, fresh = moved.div_(n) if fresh else moved / n, True
         if self.blank is not None:
             moved = (moved if fresh else torch.empty_like(moved)).copy_(self.blank)
+        if self.masking and self.target.mesh.get_coordinate() is not None:
+            for k, p in self.masking:  # the mask goes into the buffer of the target's own placement
+                moved = p._partition_value(moved, self.target.mesh, k)  # pyright: ignore[reportPrivateUsage]
         return moved if moved.dtype == self.result else moved.to(self.result)
 
     @property
     def remakes(self) -> bool:
         """Whether `after` makes a tensor of its own."""
-        return self.result != self.travels or (not self.fresh and (bool(self.divisors) or self.partitions))
+        return (
+            bool(self.masking)
+            or self.result != self.travels
+            or (not self.fresh and (bool(self.divisors) or self.partitions))
+        )
 
 
 def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:
-    """Raise `LayoutError` unless the partial placements have one kind of reduction, sums and averages being one."""
-    kinds = {reduction_of(p, dtype) for p in placements if isinstance(p, Partial)}
+    """Raise `LayoutError` for unknown placements, and for partial ones of several kinds; sums and averages are one."""
+    for k, p in enumerate(placements):
+        check_known(p, k)
+    kinds = {(reduction_of(p, dtype), _power_of(p)) for p in placements if isinstance(p, Partial)}
     if len(kinds) > 1:
         raise LayoutError(f"{text_of(placements)} has partial placements of several kinds; legal is one kind")
 
 
-def _check_begins(p: Partial, have: Placement | None, k: int, wanted: Sequence[Placement]) -> None:
-    """Raise `LayoutError` where a value cannot become partial."""
-    if isinstance(have, Partial):
-        raise LayoutError(
-            f"cannot redistribute from {have!r} to {p!r}, mesh dim {k} of {tuple(wanted)}; legal are Shard, Replicate "
-            "and the Partial that the tensor has there already"
-        )
-    if isinstance(p, _MaskPartial):
-        raise LayoutError(f"cannot redistribute to {p!r}, mesh dim {k} of {tuple(wanted)}; legal is a Partial")
+def _power_of(p: Partial) -> float | None:
+    return p.norm_type if isinstance(p, _NormPartial) else None
 
 
 def _partition(
     begins: Mapping[int, Partial], target: DTensorSpec, dtype: torch.dtype
-) -> tuple[list[int], torch.Tensor | None]:
+) -> tuple[list[float], torch.Tensor | None]:
     """Return by what a value is divided, and what replaces it on this rank, for it to become partial.
 
-    DTensor divides for sums and leaves the value for averages, max and min. What does not divide (integers, products)
-    is kept at coordinate 0 and is the identity of the reduction elsewhere.
+    DTensor divides for sums and norms, and leaves the value for averages, max and min. What does not divide (integers,
+    products) is kept at coordinate 0 and is the identity of the reduction elsewhere.
     """
-    divisors = [target.mesh.size(k) for k, p in begins.items() if p.reduce_op == "sum" and not _kept_once(p, dtype)]
+    divided = {k: p for k, p in begins.items() if p.reduce_op == "sum" and not _kept_once(p, dtype)}
+    divisors: list[float] = [
+        target.mesh.size(k) if (power := _power_of(p)) is None else math.pow(target.mesh.size(k), 1 / power)
+        for k, p in divided.items()
+    ]
     coordinate = target.mesh.get_coordinate()
     blank: torch.Tensor | None = None
     for k, p in begins.items():

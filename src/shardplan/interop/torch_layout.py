@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor._utils import (
     _get_shard_size_and_offsets,  # pyright: ignore[reportPrivateUsage]
 )
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 Placements = tuple[Placement, ...]
 Run = tuple[int, int, int]  # first global index, first local index, length
+MEANINGS = ("_reduce_value", "_reduce_shard_value", "_partition_value")  # what a partial placement is, for DTensor
 
 
 @lru_cache(maxsize=64)
@@ -62,8 +64,7 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
         )
     out: list[Placement] = []
     for k, p in enumerate(placements):
-        if not isinstance(p, Placement):
-            raise LayoutError(f"placement {k} is {p!r}; legal are Shard(dim), Replicate() and Partial(op)")
+        check_known(p, k)
         if isinstance(p, (Shard, _StridedShard)):
             if not -ndim <= p.dim < ndim:
                 legal = f"dims {-ndim} to {ndim - 1}" if ndim else "Replicate()"
@@ -73,6 +74,12 @@ def normal(placements: Sequence[Any], ndim: int, mesh: DeviceMesh) -> Placements
                 p = _StridedShard(d, split_factor=p.split_factor) if isinstance(p, _StridedShard) else Shard(d)
         out.append(p)
     return tuple(out)
+
+
+def check_known(placement: Any, k: int) -> None:
+    """Raise `LayoutError` for what is no placement, or one of a kind whose meaning nobody here knows."""
+    if not isinstance(placement, (Shard, _StridedShard, Replicate, Partial)):
+        raise LayoutError(f"placement {k} is {placement!r}; legal are Shard(dim), Replicate() and Partial(op)")
 
 
 def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
@@ -148,17 +155,19 @@ def respec(spec: DTensorSpec, placements: Placements, meta: TensorMeta) -> DTens
 
 
 def reduction_of(p: Partial, dtype: torch.dtype) -> str:
-    """Return the reduction of a partial placement; an average is a sum, to be divided afterwards.
+    """Return the reduction of a partial placement; an average is a sum, to be divided afterwards, a norm one of powers.
 
     Raises `LayoutError` where the placement has no such reduction, or the dtype has it not.
     """
     kind = p.reduce_op
-    if type(p) not in (Partial, _MaskPartial) or kind not in (*REDUCTIONS, "avg"):
+    if not _understood(p) or kind not in (*REDUCTIONS, "avg"):
         legal = ", ".join(f"Partial({r})" for r in (*REDUCTIONS, "avg"))
         raise LayoutError(f"{p!r} is not supported; legal are {legal}")
     if dtype != carrier_of(dtype):
         legal = "legal are Shard and Replicate"
-    elif kind == "avg" and not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)):
+    elif (kind == "avg" or isinstance(p, _NormPartial)) and not (
+        dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    ):
         legal = "legal are floats of 16 bits and more, and complex numbers"
     elif kind in ("max", "min") and dtype.is_complex:
         legal = "legal are numbers that have an order"
@@ -167,6 +176,14 @@ def reduction_of(p: Partial, dtype: torch.dtype) -> str:
     else:
         return "sum" if kind == "avg" else kind
     raise LayoutError(f"{p!r} is not defined for {dtype}; {legal}")
+
+
+def _understood(p: Partial) -> bool:
+    """Whether the placement is reduced and made as one of DTensor's own, and not in a way that its class adds."""
+    return any(
+        all(getattr(type(p), name) is getattr(kind, name) for name in MEANINGS)
+        for kind in (Partial, _MaskPartial, _NormPartial)
+    )
 
 
 def text_of(placements: Sequence[Any]) -> str:
@@ -187,16 +204,9 @@ def holdings(
 ) -> dict[int, Holding]:
     """Return what every rank of the mesh holds, from DTensor's own index function.
 
-    `order` is that in which mesh dims cut, by default their own; beside a `_StridedShard` it is always that.
-
-    Raises `LayoutError` for a partial placement of an array that is not empty: no indices describe it.
+    `order` is that in which mesh dims cut, by default their own; beside a `_StridedShard` it is always that. A partial
+    placement cuts nothing.
     """
-    for p in placements:
-        if 0 not in shape and not isinstance(p, (Shard, _StridedShard, Replicate)):
-            raise LayoutError(
-                f"{text_of(placements)} of a tensor of shape {tuple(shape)}: {p!r} beside a _StridedShard of an uneven "
-                "dim is not supported; legal are Shard and Replicate beside it"
-            )
     sizes = [int(n) for n in mesh.mesh.shape]
     cutting = list(range(len(placements)))
     if order is not None and not any(isinstance(p, _StridedShard) for p in placements):

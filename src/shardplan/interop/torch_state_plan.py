@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardplan.core.program import Program
@@ -146,8 +145,7 @@ def _with(error: Infeasible, name: str, taken: int) -> Infeasible:
 def _bytes(spec: DTensorSpec) -> Counter[int]:
     """Return the bytes that every rank holds of a tensor."""
     assert spec.tensor_meta is not None
-    whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    held = holdings(tuple(spec.tensor_meta.shape), whole, spec.mesh, spec.shard_order)
+    held = holdings(tuple(spec.tensor_meta.shape), spec.placements, spec.mesh, spec.shard_order)
     return Counter({r: math.prod(h.shape) * spec.tensor_meta.dtype.itemsize for r, h in held.items()})
 
 
