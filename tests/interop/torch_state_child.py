@@ -324,6 +324,30 @@ def errors_of_one_rank(here):
     )
 
 
+def wrong_shards_are_refused(here):
+    """By name, on every rank, with the state as it was: also of a tensor whose shards have no type."""
+    for full, source in ((numbers(8, 4), [S0]), (numbers(7, 5), [R])):
+        x = here.tensor(full, here.line, source)
+        if here.rank == 2:
+            x = DTensor(numbers(3), x._spec, requires_grad=False)
+        state = {"fine": here.tensor(numbers(4), here.line, [S0]), "deep": {"w": x}}
+        shape = (2, 4) if source == [S0] else (7, 5)
+        said = (
+            f"deep.w: a shard of dtype {x.dtype} and shape (3,), but ({source[0]!r}) of {tuple(full.shape)} needs "
+            f"{x.dtype} and {shape}"
+        )
+        for options in ({}, {"donate": True}):
+            raises(
+                LayoutError,
+                said if here.rank == 2 else f"rank 2: {said}",
+                lambda state=state, how=options: redistribute_state(state, {"fine": [R], "deep.*": [S1]}, **how),
+            )
+            assert state["deep"]["w"] is x
+            assert "fine" in state
+    x = here.tensor(numbers(8, 4), here.line, [S0])
+    redistribute_state({"w": x}, {"w": [S1]})  # what comes next works
+
+
 # Memory
 
 
@@ -521,8 +545,9 @@ def one_tensor_over_many_meshes(here):
 CHECKS = [
     patterns_that_match_nothing, nested_states, nested_donated, tied_tensors_stay_tied, views_of_one_storage,
     norms_on_a_submesh, copies_that_differ, stages_to_one_mesh, stages_that_stay, only_some_ranks_call,
-    errors_of_one_rank, limit_counts_what_is_kept, limit_holds_over_all_groups, storages_larger_than_shards_count,
-    donation_that_frees_nothing, fsdp2_and_tensor_parallel, one_tensor_over_many_meshes,
+    errors_of_one_rank, wrong_shards_are_refused, limit_counts_what_is_kept, limit_holds_over_all_groups,
+    storages_larger_than_shards_count, donation_that_frees_nothing, fsdp2_and_tensor_parallel,
+    one_tensor_over_many_meshes,
 ]  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def checked(bound: Runnable, values: Values, device: torch.device) -> str:
     """Make every shard contiguous; or return what is wrong with one, of which nothing is read then."""
     for name, x in values.items():
         need = bound.needs[name]
-        wrong = "" if need is None else _wrong(x, need, device)
+        wrong = "" if need is None else misfit(x, need, device)
         if wrong:
             return f"input %{name}, rank {bound.device}: a shard {wrong}"
         if x.is_conj() or x.is_neg():  # flags, which the bytes do not show
@@ -198,7 +198,8 @@ def checked(bound: Runnable, values: Values, device: torch.device) -> str:
     return ""
 
 
-def _wrong(x: torch.Tensor, need: Need, device: torch.device) -> str:
+def misfit(x: torch.Tensor, need: Need, device: torch.device) -> str:
+    """Return in what a shard is not what is needed, or nothing; its elements are not read."""
     if x.shape != need.shape or x.dtype != need.dtype:
         return (
             f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and {tuple(need.shape)}"

@@ -143,6 +143,17 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
     return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
+def local_shape(spec: DTensorSpec) -> tuple[int, ...] | None:
+    """Return the shape of this process's shard, or None off the mesh."""
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    t = type_of(spec)
+    if t is not None:
+        return t.local_shape(tuple(coordinate))
+    return holdings(spec.shape, spec.placements, spec.mesh, spec.shard_order)[spec.mesh.get_rank()].shape
+
+
 def respec(spec: DTensorSpec, placements: Placements, meta: TensorMeta) -> DTensorSpec:
     """Return a spec with other placements and another dtype or strides, in the same order of sharding."""
     return DTensorSpec(

@@ -22,12 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import Need, finish, launch
+from shardplan.execution.torch import Need, finish, launch, misfit
 from shardplan.execution.torch_faults import Watch
 from shardplan.execution.torch_tree import united
 from shardplan.execution.torch_wire import Wire
 from shardplan.interop.torch_async import settle
-from shardplan.interop.torch_layout import normal
+from shardplan.interop.torch_layout import local_shape, normal, text_of
 from shardplan.interop.torch_state_names import (
     Layouts,
     Path,
@@ -238,6 +238,8 @@ def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], t
     moved = {path for path, x in tensors.items() if not in_place(x._spec, targets[path])}  # pyright: ignore
     if donate and (stuck := within_tuple(state, moved)):
         raise LayoutError(f"donate=True cannot free {names[stuck]}, which is in a tuple; legal are dicts and lists")
+    for path in moved:
+        _check_shard(names[path], tensors[path])
     tied = ties(tensors, moved)
     kept = held_elsewhere(tensors, tied) if donate else moved
     sources = {path: Source.of(x._spec) for path, x in tensors.items()}  # pyright: ignore[reportPrivateUsage]
@@ -248,6 +250,17 @@ def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], t
     plain = [name_of(p) for p, x in leaves(state) if isinstance(x, torch.Tensor) and p not in tensors]
     spare = surplus([local_of(tensors[path]) for path in dict.fromkeys(tied[path] or path for path in moved)])
     return View(texts, held, matching(layouts, names.values()), matching(layouts, plain), spare)
+
+
+def _check_shard(name: str, x: DTensor) -> None:
+    """Raise `LayoutError` where this rank's shard is not what the tensor's spec says."""
+    spec, local = x._spec, local_of(x)  # pyright: ignore[reportPrivateUsage]
+    shape = local_shape(spec)
+    if shape is None or spec.tensor_meta is None:
+        return
+    need = Need(shape, spec.tensor_meta.dtype, f"{text_of(spec.placements)} of {tuple(spec.shape)}")
+    if wrong := misfit(local, need, local.device):
+        raise LayoutError(f"{name}: a shard {wrong}")
 
 
 def _target(name: str, x: DTensor, layouts: Layouts, device_mesh: DeviceMesh | None) -> DTensorSpec:
