@@ -325,7 +325,7 @@ def errors_of_one_rank(here):
 
 
 def wrong_shards_are_refused(here):
-    """By name, on every rank, with the state as it was: also of a tensor whose shards have no type."""
+    """By name, on every rank, with the state as it was."""
     for full, source in ((numbers(8, 4), [S0]), (numbers(7, 5), [R])):
         x = here.tensor(full, here.line, source)
         if here.rank == 2:
