@@ -39,7 +39,7 @@ def child(count: int, repeats: int, seed: int, store: str) -> None:
     from benchmarks import suites
     from shardplan.core.ops import Exchange
     from shardplan.core.program import Program, Step
-    from shardplan.execution.torch_dtypes import to_numpy
+    from shardplan.execution.torch.dtypes import to_numpy
 
     torch.set_num_threads(1)
     rank = MPI.COMM_WORLD.Get_rank()

@@ -35,8 +35,8 @@ from benchmarks.peers.problem import Moves, Problem, lower_bound, memory_bound
 
 import shardplan as sp
 from benchmarks import suites
-from shardplan.hardware.certificate import Certificate
-from shardplan.hardware.where import fabric_of, priced
+from shardplan.plans.certificate import Certificate
+from shardplan.plans.pricing import fabric_of, priced
 
 OURS = ("default", "portable")
 XLA = "xla"

@@ -27,7 +27,7 @@ from shardplan.core.ops import Exchange, Op, Permute, Slice
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.plan import Plan
+from shardplan.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -26,10 +26,10 @@ from shardplan.execution.lab.experiments import STANDARD
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
 from shardplan.execution.lab.sweep import MOST_LATE, estimate, sweep
-from shardplan.execution.lab.validate import Verdict, placement_ratios, validate
+from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios, validate
 
 
-def summary(v: Verdict) -> dict[str, Any]:
+def summary(v: ScoreVerdict) -> dict[str, Any]:
     """What the sweep comes to."""
     scored = {f"{model}, {'pooled' if pooled else 'per placement'}": asdict(v.summary(model, pooled))
               for model in MODELS for pooled in (False, True)}  # fmt: skip
@@ -63,7 +63,7 @@ def gain(d: Done) -> dict[str, Any]:
     }
 
 
-def told(v: Verdict) -> str:
+def told(v: ScoreVerdict) -> str:
     """The tables that are printed."""
     return "\n".join([
         table(("model", "fields", *(f"top {t.k}" for t in v.summary("events").top), "regret", "kendall", "error"),

@@ -38,9 +38,9 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible, TimedOut
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Measurement, Task, missing
 from shardplan.execution.lab.experiments import emulated
-from shardplan.execution.lab.hlo import hlo_script, parse_hlo
 from shardplan.execution.lab.item import WrongResult
 from shardplan.hardware.placement import Placement, placements
+from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.movement.redistribute import redistribute
 from shardplan.simulation import events
 from shardplan.simulation.ring import script_of

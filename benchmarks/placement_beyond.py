@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.common import arguments, geomean, record, table, write
 
 import shardplan as sp
-from shardplan.hardware.factors import factors
+from shardplan.hardware.level_factors import factors
 from shardplan.hardware.topology import Level
 
 ALGORITHMS = ("ring", "tree", "auto")

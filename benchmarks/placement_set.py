@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import ROOT, arguments, geomean, record, spread, table, timed, write
 
 import shardplan as sp
-from shardplan.hardware.factors import factors
+from shardplan.hardware.level_factors import factors
 from shardplan.hardware.topology import Level
 
 SYSTEMS = (("gcp-a100x16", 2, 16), ("gcp-a100x16", 4, 16), ("gcp-v100x8", 2, 8), ("gcp-v100x8", 4, 8))

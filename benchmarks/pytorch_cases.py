@@ -141,7 +141,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
     """All tests for as many ranks as there are; rank 0 writes what came out of them."""
     import torch.distributed as dist
 
-    from shardplan.execution import torch_faults
+    from shardplan.execution.torch import faults as torch_faults
     from shardplan.interop import torch as drop_in
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

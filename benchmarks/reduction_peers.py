@@ -24,9 +24,9 @@ import numpy as np
 from benchmarks.common import ROOT, arguments, record, table, write
 
 import shardplan as sp
-from shardplan.hardware.bounds import all_gather_bound, all_reduce_bound
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.topology import Level
+from shardplan.plans.bounds import all_gather_bound, all_reduce_bound
 
 ANSWERS = ROOT / "benchmarks" / "peers" / "collectives.json"
 PAYLOAD = 2**30

@@ -24,11 +24,11 @@ from benchmarks.common import ROOT, Progress, arguments, record, table, write
 
 import shardplan as sp
 from shardplan.hardware.topology import Level
-from shardplan.movement.instruction_run import run_instructions
-from shardplan.movement.instructions import Instruction
-from shardplan.movement.reductions import Reduction
-from shardplan.movement.state_graph import explore, state_graph
-from shardplan.movement.state_matrix import Checker
+from shardplan.movement.reductions.enumeration import Reduction
+from shardplan.movement.reductions.instructions import Instruction
+from shardplan.movement.reductions.interpreter import run_instructions
+from shardplan.movement.reductions.state_graph import explore, state_graph
+from shardplan.movement.reductions.state_matrix import Checker
 
 SIZES = ((2, 2), (2, 4), (3, 2), (2, 2, 2))
 LIMITS = (3, 4, 5, 6, 7)

@@ -32,7 +32,7 @@ LISTED = 20
 def part(seed: int, count: int) -> dict[str, Any]:
     """Run `count` programs in this process, which has eight devices; what became of them."""
     conformance = use_tests("conformance")
-    from shardplan.execution.jax import run_program
+    from shardplan.execution.jax.run import run_program
 
     kinds: collections.Counter[str] = collections.Counter()
     ops: collections.Counter[str] = collections.Counter()
@@ -56,7 +56,7 @@ def part(seed: int, count: int) -> dict[str, Any]:
 
 def compared(program: Any) -> str:
     """How the bytes in the compiled program compare with what it says: one of the rows of the result."""
-    from shardplan.execution.jax import compiled, compiled_text
+    from shardplan.execution.jax.run import compiled, compiled_text
     from shardplan.execution.rounds import moved_bytes
 
     got: collections.Counter[int] = collections.Counter()

@@ -33,16 +33,16 @@ def main() -> None:
 def _measured(n: int, repetitions: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from shardplan.execution.torch_faults import Watch
-    from shardplan.execution.torch_site import Site
+    from shardplan.execution.torch.faults import TorchWatch
+    from shardplan.execution.torch.site import GroupState
 
     counting: Any = use_tests("execution.stores").Counting
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore
     stores = [counting(dist.TCPStore("127.0.0.1", server.port, None, False)) for _ in range(n)]  # pyright: ignore
-    sites, ranks = [Site(None, store) for store in stores], tuple(range(n))
+    sites, ranks = [GroupState(None, store) for store in stores], tuple(range(n))
 
     def ours(rank: int, digest: str) -> None:
-        Watch(ranks, rank, digest[-8:], digest, [], 300.0, sites[rank]).begin("")
+        TorchWatch(ranks, rank, digest[-8:], digest, [], 300.0, sites[rank]).begin("")
 
     def plain(rank: int, digest: str) -> None:
         keys = [f"plain/{digest}/{r}" for r in ranks]

@@ -41,9 +41,9 @@ PYTHON = [
     ("mpi4py", "mpi", "sp.run(plan, [], backend='mpi')"),
     ("torch", "torch", "import shardplan.interop.torch"),
     ("jax", "jax", "import shardplan.interop.jax"),
-    ("torch", "torch", "from shardplan.interop.export_torch import bind; bind(plan.program)"),
-    ("jax", "jax", "from shardplan.interop.export_jax import bind; bind(plan.program)"),
-    ("mpi4py", "mpi", "from shardplan.interop.export_mpi import bind; bind(plan.program)"),
+    ("torch", "torch", "from shardplan.interop.exports.torch import bind; bind(plan.program)"),
+    ("jax", "jax", "from shardplan.interop.exports.jax import bind; bind(plan.program)"),
+    ("mpi4py", "mpi", "from shardplan.interop.exports.mpi import bind; bind(plan.program)"),
     ("matplotlib", "report", "from shardplan.report.lab_picture import save_points; save_points('a.png', [])"),
 ]
 

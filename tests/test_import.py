@@ -20,7 +20,7 @@ def loaded(code: str, path: Path | None = None) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("module", ["shardplan", "shardplan.interop.safetensors", "shardplan.interop.export"])
+@pytest.mark.parametrize("module", ["shardplan", "shardplan.interop.safetensors", "shardplan.interop.exports.export"])
 def test_import_loads_nothing_heavy(module: str) -> None:
     assert loaded(f"import {module}") == []
 

@@ -16,8 +16,10 @@ from shardplan.core import accounting, messages, reference, tensor
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, movement, reduction
 from shardplan.core.program import Program, Step
-from shardplan.hardware import certificate
-from shardplan.movement import emit, fit, redistribute, search
+from shardplan.movement import redistribute
+from shardplan.movement.redistribution import choice as fit
+from shardplan.movement.redistribution import emit, search
+from shardplan.plans import certificate
 
 Set = Callable[..., None]
 

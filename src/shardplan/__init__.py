@@ -29,15 +29,15 @@ if TYPE_CHECKING:
         TypingError,
     )
     from shardplan.execution.run import run
-    from shardplan.hardware.certificate import Certificate
     from shardplan.hardware.placement import Placement, placements
-    from shardplan.hardware.plan import Plan
     from shardplan.hardware.topology import Topology
-    from shardplan.movement.audit import audit
-    from shardplan.movement.place import place
+    from shardplan.launches.audit import audit
+    from shardplan.movement.placing.place import place
     from shardplan.movement.redistribute import redistribute
-    from shardplan.movement.reduce import reduce
-    from shardplan.movement.reductions import reductions
+    from shardplan.movement.reductions.enumeration import reductions
+    from shardplan.movement.reductions.reduce import reduce
+    from shardplan.plans.certificate import Certificate
+    from shardplan.plans.plan import Plan
     from shardplan.simulation.timeline import Timeline
 
 __all__ = [
@@ -81,15 +81,15 @@ _ROOMS = {
     "core.tensor": ("TensorType", "same"),
     "errors": tuple(name for name in __all__ if name.endswith("Error") or name in ("Infeasible", "TimedOut")),
     "execution.run": ("run",),
-    "hardware.certificate": ("Certificate",),
     "hardware.placement": ("Placement", "placements"),
-    "hardware.plan": ("Plan",),
     "hardware.topology": ("Topology",),
-    "movement.audit": ("audit",),
-    "movement.place": ("place",),
+    "launches.audit": ("audit",),
+    "movement.placing.place": ("place",),
     "movement.redistribute": ("redistribute",),
-    "movement.reduce": ("reduce",),
-    "movement.reductions": ("reductions",),
+    "movement.reductions.reduce": ("reduce",),
+    "movement.reductions.enumeration": ("reductions",),
+    "plans.certificate": ("Certificate",),
+    "plans.plan": ("Plan",),
     "simulation.timeline": ("Timeline",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}

@@ -369,7 +369,7 @@ def test_corrupt_plan_files(capsys, plan_file):
 
 
 def test_wrong_shards_are_named_by_device_index_and_value():
-    from shardplan.report.verify import compare, index_data
+    from shardplan.execution.verify import compare, index_data
 
     mesh = sp.Mesh(data=2, tensor=3, devices=range(10, 16))
     t = sp.TensorType.parse(SRC, mesh)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression import Expression
-from shardplan.core.factor import Factor, FactorRule, infer
+from shardplan.core.factor_rule import Factor, FactorRule, infer
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllReduce, Einsum, Elementwise, ReduceDims, Slice, matmul

@@ -151,7 +151,7 @@ def single(op: Any, types: list[TensorType]) -> Program:
 
 
 def jax_run(program: Program, inputs: Any, record: Record | None = None) -> Any:
-    from shardplan.execution.jax import run_program
+    from shardplan.execution.jax.run import run_program
 
     return run_program(program, inputs, timeout=10, record=record)
 
@@ -258,7 +258,7 @@ def exact_bits() -> Any:
 
 def moved(program: Program) -> tuple[list[tuple[str, int, int]], dict[int, int], int]:
     """The collectives of the compiled program (kind, bytes in, bytes out), bytes received by id, largest array."""
-    from shardplan.execution.jax import compiled, compiled_text
+    from shardplan.execution.jax.run import compiled, compiled_text
 
     got: dict[int, int] = dict.fromkeys(program.devices, 0)
     kinds: list[tuple[str, int, int]] = []
@@ -287,7 +287,7 @@ KINDS = {
 
 def hlo() -> Any:
     """Plans of two suites, compiled: their collectives, bytes and largest arrays beside what the program says."""
-    from shardplan.execution.jax import compiled_memory
+    from shardplan.execution.jax.run import compiled_memory
     from shardplan.execution.rounds import moved_bytes, rounds_of
     from shardplan.interop.jax import plan_of
 
@@ -374,7 +374,7 @@ def barriers(program: Program) -> int:
     """How often a program of one step makes a part wait for the one before; else some XLAs merge them."""
     import jax
 
-    from shardplan.execution.jax_parts import jax_mesh, lower_steps
+    from shardplan.execution.jax.parts import jax_mesh, lower_steps
 
     (name, t), mesh = program.inputs[0], jax_mesh(program.meshes[0])
     axes = tuple(mesh.axis_names)
@@ -443,7 +443,7 @@ def records() -> Any:
 
 def kept() -> Any:
     """Equal programs are compiled once; results of jax arrays go in again; a program of nothing runs."""
-    from shardplan.execution.jax import compiled
+    from shardplan.execution.jax.run import compiled
 
     one, two = (single(AllGather(0, ("a",)), [typed("f32[8@a, 4]")]) for _ in range(2))
     array = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -463,7 +463,7 @@ def kept() -> Any:
 
 def donated() -> Any:
     """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
-    from shardplan.execution.jax import _placed, run_placed
+    from shardplan.execution.jax.run import _placed, run_placed
 
     t = typed("f32[8@(a,b,c), 4]")
     renamed = sp.Mesh({"p": 8})

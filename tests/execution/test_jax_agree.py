@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
-from shardplan.execution.jax_agree import MOST_OPERATIONS, Meeting
+from shardplan.execution.jax.agree import MOST_OPERATIONS, Meeting
 
 jax = pytest.importorskip("jax")
 

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from shardplan.errors import BackendError
-from shardplan.execution.jax_kept import Kept
+from shardplan.execution.jax.kept import Kept
 
 
 def test_the_oldest_goes_when_the_bytes_are_too_many() -> None:

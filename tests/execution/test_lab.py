@@ -20,9 +20,9 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Re
 from shardplan.core.program import Program, Step
 from shardplan.errors import Infeasible, ParseError, TopologyError
 from shardplan.execution.lab import Cluster, Lab, Measurement, Task, Unavailable, measure, missing, needs, session
-from shardplan.execution.lab.hlo import hlo_script, parse_hlo
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Level, Topology
+from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.simulation.ring import script_of
 
 HERE = Path(__file__).parent

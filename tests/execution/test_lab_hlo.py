@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardplan.errors import ParseError
-from shardplan.execution.lab.hlo import HloCollective, hlo_script, parse_hlo
-from shardplan.execution.lab.hlo_groups import parse_groups
+from shardplan.interop.hlo import HloCollective, hlo_script, parse_hlo
+from shardplan.interop.hlo_groups import parse_groups
 
 TEXTS = Path(__file__).parent / "lab_hlo"
 A = ((0, 4), (1, 5), (2, 6), (3, 7))

@@ -8,13 +8,13 @@ import pytest
 from shardplan.errors import ParseError
 from shardplan.execution.lab.results import Row, Sweep
 from shardplan.execution.lab.scores import kendall, score, summarize
-from shardplan.execution.lab.validate import Verdict, placement_ratios, validate
+from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios, validate
 
 STORED = Path(__file__).parent / "lab_results" / "small.json"
 
 
 @pytest.fixture(scope="module")
-def verdict() -> Verdict:
+def verdict() -> ScoreVerdict:
     return validate([Sweep.load(STORED)])
 
 
@@ -80,7 +80,7 @@ def test_a_field_counts_only_where_it_can_miss() -> None:
     assert s.median_regret == pytest.approx(0.05)  # of 0.1 and 0
 
 
-def test_the_stored_result(verdict: Verdict) -> None:
+def test_the_stored_result(verdict: ScoreVerdict) -> None:
     """Two placements of 3 programs; on the far one the second and third are predicted in the wrong order."""
     assert verdict.floor == pytest.approx(np.median([abs(np.log(0.0205 / 0.02)), abs(np.log(0.2 / 0.21))]))
     near, far, pooled = (s for s in verdict.scores if s.model == "events")
@@ -100,7 +100,7 @@ def test_the_stored_result(verdict: Verdict) -> None:
     ]
 
 
-def test_targets_and_misses(verdict: Verdict) -> None:
+def test_targets_and_misses(verdict: ScoreVerdict) -> None:
     held = {t.claim: t.holds for t in verdict.targets}
     assert held["payload on every link, every program"] is False
     assert held["kernel's count over payload, busy links"] is False

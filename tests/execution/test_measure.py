@@ -6,9 +6,9 @@ import pytest
 import shardplan as sp
 from shardplan.core.ops import AllGather, Slice
 from shardplan.core.program import Program, Step
+from shardplan.execution import launched
 from shardplan.execution.measure import measure, own_devices, timeline_of
-from shardplan.execution.record import Span
-from shardplan.report import launched
+from shardplan.execution.record import StepSpan
 
 MESH = sp.Mesh(a=2)
 T = sp.TensorType.parse("f32[4@a]", MESH)
@@ -19,10 +19,10 @@ PROGRAM = Program(
 
 def test_spans_on_one_clock_start_at_zero() -> None:
     spans = [
-        Span(1, 0, 10.5, 11.0, 8),
-        Span(0, 0, 10.0, 11.0, 8),
-        Span(0, 1, 11.0, 11.25, 0),
-        Span(1, 1, 11.0, 12.0, 0),
+        StepSpan(1, 0, 10.5, 11.0, 8),
+        StepSpan(0, 0, 10.0, 11.0, 8),
+        StepSpan(0, 1, 11.0, 11.25, 0),
+        StepSpan(1, 1, 11.0, 12.0, 0),
     ]
     line = timeline_of(PROGRAM, spans, "here")
     assert (line.source, line.title, line.seconds, line.devices) == ("measured", "here", 2.0, (0, 1))

@@ -15,7 +15,7 @@ from execution.mpi_launch import ROOT, launched, run
 from shardplan.core.ops import AllReduce
 from shardplan.core.program import Program, Step
 from shardplan.errors import BackendError
-from shardplan.interop.export_mpi import bind
+from shardplan.interop.exports.mpi import bind
 
 CHILD = "mpi_child.py"
 OBJECTS = 2**15  # bytes of Python objects that a run makes beside its arrays
@@ -109,7 +109,7 @@ def test_without_an_mpi_library_it_says_what_to_install() -> None:
 
 
 def test_importing_the_backend_does_not_start_mpi() -> None:
-    script = "import sys, shardplan.execution.mpi; print('mpi4py' in sys.modules)"
+    script = "import sys, shardplan.execution.mpi.run; print('mpi4py' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "False\n", done.stderr

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.execution.mpi_agree import Agreement, Refusal, Start, name_of
-from shardplan.execution.mpi_faults import silent
+from shardplan.execution.mpi.agree import Agreement, Refusal, Start, name_of
+from shardplan.execution.mpi.faults import silent
 
 ONE, OTHER = (hashlib.sha256(text).digest() for text in (b"one", b"other"))
 

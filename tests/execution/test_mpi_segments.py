@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.execution.mpi_segments import unname
+from shardplan.execution.mpi.segments import unname
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what a process has mapped")
 

@@ -14,8 +14,8 @@ from execution.torch_launch import printed, torchrun
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from shardplan.execution.torch_faults import Watch  # noqa: E402
-from shardplan.execution.torch_site import Site  # noqa: E402
+from shardplan.execution.torch.faults import TorchWatch  # noqa: E402
+from shardplan.execution.torch.site import GroupState  # noqa: E402
 
 HERE = Path(__file__).parent
 MOST = 7  # operations of a rank at the first run of a program
@@ -27,13 +27,15 @@ class Rank:
 
     def __init__(self, store, ranks, rank):
         self.store = Counting(store)
-        self.site = Site(None, self.store)
+        self.site = GroupState(None, self.store)
         self.ranks, self.rank = ranks, rank
 
     def begin(self, digest, problem="", timeout=120.0):
         """The real agreement; what it raises."""
         try:
-            Watch(self.ranks, self.rank, f"program {digest[:8]}", digest, ["op"], timeout, self.site).begin(problem)
+            TorchWatch(self.ranks, self.rank, f"program {digest[:8]}", digest, ["op"], timeout, self.site).begin(
+                problem
+            )
         except sp.ShardplanError as error:
             return error
         return None
@@ -127,12 +129,12 @@ def test_a_refusal_is_the_same_line_on_every_rank_and_the_next_run_agrees(ranks_
 
 
 def test_tags_differ_by_run_and_by_program() -> None:
-    site = Site(None, dist.HashStore())
-    tags = [Watch((0, 1), 0, "", digest, [], 1.0, site).tag for _ in range(500) for digest in (X, Y)]
+    site = GroupState(None, dist.HashStore())
+    tags = [TorchWatch((0, 1), 0, "", digest, [], 1.0, site).tag for _ in range(500) for digest in (X, Y)]
     assert len(set(tags)) == len(tags)
     assert all(0 <= tag < 2**31 for tag in tags)
-    other = Site(None, dist.HashStore())
-    swapped = [Watch((0, 1), 1, "", digest, [], 1.0, other).tag for _ in range(500) for digest in (Y, X)]
+    other = GroupState(None, dist.HashStore())
+    swapped = [TorchWatch((0, 1), 1, "", digest, [], 1.0, other).tag for _ in range(500) for digest in (Y, X)]
     assert not {k for k, (a, b) in enumerate(zip(tags, swapped, strict=True)) if a == b}
 
 

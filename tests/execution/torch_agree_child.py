@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 import shardplan as sp  # noqa: E402
-from shardplan.execution import torch as backend  # noqa: E402
-from shardplan.execution.torch_site import site  # noqa: E402
+from shardplan.execution.torch import run as backend  # noqa: E402
+from shardplan.execution.torch.site import site  # noqa: E402
 from shardplan.interop.torch import redistribute  # noqa: E402
 
 VICTIM, TIMEOUT = 2, 120.0
@@ -111,16 +111,16 @@ def main():
     drop_in(mine)
     operations.append(store.calls.total())
 
-    plain = backend.Watch.at
+    plain = backend.TorchWatch.at
 
     def at(self, step):
         plain(self, step)
         raise MemoryError("no room")
 
     if rank == VICTIM:
-        backend.Watch.at = at
+        backend.TorchWatch.at = at
     found["raises and lives"] = seen(lambda: run(0))
-    backend.Watch.at = plain
+    backend.TorchWatch.at = plain
     run(0)
 
     order = (1, 0) if rank == VICTIM else (0, 1)

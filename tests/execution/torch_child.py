@@ -16,10 +16,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from conformance import cases, differences  # noqa: E402
-from shardplan.execution import torch as backend  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
-from shardplan.execution.torch_dtypes import to_numpy, to_torch  # noqa: E402
+from shardplan.execution.torch import run as backend  # noqa: E402
+from shardplan.execution.torch.dtypes import to_numpy, to_torch  # noqa: E402
 
 
 def places(mesh, rank):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import shardplan as sp
 from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program, Step
-from shardplan.execution import torch as backend
+from shardplan.execution.torch import run as backend
 
 MESH = sp.Mesh(a=4)
 A, B, C = (sp.TensorType.parse(f"f32[{x}]", MESH) for x in ("1024@a, 2048", "1024, 2048@a", "1024, 2048"))
@@ -50,7 +50,7 @@ def main() -> int:
     timeout = float(f"{max(timeout, 20 * float(took)):.3g}")
     dist.barrier()
     if rank == victim:
-        watch_at = backend.Watch.at
+        watch_at = backend.TorchWatch.at
 
         def at(self, step):
             watch_at(self, step)
@@ -65,7 +65,7 @@ def main() -> int:
             if fault == "late":
                 time.sleep(timeout / 2)
 
-        backend.Watch.at = at
+        backend.TorchWatch.at = at
     if fault == "late start" and rank == victim:
         time.sleep(timeout / 2)
     if fault == "absent" and rank == victim:

@@ -61,7 +61,7 @@ def test_entry_bytes_equal_sets_of_cells(case):
 @given(boxes())
 @settings(max_examples=80, deadline=None)
 def test_the_coarse_bound_is_a_bound(case):
-    from shardplan.hardware import bounds
+    from shardplan.plans import bounds
 
     (src, dst), units = case
     limit, bounds._EXACT = bounds._EXACT, 0

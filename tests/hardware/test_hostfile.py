@@ -8,7 +8,7 @@ from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Topology
-from shardplan.hardware.hostfile import (
+from shardplan.launches.hostfile import (
     devices_of,
     host_level,
     host_names,

@@ -12,8 +12,8 @@ from hardware.topologies import any_topology, switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
 from shardplan.hardware import Level, Placement, Topology, placements
-from shardplan.hardware.launch import Launch, ring_of, sharing
-from shardplan.hardware.verdict import Stray, analyse
+from shardplan.launches.launch import Launch, ring_of, sharing
+from shardplan.launches.verdict import Stray, analyse
 
 RANDOM = st.randoms(use_true_random=False)
 

@@ -12,9 +12,9 @@ from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Placement, matrix_of, placements
-from shardplan.hardware.launch import Launch
-from shardplan.hardware.megatron import NAMES, fastest_first, greedy_matrix, name_of, order_of, order_ranks, orders_of
-from shardplan.hardware.verdict import analyse
+from shardplan.launches.launch import Launch
+from shardplan.launches.megatron import NAMES, fastest_first, greedy_matrix, name_of, order_of, order_ranks, orders_of
+from shardplan.launches.verdict import analyse
 
 
 @given(systems(names=("dp", "tp", "pp", "cp", "ep")), st.permutations(list(NAMES)))

@@ -11,11 +11,11 @@ from tests.hardware.topologies import any_topology
 
 import shardplan as sp
 from shardplan.errors import ShardplanError
-from shardplan.hardware.bounds import all_reduce_bound, reduce_scatter_bound
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.reduction_bound import reduction_bound
 from shardplan.hardware.topology import Level
-from shardplan.hardware.where import fabric_of
+from shardplan.plans.bounds import all_reduce_bound, reduce_scatter_bound
+from shardplan.plans.pricing import fabric_of
+from shardplan.plans.reduction_bound import reduction_bound
 
 STATES = ["dim0", "dim1", "partial", "root", "free"]
 

@@ -11,11 +11,11 @@ from tests.hardware.topologies import any_topology
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
+from shardplan.hardware.alpha_beta import AlphaBeta, offsets
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.factors import checked_axes, factors
+from shardplan.hardware.level_factors import checked_axes, factors
 from shardplan.hardware.placement import Placement, placements
-from shardplan.hardware.tariff import Tariff, offsets
 from shardplan.hardware.topology import Topology
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"]
@@ -47,7 +47,7 @@ def test_prices_over_digits_equal_prices_over_devices(placement, kind, algorithm
         ids = ids[ids // d.stride % d.size == 0]
     members = ids[:, None] + offsets([(d.size, d.stride) for d in varies])
     whole = price(Groups(kind, members, np.full(len(members), 1e6)), Fabric(placement.topology), algorithm)
-    tariff = Tariff(placement.topology, algorithm)
+    tariff = AlphaBeta(placement.topology, algorithm)
     assert tariff.seconds(kind, varies, zero, 1e6) == pytest.approx(whole.seconds, rel=1e-12)
     uneven = np.arange(len(members)) * 1e4
     direct = price(Groups(kind, members, uneven), Fabric(placement.topology), algorithm)
@@ -87,5 +87,5 @@ def test_a_degraded_link_is_not_overlooked():
     )
     for where, ratio in ((topology, 1.0), (slow, 2.0)):
         digits = factors(Placement(Mesh(a=2, b=16), where, ((2, 1), (2, 8))), "a")[0].digits
-        rate = Tariff(where, "ring").offers("all_reduce", digits)[0][1]
+        rate = AlphaBeta(where, "ring").offers("all_reduce", digits)[0][1]
         assert rate == pytest.approx(ratio * 8 / 8e9)

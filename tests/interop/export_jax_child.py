@@ -15,8 +15,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from shardplan.interop.export_jax import bind, jax_text
-from shardplan.interop.export_recipe import recipe
+from shardplan.interop.exports.jax import bind, jax_text
+from shardplan.interop.exports.recipe import recipe
 
 
 def main() -> None:

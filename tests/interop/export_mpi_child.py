@@ -10,7 +10,7 @@ import numpy as np
 from export_cases import RANKS, cases
 from mpi4py import MPI
 
-from shardplan.interop.export_mpi import bind, mpi_text
+from shardplan.interop.exports.mpi import bind, mpi_text
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from export_cases import RANKS, cases
 
-from shardplan.interop.export_torch import bind, torch_text
+from shardplan.interop.exports.torch import bind, torch_text
 
 
 class Older:
@@ -32,7 +32,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     assert dist.get_world_size() == RANKS
-    from shardplan.interop import export_torch_calls
+    from shardplan.interop.exports import torch_calls as export_torch_calls
 
     wrong: list[str] = []
     made: dict = {}

@@ -18,8 +18,8 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.interop.export import EXPORTS, export_text
-from shardplan.interop.export_recipe import SHOWN, heading, recipe
+from shardplan.interop.exports.export import EXPORTS, export_text
+from shardplan.interop.exports.recipe import SHOWN, heading, recipe
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -202,7 +202,7 @@ def test_equal_programs_give_equal_texts() -> None:
 
 def test_an_export_imports_no_framework() -> None:
     code = (
-        "import sys, shardplan.interop.export as e; from shardplan.core.program import Program; "
+        "import sys, shardplan.interop.exports.export as e; from shardplan.core.program import Program; "
         f"p = Program.parse({str(TWO.program)!r}); [f(p, None) for f in e.EXPORTS.values()]; "
         "print({'torch', 'jax', 'mpi4py'} & set(sys.modules))"
     )
@@ -215,7 +215,7 @@ def test_binding_without_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("torch")
     from torch import distributed
 
-    from shardplan.interop.export_torch import bind
+    from shardplan.interop.exports.torch import bind
 
     # Another test of this process may have left a process group.
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)

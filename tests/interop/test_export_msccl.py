@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from interop.export_cases import Case, cases, chain, place, random_case, topology
 from shardplan.core.ops import AllReduce, Broadcast, Reduce
 from shardplan.errors import BackendError, LayoutError, ParseError, ScheduleError, ShardplanError
-from shardplan.interop.msccl import msccl_text
-from shardplan.interop.msccl_run import run, verify
-from shardplan.interop.msccl_schema import MOST_CHANNELS, MOST_STEPS, TYPES, parse
+from shardplan.interop.exports.msccl import msccl_text
+from shardplan.interop.exports.msccl_interpreter import run, verify
+from shardplan.interop.exports.msccl_schema import MOST_CHANNELS, MOST_STEPS, TYPES, parse
 
 ENDS_WHOLE = [case for case in cases() if not case.program.output_types[0].layout.used]
 BY_NAME = {case.name: case for case in ENDS_WHOLE}

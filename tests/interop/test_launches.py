@@ -12,9 +12,9 @@ from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
 from shardplan.hardware import placements
-from shardplan.hardware.hostfile import parse_hostfile
-from shardplan.hardware.verdict import analyse
-from shardplan.interop.launches import from_jax, from_torch
+from shardplan.launches.frameworks import from_jax, from_torch
+from shardplan.launches.hostfile import parse_hostfile
+from shardplan.launches.verdict import analyse
 
 
 def fake_devices(slices, each, attribute="slice_index"):

@@ -15,12 +15,12 @@ from movement.fixes import executed, split_by
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Placement, Topology, count, placements
-from shardplan.hardware.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
-from shardplan.hardware.launch import Launch
-from shardplan.hardware.verdict import analyse
-from shardplan.movement.audit import audit, leaving_bytes, stock_ranking, stock_seconds
-from shardplan.movement.fixes import fix, nccl_split, renumbered, strided_text
-from shardplan.movement.traffic import OPS, Demand, demands_of, parse_traffic
+from shardplan.launches.audit import audit, leaving_bytes, stock_ranking, stock_seconds
+from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
+from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
+from shardplan.launches.launch import Launch
+from shardplan.launches.verdict import analyse
+from shardplan.movement.placing.traffic import OPS, Demand, demands_of, parse_traffic
 
 A100X16 = Topology.load("gcp-a100x16", nodes=2)
 SIX = Topology.load("dgx-a100").resize(nodes=2, gpus=6)

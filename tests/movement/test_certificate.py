@@ -18,8 +18,8 @@ from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
 from shardplan.core.program import Step
 from shardplan.errors import CertificateError, ParseError, ShardplanError
+from shardplan.execution.verify import verify
 from shardplan.movement.redistribute import plan_kept
-from shardplan.report.verify import verify
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 # `exact` is the planner's word, and a larger limit or a weaker status is no false claim
@@ -178,7 +178,7 @@ def edits(plan: sp.Plan) -> list[tuple[str, Any]]:
 
 
 def plan_object(plan: sp.Plan) -> dict[str, Any]:
-    from shardplan.hardware.planfile import plan_dict
+    from shardplan.plans.plan_file import plan_dict
 
     return plan_dict(plan)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import oracle
 import shardplan as sp
 from shardplan.core.accounting import holds
-from shardplan.movement.order import Move, least_order
+from shardplan.movement.order import OrderedMove, least_order
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]
 SHAPES = ((48, 16), (16, 48), (64, 16), (16,))  # a layer's tensors
@@ -168,7 +168,7 @@ def peak_of(alone: list[tuple[np.ndarray | int, list[object]]], order: tuple[int
     return peak
 
 
-def tops(moves: list[Move], base: np.ndarray, order: list[int]) -> int:
+def tops(moves: list[OrderedMove], base: np.ndarray, order: list[int]) -> int:
     live = base + np.sum([m.before for m in moves], axis=0)
     peak = int(live.max())
     for k in order:
@@ -178,12 +178,12 @@ def tops(moves: list[Move], base: np.ndarray, order: list[int]) -> int:
 
 
 @st.composite
-def drawn_moves(draw: st.DrawFn, most: int) -> tuple[list[Move], np.ndarray]:
+def drawn_moves(draw: st.DrawFn, most: int) -> tuple[list[OrderedMove], np.ndarray]:
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     devices, kinds = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     table = rng.integers(0, 9, size=(kinds, 3, devices))
     moves = [
-        Move(before, np.maximum(before, after) + extra, after)
+        OrderedMove(before, np.maximum(before, after) + extra, after)
         for before, extra, after in table[rng.integers(0, kinds, size=draw(st.integers(0, most)))]
     ]
     return moves, rng.integers(0, 9, size=devices)
@@ -191,7 +191,7 @@ def drawn_moves(draw: st.DrawFn, most: int) -> tuple[list[Move], np.ndarray]:
 
 @settings(max_examples=150, deadline=None)
 @given(drawn_moves(6))
-def test_the_order_of_few_moves_is_exact(drawn: tuple[list[Move], np.ndarray]) -> None:
+def test_the_order_of_few_moves_is_exact(drawn: tuple[list[OrderedMove], np.ndarray]) -> None:
     moves, base = drawn
     order = least_order(moves, base)
     assert sorted(order) == list(range(len(moves)))
@@ -201,7 +201,7 @@ def test_the_order_of_few_moves_is_exact(drawn: tuple[list[Move], np.ndarray]) -
 
 @settings(max_examples=100, deadline=None)
 @given(drawn_moves(7))
-def test_the_beams_find_it_too(drawn: tuple[list[Move], np.ndarray]) -> None:
+def test_the_beams_find_it_too(drawn: tuple[list[OrderedMove], np.ndarray]) -> None:
     """Of four kinds of moves a beam of 32 loses nothing that matters."""
     moves, base = drawn
     with pytest.MonkeyPatch.context() as patch:

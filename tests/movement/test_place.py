@@ -16,7 +16,7 @@ from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import count
 from shardplan.hardware.topology import Level
-from shardplan.movement.traffic import OPS, demands_of, program_traffic
+from shardplan.movement.placing.traffic import OPS, demands_of, program_traffic
 
 
 def switches(*levels, **options):

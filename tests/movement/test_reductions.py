@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 from shardplan.errors import CertificateError, Infeasible, LayoutError, TopologyError, TypingError
-from shardplan.hardware.factors import factors
-from shardplan.hardware.tariff import tariff
-from shardplan.movement import state_matrix
-from shardplan.movement.hierarchies import hierarchy
-from shardplan.movement.instruction_run import POISON, run_instructions
-from shardplan.movement.instructions import Grouping, Instruction, alphabet, groupings, parse_program
-from shardplan.movement.instructions import program_text as text
-from shardplan.movement.payload import payload, recognise
-from shardplan.movement.reduce import check_path
-from shardplan.movement.reduction_path import cheapest_path
-from shardplan.movement.reduction_space import edge_costs, reduction_space
-from shardplan.movement.state_graph import explore, state_graph
-from shardplan.movement.state_matrix import Checker
+from shardplan.hardware.alpha_beta import alpha_beta
+from shardplan.hardware.level_factors import factors
+from shardplan.movement.reductions import state_matrix
+from shardplan.movement.reductions.hierarchies import hierarchy
+from shardplan.movement.reductions.instructions import Grouping, Instruction, alphabet, groupings, parse_program
+from shardplan.movement.reductions.instructions import program_text as text
+from shardplan.movement.reductions.interpreter import POISON, run_instructions
+from shardplan.movement.reductions.payload import payload, recognise
+from shardplan.movement.reductions.reduce import check_path
+from shardplan.movement.reductions.shortest_path import cheapest_path
+from shardplan.movement.reductions.state_graph import explore, state_graph
+from shardplan.movement.reductions.state_matrix import Checker
+from shardplan.movement.reductions.type_graph import edge_costs, reduction_space
 
 RATES = st.sampled_from([1e9, 8e9, 2.5e10, 1e11, 3e11])
 
@@ -101,7 +101,9 @@ def test_hoare_triples():
     with pytest.raises(TypingError, match="ends before every member holds every addend"):
         checker.check([Instruction(across, "all_reduce")])
     with pytest.raises(TypingError, match="3 rows are not cut by 2"):
-        bad = state_matrix._refused("reduce_scatter", [state_matrix.Held(0b111, 1), state_matrix.Held(0b111, 2)])
+        bad = state_matrix._refused(
+            "reduce_scatter", [state_matrix.HeldRows(0b111, 1), state_matrix.HeldRows(0b111, 2)]
+        )
         raise TypingError(bad)
 
 
@@ -422,7 +424,7 @@ def test_one_group_alone_would_err_by_the_groups_on_a_port():
     topology = switches((2, 8e9), (8, 135e9))
     placement = sp.Placement(sp.Mesh(data=2, tensor=8), topology, ((2, 1), (1, 8)))
     digits = factors(placement, "data")[0].digits
-    rate = tariff(topology, "ring").offers("all_reduce", digits)[0][1]
+    rate = alpha_beta(topology, "ring").offers("all_reduce", digits)[0][1]
     assert rate == pytest.approx(8 / 8e9)
 
 
@@ -467,9 +469,9 @@ def test_edge_costs_are_those_of_the_typed_steps():
     placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (2, 1e10), (2, 1e11), latency=1e-6)))
     view = payload(placement, "a", 2**16)
     space = reduction_space(3)
-    costs = edge_costs(space, view.factors, view.nbytes, tariff(placement.topology))
+    costs = edge_costs(space, view.factors, view.nbytes, alpha_beta(placement.topology))
     from shardplan.hardware.cost import price
-    from shardplan.hardware.where import fabric_of
+    from shardplan.plans.pricing import fabric_of
 
     fabric = fabric_of(placement, (view.mesh,))
     for edge, cost in zip(space.edges, costs, strict=True):

@@ -9,10 +9,10 @@ import oracle
 import shardplan as sp
 from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
 from shardplan.core.ops import Exchange
-from shardplan.movement.candidates import is_portable
-from shardplan.movement.emit import edge
-from shardplan.movement.space import LOCAL, MOVE
-from shardplan.movement.units import Problem, problem
+from shardplan.movement.redistribution.candidates import is_portable
+from shardplan.movement.redistribution.emit import edge
+from shardplan.movement.redistribution.problem import Problem, problem
+from shardplan.movement.redistribution.space import LOCAL, MOVE
 
 NONE: Marks = (frozenset(), frozenset())
 

@@ -8,32 +8,32 @@ import pytest
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, ShardplanError, TopologyError
 from shardplan.hardware import Topology
-from shardplan.movement.audit import audit
+from shardplan.launches.audit import audit
 from shardplan.report.audit import audit_command, audit_object, audit_text
 
 SMALL = Topology.load("gcp-a100x16", nodes=2)
 
 
 def test_examples():
-    import shardplan.hardware.hostfile
-    import shardplan.hardware.launch
-    import shardplan.hardware.megatron
-    import shardplan.hardware.verdict
-    import shardplan.movement.audit
-    import shardplan.movement.fixes
-    import shardplan.movement.traffic
+    import shardplan.launches.audit
+    import shardplan.launches.fixes
+    import shardplan.launches.hostfile
+    import shardplan.launches.launch
+    import shardplan.launches.megatron
+    import shardplan.launches.verdict
+    import shardplan.movement.placing.traffic
     import shardplan.report.audit
     import shardplan.report.placement_picture
     import shardplan.report.placement_svg
 
     for module in (
-        shardplan.hardware.hostfile,
-        shardplan.hardware.launch,
-        shardplan.hardware.megatron,
-        shardplan.hardware.verdict,
-        shardplan.movement.audit,
-        shardplan.movement.traffic,
-        shardplan.movement.fixes,
+        shardplan.launches.hostfile,
+        shardplan.launches.launch,
+        shardplan.launches.megatron,
+        shardplan.launches.verdict,
+        shardplan.launches.audit,
+        shardplan.movement.placing.traffic,
+        shardplan.launches.fixes,
         shardplan.report.audit,
         shardplan.report.placement_picture,
         shardplan.report.placement_svg,

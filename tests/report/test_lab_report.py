@@ -7,13 +7,7 @@ import pytest
 
 import shardplan as sp
 from execution.lab_here import needs_lab
-from shardplan.core.ops import AllGather
-from shardplan.core.program import Program, Step
-from shardplan.errors import LayoutError, ParseError, TopologyError
-from shardplan.execution.lab import Cluster
-from shardplan.execution.lab.results import Sweep
-from shardplan.hardware.placement import Placement
-from shardplan.report.lab import (
+from shardplan.cli.lab import (
     in_order,
     lab_run_command,
     lab_sweep_command,
@@ -22,6 +16,12 @@ from shardplan.report.lab import (
     read_leaf,
     read_rates,
 )
+from shardplan.core.ops import AllGather
+from shardplan.core.program import Program, Step
+from shardplan.errors import LayoutError, ParseError, TopologyError
+from shardplan.execution.lab import Cluster
+from shardplan.execution.lab.results import Sweep
+from shardplan.hardware.placement import Placement
 from shardplan.report.lab_text import sweep_text
 from shardplan.report.text import json_text
 

@@ -10,7 +10,7 @@ import shardplan as sp
 from shardplan.core.messages import kept
 from shardplan.core.ops import AllReduce, Slice, ToPartial
 from shardplan.core.program import Step
-from shardplan.report.frames import frames
+from shardplan.report.contents import frames
 from shardplan.report.picture import text_picture
 from shardplan.report.svg import svg_picture
 

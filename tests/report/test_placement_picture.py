@@ -11,9 +11,9 @@ from hardware.launches import placed, plain_groups
 from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import Fabric, Placement, Topology
-from shardplan.hardware.launch import Launch
-from shardplan.movement.audit import leaving_bytes
-from shardplan.movement.traffic import demands_of
+from shardplan.launches.audit import leaving_bytes
+from shardplan.launches.launch import Launch
+from shardplan.movement.placing.traffic import demands_of
 from shardplan.report.placement_picture import WIDTH, crossed, scene, text_placement
 from shardplan.report.placement_svg import svg_placement
 

@@ -12,7 +12,7 @@ import strategies as some
 from shardplan.core.ops import AllGather
 from shardplan.core.part import Part, blocks, corners, descent, numbers, run_part
 from shardplan.core.reference import run_program, spread
-from shardplan.report import verify
+from shardplan.execution import verify
 
 
 @st.composite

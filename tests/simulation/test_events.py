@@ -16,7 +16,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Level, Topology
 from shardplan.simulation.events import Constants, fair_rates, simulate
 from shardplan.simulation.ring import script_of
-from shardplan.simulation.script import Round, Script, ScriptError, Stage
+from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
 from shardplan.simulation.tree import Tree
 
 OUTER, INNER = 1e6, 1e7  # bytes per second
@@ -35,7 +35,7 @@ def script(*messages: tuple[int, int, int], kind: str = "send") -> Script:
     """One message after another posted, all at once, by (sender, receiver, bytes)."""
     rounds = {
         d: (
-            Round(
+            ScriptRound(
                 tuple((r, n) for s, r, n in messages if s == d), tuple((s, n) for s, r, n in messages if r == d)
             ),
         )
@@ -138,7 +138,7 @@ def test_bounds_on_every_program() -> None:
 
 
 def test_what_never_comes_is_an_error() -> None:
-    lonely = Script((Stage(0, {0: (Round((), ((1, 8),)),)}),), ("x",), ("x",))
+    lonely = Script((Stage(0, {0: (ScriptRound((), ((1, 8),)),)}),), ("x",), ("x",))
     with pytest.raises(ScriptError, match=r"^devices \[0\] wait for messages that are never sent$"):
         simulate(lonely, FLAT)
     with pytest.raises(ScriptError, match=r"^device 1 sends \[\] bytes to device 0, which waits for \[8\]$"):

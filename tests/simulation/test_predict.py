@@ -12,9 +12,9 @@ import strategies as some
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, Send
 from shardplan.core.program import Program, Step
-from shardplan.hardware.nominal import nominal_step
 from shardplan.hardware.topology import Level, Topology
-from shardplan.hardware.where import Where, fabric_of, priced, step_prices
+from shardplan.plans.nominal import nominal_step
+from shardplan.plans.pricing import Where, fabric_of, priced, step_prices
 from shardplan.simulation.predict import predict, step_names
 from shardplan.simulation.timeline import Timeline, TimelineError
 

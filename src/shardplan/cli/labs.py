@@ -46,7 +46,7 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run a program on an emulated cluster, and print it beside its prediction."""
-    from shardplan.report.lab import lab_run_command
+    from shardplan.cli.lab import lab_run_command
 
     check_writable(png)
     with progress_bar() as bar:
@@ -89,7 +89,7 @@ def sweep(
     as_json: Json = False,
 ) -> int:
     """Measure every placement and reduction program of an experiment, or of the standard sweep."""
-    from shardplan.report.lab import lab_sweep_command
+    from shardplan.cli.lab import lab_sweep_command
 
     check_writable(out, png)
     with progress_bar() as bar:
@@ -121,7 +121,7 @@ def validate(
     as_json: Json = False,
 ) -> int:
     """Score the simulator on result files of sweeps."""
-    from shardplan.report.lab import lab_validate_command
+    from shardplan.cli.lab import lab_validate_command
 
     check_writable(png)
     with progress_bar() as bar:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from shardplan.core.mesh import Mesh
     from shardplan.hardware.placement import Placement
     from shardplan.hardware.topology import Topology
-    from shardplan.movement.demand import Programs
-    from shardplan.movement.reduce import Target
-    from shardplan.movement.traffic import Traffic
+    from shardplan.movement.placing.demand import Programs
+    from shardplan.movement.placing.traffic import Traffic
+    from shardplan.movement.reductions.reduce import Target
 
 NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)]
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
@@ -57,8 +57,8 @@ def place(
 ) -> None:
     """Rank every placement of a mesh on a topology for the traffic of a job."""
     from shardplan.core.program import Program
-    from shardplan.hardware.planfile import write_atomic
-    from shardplan.movement.place import place as rank
+    from shardplan.movement.placing.place import place as rank
+    from shardplan.plans.plan_file import write_atomic
     from shardplan.report.place import ranking_object, ranking_text
     from shardplan.report.placement_picture import text_placement
     from shardplan.report.placement_svg import svg_placement
@@ -113,12 +113,12 @@ def reduce(
     as_json: Json = False,
 ) -> None:
     """Find the best program that reduces over some axes of a placement."""
-    from shardplan.hardware.factors import factors
-    from shardplan.movement.demand import stock_seconds
-    from shardplan.movement.reduce import instructions_text, stock_op
-    from shardplan.movement.reduce import reduce as best
-    from shardplan.movement.reductions import reductions
-    from shardplan.movement.traffic import Demand
+    from shardplan.hardware.level_factors import factors
+    from shardplan.movement.placing.demand import stock_seconds
+    from shardplan.movement.placing.traffic import Demand
+    from shardplan.movement.reductions.enumeration import reductions
+    from shardplan.movement.reductions.reduce import instructions_text, stock_op
+    from shardplan.movement.reductions.reduce import reduce as best
     from shardplan.report import place as told
     from shardplan.report.text import json_text
 
@@ -137,7 +137,7 @@ def reduce(
     if out is not None:
         plan.save(out)
     if export is not None:
-        from shardplan.interop.export import export_text
+        from shardplan.interop.exports.export import export_text
 
         code = export_text(export, plan.program, spot)
         print(json_text({"export": export, "code": code}) if as_json else code)
@@ -177,7 +177,7 @@ def audit(
     as_json: Json = False,
 ) -> int:
     """Say how a launch that exists is placed, what that costs, and how to do better."""
-    from shardplan.hardware.planfile import write_atomic
+    from shardplan.plans.plan_file import write_atomic
     from shardplan.report.audit import audit_command
     from shardplan.report.text import json_text
 
@@ -209,7 +209,7 @@ def _needed(name: str | None, nodes: int | None) -> Topology:
 
 
 def _traffic(text: str) -> Traffic:
-    from shardplan.movement.traffic import parse_traffic
+    from shardplan.movement.placing.traffic import parse_traffic
 
     try:
         return parse_traffic(text)
@@ -230,7 +230,7 @@ def _placement(
     text: str | None, mesh: Mesh, topology: Topology, axes: tuple[str, ...], nbytes: float, algorithm: str
 ) -> Placement:
     from shardplan.hardware.placement import Placement
-    from shardplan.movement.place import place as rank
+    from shardplan.movement.placing.place import place as rank
 
     if text is None:
         return rank(mesh, topology, {axes: nbytes}, algorithm=algorithm)[0].placement

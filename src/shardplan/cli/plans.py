@@ -24,7 +24,7 @@ from shardplan.errors import BackendError, LayoutError, ParseError, line
 if TYPE_CHECKING:
     from shardplan.core.program import Program
     from shardplan.core.tensor import TensorType
-    from shardplan.hardware.plan import Plan
+    from shardplan.plans.plan import Plan
 
 
 def redistribute(
@@ -84,9 +84,9 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check a plan's certificate without the planner, run it on the reference, and compare every shard."""
-    from shardplan.hardware.plan import Plan
+    from shardplan.execution.verify import verify
+    from shardplan.plans.plan import Plan
     from shardplan.report.text import check_object, check_text, json_text
-    from shardplan.report.verify import verify
 
     plan = Plan.load(path)
     verdict = verify(plan)
@@ -101,7 +101,7 @@ def show(
 ) -> None:
     """Print a plan, a program or a type, with what each device holds before and after each step."""
     from shardplan.core.tensor import TensorType
-    from shardplan.hardware.plan import Plan
+    from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, plan_object, program_object, shown, type_object
 
     check_writable(svg)
@@ -143,9 +143,9 @@ def run(
     what was predicted beside what was measured.
     """
     from shardplan.execution.run import BACKENDS
-    from shardplan.hardware.plan import Plan
+    from shardplan.execution.verify import trial
+    from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
-    from shardplan.report.verify import trial
 
     if backend not in BACKENDS:
         raise LayoutError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
@@ -167,8 +167,8 @@ def run(
 
 
 def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: Path | None, as_json: bool) -> None:
-    from shardplan.hardware.plan import Plan
-    from shardplan.report.launched import launched, trial
+    from shardplan.execution.launched import launched, trial
+    from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
     from shardplan.report.timeline import comparison_text
     from shardplan.simulation.predict import predict
@@ -197,7 +197,7 @@ def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: 
 def load_plan(what: str) -> Plan | Program:
     """Read a plan file (JSON) or a program file (text)."""
     from shardplan.core.program import Program
-    from shardplan.hardware.plan import Plan
+    from shardplan.plans.plan import Plan
 
     path = Path(what)
     try:
@@ -215,9 +215,9 @@ def load_plan(what: str) -> Plan | Program:
 
 
 def _write_svg(path: Path, program: Program | TensorType, title: str, subject: Plan | Program | TensorType) -> None:
-    from shardplan.hardware.plan import Plan
-    from shardplan.hardware.planfile import write_atomic
     from shardplan.hardware.units import format_bytes
+    from shardplan.plans.plan import Plan
+    from shardplan.plans.plan_file import write_atomic
     from shardplan.report.svg import svg_picture
 
     note = ""

@@ -51,7 +51,7 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AxisSpan:
     """What a name denotes: a contiguous run of atoms, of one size and stride in mesh order."""
 
     name: str
@@ -63,9 +63,9 @@ class Span:
 
 def _index(
     axes: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Parts, ...]
-) -> tuple[list[Atom], dict[str, Span]]:
+) -> tuple[list[Atom], dict[str, AxisSpan]]:
     atoms: list[Atom] = []
-    spans: dict[str, Span] = {}
+    spans: dict[str, AxisSpan] = {}
     stride = math.prod(sizes)
     for axis, size, split in zip(axes, sizes, parts, strict=True):
         axis_start = len(atoms)
@@ -77,9 +77,9 @@ def _index(
                 stride //= factor
                 name = part_name if len(factors) == 1 else f"{part_name}.{k}"
                 atoms.append(Atom(name, factor, stride))
-                spans[name] = Span(name, factor, stride, (len(atoms) - 1,), False)
-            spans[part_name] = Span(part_name, part_size, stride, tuple(range(part_start, len(atoms))), False)
-        spans[axis] = Span(axis, size, outer // size, tuple(range(axis_start, len(atoms))), True)
+                spans[name] = AxisSpan(name, factor, stride, (len(atoms) - 1,), False)
+            spans[part_name] = AxisSpan(part_name, part_size, stride, tuple(range(part_start, len(atoms))), False)
+        spans[axis] = AxisSpan(axis, size, outer // size, tuple(range(axis_start, len(atoms))), True)
     return atoms, spans
 
 
@@ -99,7 +99,7 @@ class Mesh:
     devices: tuple[int, ...]
     parts: tuple[Parts, ...]
     atoms: tuple[Atom, ...] = field(compare=False)
-    _spans: dict[str, Span] = field(compare=False)
+    _spans: dict[str, AxisSpan] = field(compare=False)
     _key: tuple[Any, ...] = field(compare=False)
     _hash: int = field(compare=False)
 
@@ -146,7 +146,7 @@ class Mesh:
         """Axis sizes by name, in order."""
         return dict(zip(self.axes, self.sizes, strict=True))
 
-    def span(self, name: str) -> Span:
+    def span(self, name: str) -> AxisSpan:
         """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
         found = self._spans.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if found is None:
@@ -172,8 +172,8 @@ class Mesh:
         return tuple(names)
 
     @cached_property
-    def _runs(self) -> dict[int, tuple[Span, ...]]:
-        runs: dict[int, list[Span]] = {}
+    def _runs(self) -> dict[int, tuple[AxisSpan, ...]]:
+        runs: dict[int, list[AxisSpan]] = {}
         for span in self._spans.values():
             if span.atoms:
                 runs.setdefault(span.atoms[0], []).append(span)

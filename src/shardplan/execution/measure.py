@@ -8,7 +8,7 @@ from typing import Any
 from shardplan.core.pattern import Local
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
-from shardplan.execution.record import Record, Span
+from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.run import BACKENDS, TIMEOUT, run_recorded
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import step_names
@@ -40,7 +40,7 @@ def measure(program: Program, shards: Any, backend: str, timeout: float = TIMEOU
     return results, timeline_of(program, record.spans, f"{backend} backend")
 
 
-def timeline_of(program: Program, spans: Sequence[Span], title: str) -> Timeline:
+def timeline_of(program: Program, spans: Sequence[StepSpan], title: str) -> Timeline:
     """Return spans on one clock as a timeline that starts at 0."""
     origin = min((s.start for s in spans), default=0.0)
     names = step_names(program)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StepSpan:
     """One step on one device: seconds of the clock at its start and end, bytes that the device received in it."""
 
     device: int
@@ -20,4 +20,4 @@ class Span:
 class Record:
     """The spans of the devices of this process, appended by a backend while it runs."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[StepSpan] = field(default_factory=list)

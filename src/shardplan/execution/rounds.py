@@ -24,8 +24,8 @@ from shardplan.core.tensor import TensorType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Round:
-    """One partial permutation of pieces; places count over `Rounds.devices`, extents and starts are per dim."""
+class PermuteRound:
+    """One partial permutation of pieces; places count over `PermuteRounds.devices`, extents and starts are per dim."""
 
     pairs: tuple[tuple[int, int], ...]  # (sender, receiver); equal in the round that keeps what a device holds
     shape: tuple[int, ...]  # of what travels: the largest piece of the round, per dim
@@ -40,12 +40,12 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rounds:
+class PermuteRounds:
     """A general move from one even type to another: what is kept, then the rounds, over the union of the devices."""
 
     devices: tuple[int, ...]  # ids; of one mesh in mesh order, of two ascending
-    kept: Round | None
-    rounds: tuple[Round, ...]
+    kept: PermuteRound | None
+    rounds: tuple[PermuteRound, ...]
     itemsize: int
 
     def received(self) -> dict[int, int]:
@@ -96,7 +96,7 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> Rounds:
+def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> PermuteRounds:
     """Return the rounds that move an even type to another, on one mesh or between two, each in `chunks` parts.
 
     Messages of one shape go in rounds of their own where that costs no round more, so that nothing is padded.
@@ -114,19 +114,19 @@ def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> Rounds:
         hi = np.minimum(before[s, :, 1], after[r, :, 1])
         return np.stack([lo - before[s, :, 0], lo - after[r, :, 0], np.maximum(hi - lo, 0)])
 
-    def make(group: Sequence[tuple[int, int]]) -> Round:
+    def make(group: Sequence[tuple[int, int]]) -> PermuteRound:
         tables = np.zeros((3, len(devices), t.ndim), dtype=np.int32)
         for s, r in group:
             found = piece(s, r)
             tables[0, of_t[s]] = found[0]
             tables[1:, of_u[r]] = found[1:]
         shape = tuple(int(n) for n in tables[2].max(axis=0))
-        return Round(tuple((of_t[s], of_u[r]) for s, r in group), shape, tables[0], tables[1], tables[2])
+        return PermuteRound(tuple((of_t[s], of_u[r]) for s, r in group), shape, tables[0], tables[1], tables[2])
 
     edges = [(int(s), int(r)) for s, r in zip(senders, receivers, strict=True)]
     kept = [(s, r) for s, r in homes if piece(s, r)[2].all()]
     rounds = [part for group in _grouped(edges, piece) for part in _parts(make(group), chunks)]
-    return Rounds(devices, make(kept) if kept else None, tuple(rounds), t.itemsize)
+    return PermuteRounds(devices, make(kept) if kept else None, tuple(rounds), t.itemsize)
 
 
 def _grouped(edges: list[tuple[int, int]], piece: Callable[[int, int], np.ndarray]) -> list[list[tuple[int, int]]]:
@@ -147,18 +147,18 @@ def _by_colour(edges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return [groups[c] for c in sorted(groups)]
 
 
-def _parts(whole: Round, chunks: int) -> list[Round]:
+def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
     """A round in at least `chunks` parts, cut along the dims of its pieces; a pair with nothing left is dropped."""
     if chunks == 1:
         return [whole]
-    out: list[Round] = []
+    out: list[PermuteRound] = []
     for box in grid(whole.shape, chunks):
         low = np.array([a for a, _ in box], dtype=np.int32)
         shape = tuple(b - a for a, b in box)
         extent = np.clip(whole.extent - low, 0, shape).astype(np.int32)
         extent[~extent.all(axis=1)] = 0
         pairs = tuple((s, r) for s, r in whole.pairs if extent[r].all())
-        out.append(Round(pairs, shape, whole.start + low, whole.at + low, extent))
+        out.append(PermuteRound(pairs, shape, whole.start + low, whole.at + low, extent))
     return out
 
 

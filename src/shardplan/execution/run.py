@@ -15,7 +15,7 @@ from shardplan.core.program import Program
 from shardplan.core.reference import run_program as reference
 from shardplan.errors import BackendError, LayoutError, optional, shown
 from shardplan.execution.record import Record
-from shardplan.hardware.plan import Plan
+from shardplan.plans.plan import Plan
 
 TIMEOUT = 300.0  # seconds that any wait may take
 

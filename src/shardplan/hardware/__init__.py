@@ -11,20 +11,11 @@ Reading order:
 - `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
 - `aggregate`      all-to-all and in-network reduction, priced without listing flows
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
-- `bounds`         lower bounds in seconds: cut, count and gather; `reduction_bound` those of moves that reduce
-- `factors`        what a placement makes of the axes of a reduction; `tariff` prices of collectives over them
-- `launch`         a launch that exists; `verdict` what kind of placement it is; `hostfile` and `megatron` read launches
+- `level_factors`  what a placement makes of the axes of a reduction; `alpha_beta` prices of collectives over them
 
 This room imports `core` and the errors, and numpy.
 """
 
-from shardplan.hardware.bounds import (
-    all_gather_bound,
-    all_reduce_bound,
-    entry_bytes,
-    lower_bound_seconds,
-    reduce_scatter_bound,
-)
 from shardplan.hardware.cost import Price, chosen, level_bytes, linear_cost, price, seconds
 from shardplan.hardware.fabric import Fabric, Flows
 from shardplan.hardware.nccl_xml import parse_nccl_xml
@@ -62,11 +53,6 @@ __all__ = [
     "level_bytes",
     "chosen",
     "linear_cost",
-    "entry_bytes",
-    "lower_bound_seconds",
-    "all_reduce_bound",
-    "all_gather_bound",
-    "reduce_scatter_bound",
     "parse_bytes",
     "parse_rate",
     "parse_seconds",

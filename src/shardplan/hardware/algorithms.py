@@ -15,14 +15,14 @@ from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Round:
+class FlowRound:
     """Flows that run together after a latency in seconds; None for that of the outermost level they cross."""
 
     flows: Flows
     latency: float | None = None
 
 
-Rounds = Iterator[Round]
+Rounds = Iterator[FlowRound]
 
 
 def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
@@ -49,7 +49,7 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         flows = _flows(members[:, :-1], members[:, 1:], nbytes, groups)
     else:
         flows = _flows(members[:, 1:], members[:, :-1], nbytes, groups)
-    yield Round(flows, latency)
+    yield FlowRound(flows, latency)
 
 
 def _flows(sender: Ints, receiver: Ints, nbytes: Floats, groups: int, rails: bool = False) -> Flows:
@@ -109,10 +109,10 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         parents = np.arange(0, k - distance, 2 * distance)
         upper, lower = members[:, parents], members[:, parents + distance]
         pair = (upper, lower) if kind == "broadcast" else (lower, upper)
-        yield Round(_flows(*pair, nbytes, groups))
+        yield FlowRound(_flows(*pair, nbytes, groups))
 
 
-def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
+def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
     groups, k = members.shape
     spanned = units_spanned(members, fabric)
     # The outermost level a group spans; further in its members form chains.
@@ -161,7 +161,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> Round:
     below = np.arange(len(fabric.wires))[:, None] > top[None, :]
     # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
     inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
-    return Round(flows, 2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()))
+    return FlowRound(flows, 2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()))
 
 
 def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
@@ -206,7 +206,7 @@ def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -
     places = np.arange(k)
     total = nbytes * (k if kind == "all_gather" else 1)
     for distance in reversed(distances) if kind == "all_gather" else distances:
-        one = Round(_flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True))
+        one = FlowRound(_flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True))
         yield one
         if kind == "all_reduce":
             # The gathering half runs the same exchanges in reverse order, at the same price.

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.errors import TopologyError
 from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal
-from shardplan.hardware.algorithms import ALGORITHMS, Round
+from shardplan.hardware.algorithms import ALGORITHMS, FlowRound
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 ALGORITHM_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
@@ -191,7 +191,7 @@ def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabr
     if name == "network":
         return _aggregate(name, *in_network(members, nbytes, fabric), pattern.chunks, fabric)
     alpha, transfer, moved = fabric.launch, 0.0, np.zeros(len(fabric.wires))
-    last: Round | None = None
+    last: FlowRound | None = None
     last_transfer, last_moved = 0.0, moved
     for one in ALGORITHMS[pattern.kind][name](pattern.kind, members, nbytes, fabric):
         if one is not last:

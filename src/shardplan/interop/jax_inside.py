@@ -9,9 +9,9 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
-from shardplan.execution.jax import check
-from shardplan.execution.jax_bits import from_bits, to_bits
-from shardplan.execution.jax_parts import jax_mesh, lower_steps
+from shardplan.execution.jax.bits import from_bits, to_bits
+from shardplan.execution.jax.parts import jax_mesh, lower_steps
+from shardplan.execution.jax.run import check
 from shardplan.interop.jax_plans import check_ends, ends, plan_of
 from shardplan.interop.jax_types import mesh_of, spec_of
 
@@ -68,7 +68,7 @@ def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
 def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
     """Return a program of one array as a function: mapped over `home`, the caller's own mesh, or over one of sub-axes.
 
-    With a `header` the devices first make sure that all run it (`execution.jax_header`).
+    With a `header` the devices first make sure that all run it (`execution.jax.header`).
 
     `check_vma` is on where the result is cut over every axis. It is off where it is replicated over one: that all
     devices along it get equal parts, JAX cannot see of a permute or a gather. An array of a dtype that the program's

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
-from shardplan.execution.jax_bits import carrier
+from shardplan.execution.jax.bits import carrier
 from shardplan.interop.jax_linear import moved
-from shardplan.interop.jax_outside import Move, outside, together
+from shardplan.interop.jax_outside import JaxMove, outside, together
 from shardplan.interop.jax_types import type_of
 
 
@@ -180,7 +180,7 @@ def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
     if len(placed) == 1:
         found = {k: _one(leaf, room) for k, leaf in placed.items()}
     else:
-        moves = [Move(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
+        moves = [JaxMove(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
         found = dict(zip(placed, together(moves, room) if moves else [], strict=True))
         found = {k: leaf.x if leaf.stays else _rewrapped(leaf, found[k]) for k, leaf in placed.items()}
     return found | {k: _one(leaf, None) for k, leaf in host.items()}

@@ -1,8 +1,8 @@
 """The move of arrays outside `jit`: one by one, or many as one plan under one limit.
 
 Where both shardings list the same devices in the same order, one executable takes the array and gives the result, as a
-call of `jit` does. Else the plan runs on the array's shards, as `execution.jax` runs any program. An array of at most
-`SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's memory is
+call of `jit` does. Else the plan runs on the array's shards, as `execution.jax.run` runs any program. An array of at
+most `SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's memory is
 the host's there, and to wake a thread for each device takes longer than the copies.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
-from shardplan.execution.jax import check, run_placed
-from shardplan.execution.jax_agree import agree, processes_of
-from shardplan.execution.jax_kept import EXECUTABLES, code_bytes
-from shardplan.execution.jax_parts import alone, at_once, compile_for
+from shardplan.execution.jax.agree import agree, processes_of
+from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
+from shardplan.execution.jax.parts import alone, at_once, compile_for
+from shardplan.execution.jax.run import check, run_placed
 from shardplan.interop.jax_inside import mapped
 from shardplan.interop.jax_plans import MOST_PLANS, check_ends, ends, program_within
 
@@ -27,7 +27,7 @@ TIMEOUT = 300.0  # seconds that a process waits for the others to come with the 
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class JaxMove:
     """One array on its way: where to, and whether its owner gives it up."""
 
     array: Any
@@ -46,7 +46,7 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
     if way is None:
         return jax.device_put(array, sharding, donate=donate)
     if not way.direct or (donate and memory_limit is not None):
-        return _on_shards([Move(array, sharding, donate)], way.program, memory_limit)[0]
+        return _on_shards([JaxMove(array, sharding, donate)], way.program, memory_limit)[0]
     key = way, array.dtype
     executable = EXECUTABLES.get(key, lambda: _compiled(way, array.dtype))
     with at_once():
@@ -56,7 +56,7 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
     return _weak(sharding)(found) if array.weak_type else found
 
 
-def together(moves: Sequence[Move], memory_limit: int) -> list[Any]:
+def together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
     """Return several arrays under other shardings, by one plan within one limit on their sum."""
     sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
                            strict=True)  # fmt: skip
@@ -138,7 +138,7 @@ def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
     return call, code_bytes(executable)
 
 
-def _on_shards(moves: Sequence[Move], program: Program, memory_limit: int | None) -> list[Any]:
+def _on_shards(moves: Sequence[JaxMove], program: Program, memory_limit: int | None) -> list[Any]:
     """Run a program on the shards of arrays; donated arrays are deleted, under a limit as soon as they can be."""
     import jax  # pyright: ignore[reportMissingImports]
 

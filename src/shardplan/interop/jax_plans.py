@@ -10,10 +10,10 @@ from shardplan.core.accounting import account
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible
-from shardplan.execution.jax_bits import carrier
-from shardplan.hardware.plan import Plan
+from shardplan.execution.jax.bits import carrier
 from shardplan.interop.jax_types import common_mesh, type_of
 from shardplan.movement.redistribute import redistribute
+from shardplan.plans.plan import Plan
 
 MOST_PLANS = 4096
 MOST_TRIES = 16

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import agreed, finish, launch
+from shardplan.execution.torch.run import agreed, finish, launch
 from shardplan.interop.torch_async import later, settle, under_way, waited
 from shardplan.interop.torch_bound import Bound
 from shardplan.interop.torch_ends import Ends
@@ -38,7 +38,7 @@ Running = Generator[None, None, list[torch.Tensor]]
 MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
 
 
-class Move:
+class TorchMove:
     """A redistribution bound to this rank: from a spec to a spec, planned once."""
 
     __slots__ = ("bound", "inside", "options", "target", "timeout")
@@ -68,7 +68,7 @@ class Move:
 
 
 Options = tuple[int | None, Any, float]  # memory limit, topology, timeout
-_moves: dict[Any, Move | None] = {}  # by request and by specs; None: nothing changes
+_moves: dict[Any, TorchMove | None] = {}  # by request and by specs; None: nothing changes
 
 
 def redistribute(
@@ -130,7 +130,7 @@ def planned(
     shard_order: Any,
     dtype: torch.dtype | None,
     options: Options,
-) -> Move | None:
+) -> TorchMove | None:
     """Return the planned move, or None when nothing changes."""
     key: Any = None
     try:
@@ -171,19 +171,21 @@ def target_of(
     return DTensorSpec(mesh, wanted, tensor_meta=meta, shard_order=order)  # pyright: ignore[reportArgumentType]
 
 
-def between(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options) -> Move | None:
+def between(
+    source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options
+) -> TorchMove | None:
     """Return the move from a spec to another, or None when nothing changes."""
     key = (source, target, travels, options)
     if key not in _moves:
         if len(_moves) >= MOST_MOVES:
             _moves.clear()
         rounded = travels is not None and source.tensor_meta is not None and travels != source.tensor_meta.dtype
-        _moves[key] = None if source == target and not rounded else Move(source, target, *options, travels)
+        _moves[key] = None if source == target and not rounded else TorchMove(source, target, *options, travels)
     return _moves[key]
 
 
 def _applied(
-    dtensor: DTensor, move: Move | None, async_op: bool, options: Options, backward_dtype: torch.dtype | None
+    dtensor: DTensor, move: TorchMove | None, async_op: bool, options: Options, backward_dtype: torch.dtype | None
 ) -> DTensor:
     """Return the DTensor after a move, differentiable where a gradient is asked for."""
     if dtensor.requires_grad and torch.is_grad_enabled():
@@ -193,7 +195,7 @@ def _applied(
     return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
 
 
-def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
+def moved(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
     """Return this rank's shard after the move; with `async_op`, a tensor that waits for it on first use."""
     if type(local) is not torch.Tensor:
         local = waited(local)
@@ -202,7 +204,7 @@ def moved(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
     return ran(move.bound.masked(local), move, async_op)
 
 
-def ran(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
+def ran(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
     """Return this rank's shard after the move of a plain tensor that is masked already; see `moved`."""
     if not move.inside:
         return local.to(move.bound.ends.result)
@@ -215,7 +217,7 @@ def ran(local: torch.Tensor, move: Move, async_op: bool) -> torch.Tensor:
     return result
 
 
-def wrapped(local: torch.Tensor, move: Move, requires_grad: bool) -> DTensor:
+def wrapped(local: torch.Tensor, move: TorchMove, requires_grad: bool) -> DTensor:
     """Return the DTensor of a shard after the move."""
     return DTensor(local, move.target, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 
@@ -227,7 +229,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any,
         dtensor: DTensor,
-        move: Move | None,
+        move: TorchMove | None,
         async_op: bool,
         options: Options,
         dtype: torch.dtype | None,

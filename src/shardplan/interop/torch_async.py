@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import (
     _is_view_op,  # pyright: ignore[reportPrivateUsage]
 )
 
-from shardplan.execution.torch import finish
+from shardplan.execution.torch.run import finish
 
 Running = Generator[None, None, list[torch.Tensor]]
 

@@ -12,18 +12,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
-from shardplan.execution.torch import Executable, Need, executable
-from shardplan.execution.torch_faults import Watch
-from shardplan.execution.torch_wire import Wire
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.run import Need, TorchExecutable, executable
+from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch_boxes import BoxMove
 from shardplan.interop.torch_ends import Ends
 from shardplan.interop.torch_layout import holdings
-from shardplan.movement.fit import too_little
 from shardplan.movement.redistribute import plan_kept
+from shardplan.movement.redistribution.choice import too_little
 
 
 class Bound:
-    """A program, or an exchange of boxes, with what is done to the shard around it; used as an `Executable` is."""
+    """A program, or an exchange of boxes, with what is done to the shard around it; used as an `TorchExecutable` is."""
 
     input_name = "0"
 
@@ -46,9 +46,9 @@ class Bound:
         return self.ends.masked(local) if need is not None and local.shape == need.shape else local
 
     def drive(
-        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """Move; see `Executable.drive`."""
+        """Move; see `TorchExecutable.drive`."""
         values[self.moving.input_name] = self.ends.before(values.pop(self.input_name))
         results = yield from self.moving.drive(values, wire, watch, record)
         moved = results[0]
@@ -56,13 +56,13 @@ class Bound:
         return [self.ends.after(moved)]
 
 
-def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> Executable | BoxMove:
+def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> TorchExecutable | BoxMove:
     """Plan what moves; what the caller holds beside it, and what is made after it, counts within `limit`."""
     sizes = [_largest(spec, t) for spec, t in zip((ends.source, ends.target), ends.types or (None, None), strict=True)]
     beside = sizes[0] * ends.given.itemsize if ends.copies else 0
     room = None if limit is None else max(min(limit, 1), limit - beside)
     least = absolute = 0
-    moving: Executable | BoxMove | None = None
+    moving: TorchExecutable | BoxMove | None = None
     try:
         if ends.types is None:
             moving = BoxMove(ends.source, ends.target, rank, room)

@@ -22,11 +22,11 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
-from shardplan.execution.torch import Executable, Need, executable
-from shardplan.execution.torch_dtypes import name_of
-from shardplan.execution.torch_faults import Watch
-from shardplan.execution.torch_pack import at
-from shardplan.execution.torch_wire import Wire
+from shardplan.execution.torch.dtypes import name_of
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.pack import at
+from shardplan.execution.torch.run import Need, TorchExecutable, executable
+from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch_layout import Holding, holdings, reduction_of
 from shardplan.movement.redistribute import plan_kept
 
@@ -44,7 +44,7 @@ class _Traffic:
 
 
 class BoxMove:
-    """A move between two specs of one tensor, bound to a rank; it has the interface of an `Executable`."""
+    """A move between two specs of one tensor, bound to a rank; it has the interface of an `TorchExecutable`."""
 
     input_name = "0"
 
@@ -99,9 +99,9 @@ class BoxMove:
         )
 
     def drive(
-        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """Move; see `Executable.drive`."""
+        """Move; see `TorchExecutable.drive`."""
         x = values.pop(self.input_name)
         if self.reduction is not None:
             flat = {self.reduction.input_name: x.view(-1)}
@@ -137,7 +137,7 @@ def _coordinates(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, tuple[int, 
 
 def _reduction(
     source: DTensorSpec, before: dict[int, Holding], dims: Sequence[int], rank: int, limit: int | None
-) -> tuple[Executable | None, int]:
+) -> tuple[TorchExecutable | None, int]:
     """Plan how the ranks that differ in some mesh dims reduce their shards, which are arrays of one dim for it.
 
     Returns:
@@ -154,7 +154,7 @@ def _reduction(
         groups.setdefault(place, []).append(r)
     axes = {f"d{k}": source.mesh.size(k) for k in dims}
     reduction = {f"d{k}": reduction_of(p, meta.dtype) for k in dims if isinstance(p := source.placements[k], Partial)}
-    mine: Executable | None = None
+    mine: TorchExecutable | None = None
     for ranks in groups.values():
         n = math.prod(before[ranks[0]].shape)
         if n and (rank in ranks or limit is not None):  # a limit is refused by all ranks alike
@@ -170,7 +170,7 @@ def _reduction(
     return mine, least
 
 
-def _packed(x: torch.Tensor, traffic: _Traffic, wire: Wire) -> torch.Tensor:
+def _packed(x: torch.Tensor, traffic: _Traffic, wire: TorchWire) -> torch.Tensor:
     """Return the parts for a peer, one after another; nothing but the message itself is allocated."""
     out, start = wire.empty(traffic.elements, x.dtype), 0
     for v in traffic.views:

@@ -30,7 +30,7 @@ from shardplan.interop.torch_layout import respec
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_table: dict[str, eager.Move] = {}  # what graphs refer to; kept as long as the process, as graphs are
+_table: dict[str, eager.TorchMove] = {}  # what graphs refer to; kept as long as the process, as graphs are
 _keys: dict[int, str] = {}  # by the identity of a move
 _topologies: list[Any] = []
 
@@ -89,7 +89,7 @@ class _Traced(torch.autograd.Function):
     """The move as an op, and backwards the move of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.Move, dtype: Any) -> DTensor:  # pyright: ignore
+    def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.TorchMove, dtype: Any) -> DTensor:  # pyright: ignore
         ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
         local = move.bound.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
@@ -137,12 +137,12 @@ def _guard_global_sizes(dtensor: DTensor) -> None:
 
 def _planned(
     source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: eager.Options
-) -> eager.Move | None:
+) -> eager.TorchMove | None:
     with _disable_current_modes():  # planning reads real tensors: the ranks of the mesh
         return eager.between(source, target, travels, options)
 
 
-def _entered(move: eager.Move) -> str:
+def _entered(move: eager.TorchMove) -> str:
     """Return the key of a move in the table: readable in a graph, the same in every run of the same calls."""
     found = _keys.get(id(move))
     if found is None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import (
 from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
-from shardplan.execution.torch_dtypes import carrier_of, identity_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, identity_of, name_of
 from shardplan.interop.torch_layout import check_known, reduction_of, respec, text_of, type_of
 
 

@@ -32,7 +32,7 @@ from shardplan.core.layout import REDUCTIONS
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.execution.torch_dtypes import carrier_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

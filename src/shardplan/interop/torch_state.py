@@ -22,10 +22,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
-from shardplan.execution.torch import Need, finish, launch, misfit
-from shardplan.execution.torch_faults import Watch
-from shardplan.execution.torch_tree import united
-from shardplan.execution.torch_wire import Wire
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.run import Need, finish, launch, misfit
+from shardplan.execution.torch.tree import united
+from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch_async import settle
 from shardplan.interop.torch_layout import local_shape, normal, text_of
 from shardplan.interop.torch_state_names import (
@@ -45,9 +45,9 @@ from shardplan.interop.torch_state_ties import held_elsewhere, local_of, surplus
 from shardplan.interop.torch_state_view import (
     Grid,
     Held,
-    Item,
+    MovedTensor,
     Source,
-    View,
+    StateView,
     copies,
     digests,
     in_place,
@@ -154,7 +154,7 @@ class _Joining:
         self.digest = hashlib.sha256(f"{self.name} {what} {ranks}".encode()).hexdigest()
 
     def drive(
-        self, values: dict[str, torch.Tensor], wire: Wire, watch: Watch, record: Any = None
+        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
         """Join; see `Executable.drive`."""
         watch.at(0)
@@ -198,7 +198,7 @@ class _Call:
         finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
         return joining.value
 
-    def nothing(self, item: Item) -> torch.Tensor:
+    def nothing(self, item: MovedTensor) -> torch.Tensor:
         """Return what stands for a tensor that this rank does not have."""
         assert item.source.tensor_meta is not None
         return torch.empty(0, dtype=item.source.tensor_meta.dtype, device=self.device)
@@ -206,7 +206,7 @@ class _Call:
 
 def _agreed(
     call: _Call, state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any]
-) -> tuple[tuple[Item, ...], int]:
+) -> tuple[tuple[MovedTensor, ...], int]:
     """Return what moves, and the bytes that storages take beyond shards: the same on all ranks; or raise on all."""
     layouts, device_mesh = asked["layouts"], asked["device_mesh"]
     texts = {keyword: " ".join(str(value).split()) for keyword, value in asked.items()}
@@ -214,8 +214,8 @@ def _agreed(
     try:
         view = _own(state, tensors, asked, texts)
     except ShardplanError as error:
-        own, view = error, View(texts, error=f"rank {call.rank}: {error}")
-    view = call.united(view, View.__add__, "what every rank holds")
+        own, view = error, StateView(texts, error=f"rank {call.rank}: {error}")
+    view = call.united(view, StateView.__add__, "what every rank holds")
     if own is not None:
         raise own
     view.check(layouts)
@@ -227,7 +227,7 @@ def _agreed(
     return moving, view.surplus
 
 
-def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]) -> View:
+def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]) -> StateView:
     """Return what this rank brings."""
     layouts, device_mesh, donate = asked["layouts"], asked["device_mesh"], asked["donate"]
     names = {path: name_of(path) for path in tensors}
@@ -249,7 +249,7 @@ def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], t
     }
     plain = [name_of(p) for p, x in leaves(state) if isinstance(x, torch.Tensor) and p not in tensors]
     spare = surplus([local_of(tensors[path]) for path in dict.fromkeys(tied[path] or path for path in moved)])
-    return View(texts, held, matching(layouts, names.values()), matching(layouts, plain), spare)
+    return StateView(texts, held, matching(layouts, names.values()), matching(layouts, plain), spare)
 
 
 def _check_shard(name: str, x: DTensor) -> None:
@@ -281,7 +281,7 @@ def _target(name: str, x: DTensor, layouts: Layouts, device_mesh: DeviceMesh | N
     return target
 
 
-def _tell(moving: Sequence[Item]) -> None:
+def _tell(moving: Sequence[MovedTensor]) -> None:
     """Warn of donated tensors that are not freed."""
     kept = [item.name for item in moving if item.kept]
     if kept:

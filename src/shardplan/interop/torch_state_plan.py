@@ -18,13 +18,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from shardplan.execution.torch import Executable, executable, finish, launch
-from shardplan.hardware.where import Where
+from shardplan.execution.torch.run import TorchExecutable, executable, finish, launch
 from shardplan.interop.torch_bound import Bound
 from shardplan.interop.torch_ends import Ends
 from shardplan.interop.torch_layout import holdings
-from shardplan.interop.torch_state_view import Item
+from shardplan.interop.torch_state_view import MovedTensor
 from shardplan.movement.redistribute import plan_kept
+from shardplan.plans.pricing import Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ _NOTHING = torch.empty(0)
 
 
 def _driven(
-    bound: Executable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+    bound: TorchExecutable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
 ) -> list[torch.Tensor]:
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
@@ -69,7 +69,7 @@ def _driven(
     return finish(launch(bound, values, timeout))
 
 
-def moves(items: Sequence[Item], limit: int | None, spare: int, topology: Where | None) -> Moves:
+def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology: Where | None) -> Moves:
     """Plan, the same on every rank.
 
     Args:

@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, Shar
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
-from shardplan.execution.words import listed
+from shardplan.execution.rank_names import listed
 from shardplan.interop.torch_state_names import Layouts, Path, name_of, unmatched
 
 
@@ -93,7 +93,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StateView:
     """What some ranks hold together, and what they asked for."""
 
     asked: Mapping[str, str]  # all else that has to be the same on every rank, by its keyword
@@ -103,7 +103,7 @@ class View:
     surplus: int = 0  # bytes beyond those of the shards, on the worst rank
     error: str = ""
 
-    def __add__(self, other: View) -> View:
+    def __add__(self, other: StateView) -> StateView:
         """Return both together; what does not fit becomes the error."""
         error = self.error or other.error
         held = dict(self.held)
@@ -118,7 +118,7 @@ class View:
                 held[key] = theirs if key not in held else _both(key[0], held[key], theirs)
         except LayoutError as conflict:
             error = error or str(conflict)
-        return View(
+        return StateView(
             self.asked, held, other.matched | self.matched, other.plain | self.plain,
             max(self.surplus, other.surplus), error,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _both(path: Path, a: Held, b: Held) -> Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MovedTensor:
     """One tensor that moves: under which names, from where, to where."""
 
     keys: tuple[Key, ...]  # in the view; several where it is tied, or where meshes hold copies of it
@@ -167,7 +167,7 @@ class Item:
         return tuple(dict.fromkeys(path for path, _ in self.keys))
 
 
-def items(view: View, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceMesh]) -> tuple[Item, ...]:
+def items(view: StateView, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceMesh]) -> tuple[MovedTensor, ...]:
     """Return what has to move, the same on every rank, tied tensors and copies as one.
 
     Args:
@@ -183,7 +183,7 @@ def items(view: View, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceM
         first = held.tie or key[0]
         # without a mesh for all, a name on several meshes is a tensor on each of them
         groups.setdefault(first if device_mesh is not None else (first, key[1]), []).append(key)
-    out: list[Item] = []
+    out: list[MovedTensor] = []
     for keys in groups.values():
         found = [view.held[key] for key in keys]
         wanted = found[0].wanted
@@ -198,7 +198,7 @@ def items(view: View, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceM
         source = whole.spec(own.get(whole.grid) or whole.grid.mesh())
         target = DTensorSpec(device_mesh or source.mesh, wanted, tensor_meta=whole.meta)
         if len(sources) > 1 or not in_place(source, target):
-            out.append(Item(tuple(keys), source, target, any(h.kept for h in found)))
+            out.append(MovedTensor(tuple(keys), source, target, any(h.kept for h in found)))
     return tuple(out)
 
 
@@ -223,12 +223,14 @@ def _stacked(name: str, sources: tuple[Source, ...]) -> Source:
     return replace(first, grid=grid, placements=(Replicate(), *first.placements), order=order)
 
 
-def copies(moving: Iterable[Item]) -> list[Item]:
+def copies(moving: Iterable[MovedTensor]) -> list[MovedTensor]:
     """Return the tensors that several meshes hold, each a copy."""
     return [i for i in moving if len({grid for _, grid in i.keys}) > 1]
 
 
-def digests(copied: Iterable[Item], tensors: Mapping[Path, torch.Tensor], rank: int) -> dict[tuple[Path, int], str]:
+def digests(
+    copied: Iterable[MovedTensor], tensors: Mapping[Path, torch.Tensor], rank: int
+) -> dict[tuple[Path, int], str]:
     """Return a digest of this rank's shard of every copied tensor, by path and place in its mesh."""
     out: dict[tuple[Path, int], str] = {}
     for item in copied:

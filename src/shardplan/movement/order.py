@@ -22,7 +22,7 @@ BEAM = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class OrderedMove:
     """What one move holds on each device: int64 [devices]."""
 
     before: Ints
@@ -60,7 +60,7 @@ class _Kinds:
         return self.after - self.before
 
 
-def least_order(moves: Sequence[Move], base: Ints) -> list[int]:
+def least_order(moves: Sequence[OrderedMove], base: Ints) -> list[int]:
     """Return the order with the least peak found: the least there is while there are at most `MOST_STATES` states.
 
     `base` is what stays on each device all the time. Deterministic; the result holds the positions of the moves.
@@ -77,7 +77,7 @@ def least_order(moves: Sequence[Move], base: Ints) -> list[int]:
     return [left[k].pop(0) for k in picked]
 
 
-def _kinds(moves: Sequence[Move], base: Ints) -> _Kinds:
+def _kinds(moves: Sequence[OrderedMove], base: Ints) -> _Kinds:
     table = np.stack([np.stack([m.before, m.during, m.after]) for m in moves])  # [moves, 3, devices]
     rows = np.unique(np.concatenate([base[None], table.reshape(-1, len(base))]), axis=1)
     table = rows[1:].reshape(len(moves), 3, -1)

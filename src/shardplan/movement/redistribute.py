@@ -6,34 +6,21 @@ Without a topology the price is the bytes that the worst device receives, summed
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-
-import numpy as np
+from collections.abc import Sequence
+from functools import lru_cache
 
 from shardplan.core import border
-from shardplan.core.accounting import account, bound_bytes
 from shardplan.core.mesh import Mesh
-from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType, same, type_of
-from shardplan.errors import Infeasible, LayoutError
-from shardplan.hardware.certificate import issue
-from shardplan.hardware.cost import Fabric, linear_cost
-from shardplan.hardware.placement import Placement, placements
-from shardplan.hardware.plan import Plan
+from shardplan.core.tensor import TensorType, type_of
+from shardplan.errors import LayoutError
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
-from shardplan.hardware.where import Where, fabric_of, where_of
-from shardplan.movement.candidates import Candidate, Request, candidates, make_problem
-from shardplan.movement.crossmesh import crossings
-from shardplan.movement.fit import Choice, Chosen, Rules, consider, offer, price, too_little
-from shardplan.movement.payload import recognise
-from shardplan.movement.reduction_path import reduction_ops
-from shardplan.movement.units import Problem
-
-MOST_PLACEMENTS = 64
+from shardplan.movement.batches.batch import plan_batch
+from shardplan.movement.redistribution.single import best_program
+from shardplan.plans.certificate import issue
+from shardplan.plans.plan import Plan
+from shardplan.plans.pricing import Where, where_of
 
 
 def redistribute(
@@ -117,8 +104,6 @@ def _cached_batch(
     portable: bool,
     keep: tuple[bool, ...],
 ) -> Plan:
-    from shardplan.movement.batch import plan_batch
-
     return plan_batch(sources, destinations, where, limit, portable, keep)
 
 
@@ -137,152 +122,3 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 def _cached(s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool) -> Plan:
     choice, place = best_program(s, t, where, limit, portable, keep)
     return Plan(choice.program, issue(choice.program, (s,), (t,), place, limit, choice.exact, choice.books))
-
-
-def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
-    """Yield where to price a plan: every placement of a default mesh on a topology of its size, else `where` itself."""
-    mesh = s.mesh
-    free = mesh == t.mesh and isinstance(where, Topology) and mesh.devices == tuple(range(where.size))
-    if free and isinstance(where, Topology):
-        for k, place in enumerate(placements(mesh, where)):
-            if k >= MOST_PLACEMENTS:
-                return
-            yield place
-    else:
-        yield where
-
-
-@lru_cache(maxsize=4096)
-def best_program(
-    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool = False
-) -> tuple[Chosen, Where | None]:
-    """Return the cheapest program and the placement it was priced on; raises `Infeasible`.
-
-    Of programs of more than 64 chunks a step only where none of fewer keeps the limit.
-    """
-    few, many = _everywhere(s, t, where, limit, portable, keep)
-    if few.best is not None:
-        return few.best
-    least = None if limit is None else least_workspaces(s, t, where, portable, keep)
-    if limit is None or least is None:
-        raise _infeasible(s, t, portable)
-    for best, (low, tightest) in zip((None, many.best), least, strict=True):
-        if best is not None:
-            return best
-        if low <= limit:
-            return tightest
-    raise too_little(f"redistribute {s} to {t}", limit, *(low for low, _ in least))
-
-
-@dataclass(slots=True)
-class _Found:
-    """The best of a pick over placements, the least workspace, and the program that has it."""
-
-    best: tuple[Chosen, Where | None] | None = None
-    least_bytes: float = math.inf
-    least: tuple[Chosen, Where | None] | None = None
-
-
-def _everywhere(
-    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool
-) -> tuple[_Found, _Found]:
-    """Return what is found with few chunks a step, and with many, on any of the `spots`."""
-    bound = bound_bytes((s,), (t,))
-    out = _Found(), _Found()
-    for place in spots(where, s, t):
-        fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
-        rules = Rules(bound, limit, portable, fabric, place if isinstance(place, Placement) else None, keep)
-        choice = choose(s, t, rules)
-        for found, pick in zip(out, (choice.few, choice.many), strict=True):
-            if pick.best is not None and (found.best is None or pick.best.price < found.best[0].price):
-                found.best = pick.best, place
-            if pick.least is not None and pick.least_bytes < found.least_bytes:
-                books = account(pick.least)
-                found.least_bytes = pick.least_bytes
-                found.least = Chosen(pick.least, books, False, price(pick.least, books, rules), ()), place
-    return out
-
-
-Least = tuple[int, tuple[Chosen, Where | None]]
-
-
-@lru_cache(maxsize=1024)
-def least_workspaces(
-    s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool = False
-) -> tuple[Least, Least] | None:
-    """Return the least workspace of plans with few chunks a step, and of any, each with its plan; None: no plan at all.
-
-    A limit decides which candidates there are, so each is searched again just below until nothing is left.
-    """
-    known: dict[int, tuple[_Found, _Found]] = {}
-
-    def lowest(kind: int) -> Least | None:
-        low: Least | None = None
-        limit = 1
-        while True:
-            if limit not in known:
-                known[limit] = _everywhere(s, t, where, limit, portable, keep)
-            found = known[limit][kind]
-            if found.least is None or (low is not None and found.least_bytes >= low[0]):
-                return low
-            low = int(found.least_bytes), found.least
-            limit = max(1, low[0] - 1)
-
-    few, many = lowest(0), lowest(1)
-    return None if few is None or many is None else (few, many)
-
-
-def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
-    """Return the cheapest of all candidates under the rules."""
-    choice = Choice()
-    if same(s, t):
-        offer(choice, Program({"0": s}, (), ("0",)), True, rules)
-        return choice
-    if rules.place is not None and s.mesh == t.mesh and (payload := recognise(s, t, rules.place)) is not None:
-        # A reduction of a payload is searched over its factors: exact, with the prices of every algorithm.
-        view, before, after = payload
-        ops = reduction_ops(view, rules.place.topology, before, after)
-        if ops is not None:
-            consider(choice, [Candidate(tuple(ops), exact=True)], s, t, rules)
-        if choice.few.best is not None:
-            return choice
-    if s.mesh == t.mesh:
-        consider(choice, on_one_mesh(s, t, rules), s, t, rules)
-    else:
-        consider(choice, crossings(s, t, partial(on_one_mesh, rules=rules)), s, t, rules)
-    return choice
-
-
-def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
-    """Yield the candidates of one mesh."""
-    p = make_problem(s, t)
-    rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
-    return candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
-
-
-def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Seconds and seconds per byte of every kind of collective over every set of units.
-
-    `all_gather`, `reduce_scatter` and `all_reduce` are per byte held before the op; `messages` per byte received.
-    """
-    mesh = p.source.mesh
-    count = 1 << len(p.units)
-    out = {
-        kind: (np.zeros(count), np.zeros(count)) for kind in ("all_gather", "reduce_scatter", "all_reduce", "messages")
-    }
-    for mask in range(1, count):
-        members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
-        q = members.shape[1]
-        for kind, (fixed, rate) in out.items():
-            name = "all_to_all" if kind == "messages" else kind
-            fixed[mask], rate[mask] = linear_cost(name, members, fabric)
-            if kind == "messages":
-                rate[mask] *= q / (q - 1)
-    return out
-
-
-def _infeasible(s: TensorType, t: TensorType, portable: bool) -> Infeasible:
-    asked = f"redistribute {s} to {t}"
-    if portable:
-        return Infeasible(f"{asked} with portable=True: no plan without an exchange over more than half of the devices")
-    return Infeasible(f"{asked}: no plan within the memory bound")

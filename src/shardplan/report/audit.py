@@ -13,13 +13,13 @@ from typing import Any
 
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError, line
-from shardplan.hardware.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
-from shardplan.hardware.megatron import fastest_first, order_ranks
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.hardware.verdict import Stray
-from shardplan.movement.audit import SAME, Audit, audit, uplink_word
-from shardplan.movement.traffic import parse_traffic
+from shardplan.launches.audit import SAME, Audit, audit, uplink_word
+from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
+from shardplan.launches.megatron import fastest_first, order_ranks
+from shardplan.launches.verdict import Stray
+from shardplan.movement.placing.traffic import parse_traffic
 from shardplan.report.placement_picture import text_placement
 from shardplan.report.placement_svg import svg_placement
 
@@ -205,7 +205,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AuditAnswer:
     """What the command prints and exits with: text, JSON object, the picture as SVG where asked for, exit status."""
 
     text: str
@@ -226,14 +226,14 @@ def audit_command(
     framework: str = "all",
     show: bool = False,
     svg: bool = False,
-) -> Answer:
+) -> AuditAnswer:
     """Audit what the command line describes.
 
     Args:
         topology: A preset's name or a file.
         mesh: Axes and sizes; `devices=` says which rank has which coordinates, row-major without it.
         nodes: Size of the level called node; without it as many as the hostfile names, else the topology's own.
-        hostfile: File of hosts in the order of the topology's units, see `hardware.hostfile`.
+        hostfile: File of hosts in the order of the topology's units, see `launches.hostfile`.
         rank_order: `block` or `cyclic`, the device of every rank as numbers with commas between them, or a file: a
             rankfile, or a hostfile that orders the ranks where `hostfile` orders the units.
         megatron: An order string such as `tp-cp-ep-dp-pp`, which numbers the ranks of the mesh.
@@ -284,7 +284,7 @@ def audit_command(
     if status:
         text += f"\nabove    the ratio {found.ratio:.4g} is above --fail-above {fail_above:g}"
     picture = svg_placement(launch, demands) if svg else ""
-    return Answer(text, audit_object(found) | {"fail_above": fail_above, "status": status}, picture, status)
+    return AuditAnswer(text, audit_object(found) | {"fail_above": fail_above, "status": status}, picture, status)
 
 
 def _read(path: Path | str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.execution.lab import Cluster, Measurement
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
-from shardplan.execution.lab.validate import Verdict, placement_ratios
+from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios
 from shardplan.hardware.units import format_seconds
 from shardplan.report.timeline import comparison_text
 from shardplan.simulation.timeline import Timeline
@@ -21,7 +21,7 @@ MOST_MISSES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LabAnswer:
     """What a command prints and exits with: text, JSON object, exit status."""
 
     text: str
@@ -29,7 +29,7 @@ class Answer:
     status: int = 0
 
 
-def run_answer(cluster: Cluster, predicted: Sequence[Timeline], measured: Sequence[Measurement]) -> Answer:
+def run_answer(cluster: Cluster, predicted: Sequence[Timeline], measured: Sequence[Measurement]) -> LabAnswer:
     """Return text and object of measurements beside their predictions."""
     rates = "/".join(f"{level.bandwidth * 8e-6:g}" for level in cluster.topology.levels)
     name = f"{'x'.join(map(str, cluster.topology.level_sizes))} at {rates} Mbit/s, leaf={cluster.leaf}"
@@ -52,7 +52,7 @@ def run_answer(cluster: Cluster, predicted: Sequence[Timeline], measured: Sequen
     warnings = [w for m in measured for w in _warnings(m)]
     lines += ["", *(f"warning: {w}" for w in warnings)] if warnings else []
     found = [measurement_object(p, m) for p, m in zip(predicted, measured, strict=True)]
-    return Answer("\n".join(lines), {"cluster": name, "programs": found, "warnings": warnings})
+    return LabAnswer("\n".join(lines), {"cluster": name, "programs": found, "warnings": warnings})
 
 
 def measurement_object(predicted: Timeline, m: Measurement) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def done_object(d: Done) -> dict[str, Any]:
     return {"experiment": d.experiment.name, "error": d.error, "pairs": rows}
 
 
-def validate_text(v: Verdict) -> str:
+def validate_text(v: ScoreVerdict) -> str:
     """Print scores, targets and misses."""
     tops = v.summary("events").top
     rows = [["model", "fields", *(f"top {t.k}" for t in tops), "regret", "max", "Kendall", "error", "p90", "max"]]
@@ -172,7 +172,7 @@ def _summary_row(s: Summary) -> list[str]:
     ]  # fmt: skip
 
 
-def validate_object(v: Verdict) -> dict[str, Any]:
+def validate_object(v: ScoreVerdict) -> dict[str, Any]:
     """Return a validation as an object: summaries, targets, misses, and the score of every field."""
     return {
         "experiments": len(v.experiments),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.report.frames import LEGEND, Frame, Held, box_text, cuts, frames
+from shardplan.report.contents import LEGEND, Frame, HeldBox, box_text, cuts, frames
 
 WIDTH = 110  # characters of a line
 MOST_ELEMENTS = 64  # drawn one by one
@@ -97,7 +97,7 @@ def _heading(frame: Frame) -> str:
     return f"{frame.title}  {frame.op}  # {frame.note}\n  {value}{frame.type}"
 
 
-def _name(held: Held) -> str:
+def _name(held: HeldBox) -> str:
     return (
         f"device {held.device} ({', '.join(map(str, held.coordinates))})"
         if held.coordinates
@@ -128,7 +128,7 @@ def _inside(cell: tuple[tuple[int, int], tuple[int, int]], box: Sequence[tuple[i
     return all(a <= c and d <= b for (c, d), (a, b) in zip(cell, sides, strict=True))
 
 
-def _grid(frame: Frame, held: Held, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:
+def _grid(frame: Frame, held: HeldBox, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:
     layout = frame.type.layout
     new = _NEW.get(frame.how, "")
     after = "+" if layout.partial else "*" if layout.root else ""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.plan import Plan
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.movement.degraded import Degraded
-from shardplan.movement.place import Placed, Ranking
-from shardplan.movement.reductions import Reduction
+from shardplan.movement.placing.degraded import Degraded
+from shardplan.movement.placing.place import Placed, Ranking
+from shardplan.movement.reductions.enumeration import Reduction
+from shardplan.plans.plan import Plan
 from shardplan.report.text import plan_object
 
 SHOWN = 10  # placements printed unless more are asked for

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.hostfile import host_level
-from shardplan.hardware.launch import Launch, sharing
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Level
 from shardplan.hardware.units import format_bytes
-from shardplan.hardware.verdict import Findings, analyse
-from shardplan.movement.audit import leaving_bytes, uplink_word
-from shardplan.movement.traffic import Demand, Traffic, demands_of
+from shardplan.launches.audit import leaving_bytes, uplink_word
+from shardplan.launches.hostfile import host_level
+from shardplan.launches.launch import Launch, sharing
+from shardplan.launches.verdict import Findings, analyse
+from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 WIDTH = 80  # characters of a line
 MOST_BOXES = 6  # hosts drawn

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardplan.hardware.launch import Launch
 from shardplan.hardware.placement import Placement
-from shardplan.movement.traffic import Demand, Traffic
+from shardplan.launches.launch import Launch
+from shardplan.movement.placing.traffic import Demand, Traffic
 from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas
 from shardplan.report.placement_picture import Box, Cell, Scene, box_name, crossed, heading, load_text, scene
 
@@ -61,10 +61,10 @@ def svg_placement(
         >>> svg_placement(Placement(Mesh(x=8), Topology.load("nominal"), ((8,),)))[:11]
         '<svg xmlns='
     """
-    return _Page(scene(subject, traffic, MOST_BOXES)).document(title)
+    return _PlacementPage(scene(subject, traffic, MOST_BOXES)).document(title)
 
 
-class _Page:
+class _PlacementPage:
     """A canvas, and the height of it that is used so far."""
 
     def __init__(self, drawn: Scene) -> None:

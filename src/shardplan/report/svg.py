@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
 from shardplan.report.canvas import FAINT, INK, LINE, MONO, PAPER, Canvas
-from shardplan.report.frames import LEGEND, Frame, Held, cuts, frames, shape_text
+from shardplan.report.contents import LEGEND, Frame, HeldBox, cuts, frames, shape_text
 
 MARGIN = 24
 PANEL = 112  # the longer side of a drawn array
@@ -53,7 +53,7 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
     meshes = (subject.mesh,) if isinstance(subject, TensorType) else subject.meshes
     left_out = len({d for m in meshes for d in m.devices}) - len(drawn[0].held) if drawn else 0
     hidden = len(drawn) - MOST_FRAMES
-    page = _Page(drawn[:MOST_FRAMES], cuts(drawn))
+    page = _ContentsPage(drawn[:MOST_FRAMES], cuts(drawn))
     texts = [note] if note else []
     texts.append("mesh " + "; ".join(map(str, meshes)))
     if left_out > 0:
@@ -68,7 +68,7 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
     return page.document(title or "What each device holds", texts)
 
 
-class _Page:
+class _ContentsPage:
     """A canvas, and the height of it that is used so far."""
 
     def __init__(self, drawn: Sequence[Frame], lines: dict[tuple[int, ...], tuple[tuple[int, ...], ...]]) -> None:
@@ -202,7 +202,7 @@ class _Page:
             self.y += 20
 
     def panel(
-        self, frame: Frame, held: Held, x: float, y: float, dims: tuple[int, ...], wide: float, high: float
+        self, frame: Frame, held: HeldBox, x: float, y: float, dims: tuple[int, ...], wide: float, high: float
     ) -> None:
         empty = ' stroke-dasharray="3 3"' if held.box is None else ""
         self.canvas.rect(x, y, wide, high, _EMPTY if held.box is not None else PAPER, LINE, empty)
@@ -306,7 +306,7 @@ def _spans(kept: Box, box: Box, dims: tuple[int, ...]) -> bool:
     return all(kept[d] == box[d] for d in range(len(box)) if d not in dims)
 
 
-def _place(frame: Frame, held: Held) -> str:
+def _place(frame: Frame, held: HeldBox) -> str:
     """The coordinates with the names of the axes, or without them where they would not fit."""
     mesh = frame.type.mesh
     named = ", ".join(f"{a}={c}" for a, c in zip(mesh.axes, held.coordinates, strict=True))

@@ -10,10 +10,10 @@ import msgspec
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.plan import Plan
-from shardplan.report.frames import Frame, frames, shape_text
+from shardplan.execution.verify import TrialVerdict
+from shardplan.plans.plan import Plan
+from shardplan.report.contents import Frame, frames, shape_text
 from shardplan.report.picture import text_picture
-from shardplan.report.verify import Verdict
 
 
 def json_text(found: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ def shown(subject: Plan | Program | TensorType) -> str:
     return f"{subject}\n\n{text_picture(program)}"
 
 
-def check_object(path: Path, plan: Plan, verdict: Verdict) -> dict[str, Any]:
+def check_object(path: Path, plan: Plan, verdict: TrialVerdict) -> dict[str, Any]:
     """Return what `check` found as an object."""
     return {
         "ok": verdict.complete or None,
@@ -85,7 +85,7 @@ def check_object(path: Path, plan: Plan, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def check_text(plan: Plan, verdict: Verdict) -> str:
+def check_text(plan: Plan, verdict: TrialVerdict) -> str:
     """Return what `check` found."""
     c = plan.certificate
     lines = [f"certificate  every claim follows from the program; status {c.status}"]
@@ -102,7 +102,7 @@ def check_text(plan: Plan, verdict: Verdict) -> str:
     return "\n".join([*lines, f"not run      {_left_out(verdict)}", "ok in what was run"])
 
 
-def _left_out(verdict: Verdict) -> str:
+def _left_out(verdict: TrialVerdict) -> str:
     return (
         f"{verdict.total - verdict.elements} of {verdict.total} elements: along each dim those between the first and "
         "the last index of every run that no step cuts"

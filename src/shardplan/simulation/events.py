@@ -28,10 +28,10 @@ import numpy as np
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.where import Where, fabric_of
+from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.ring import script_of
-from shardplan.simulation.script import Round, Script, ScriptError
+from shardplan.simulation.script import Script, ScriptError, ScriptRound
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
 
@@ -99,7 +99,7 @@ def simulate(
     fabric = fabric_of(where, program.meshes if isinstance(program, Program) else laid)
     devices = script.devices
     home = dict(zip(devices, fabric.place(np.array(devices, dtype=np.int64)).tolist(), strict=True))
-    return _Run(script, Tree(topology, shared), home, constants or Constants()).timeline()
+    return _EventRun(script, Tree(topology, shared), home, constants or Constants()).timeline()
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Pair:
 class _Device:
     """Where a device is in its stages."""
 
-    stages: list[tuple[int, tuple[Round, ...]]]  # step, rounds
+    stages: list[tuple[int, tuple[ScriptRound, ...]]]  # step, rounds
     stage: int = 0
     round: int = -1  # -1 before the receives of the stage are posted
     wanted: dict[int, int] = field(default_factory=dict[int, int])  # by sender: messages waited for so far
@@ -134,7 +134,7 @@ class _Device:
     spans: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])  # step, start, end
 
 
-class _Run:
+class _EventRun:
     """The state of a simulation."""
 
     def __init__(self, script: Script, tree: Tree, home: dict[int, int], constants: Constants) -> None:
@@ -146,7 +146,7 @@ class _Run:
         self.bucket = constants.bucket * constants.payload_share
         self.tokens = [self.bucket] * len(tree.edges)
         self.pairs: dict[tuple[int, int], _Pair] = {}
-        stages: dict[int, list[tuple[int, tuple[Round, ...]]]] = {d: [] for d in script.devices}
+        stages: dict[int, list[tuple[int, tuple[ScriptRound, ...]]]] = {d: [] for d in script.devices}
         for stage in script.stages:
             for device, rounds in stage.rounds.items():
                 stages[device].append((stage.step, rounds))
@@ -208,7 +208,7 @@ class _Run:
             device.stage += 1
             device.round = -1
 
-    def _begin(self, device: _Device, d: int, rounds: Sequence[Round], number: int) -> None:
+    def _begin(self, device: _Device, d: int, rounds: Sequence[ScriptRound], number: int) -> None:
         device.round = number
         if number == len(rounds):
             return
@@ -218,10 +218,10 @@ class _Run:
         for peer, _ in rounds[number].receives:
             device.wanted[peer] = device.wanted.get(peer, 0) + 1
 
-    def _got(self, device: _Device, d: int, one: Round) -> bool:
+    def _got(self, device: _Device, d: int, one: ScriptRound) -> bool:
         return all(self.pair(peer, d).arrived >= device.wanted[peer] for peer, _ in one.receives)
 
-    def _delivered(self, d: int, rounds: Sequence[Round]) -> bool:
+    def _delivered(self, d: int, rounds: Sequence[ScriptRound]) -> bool:
         peers = {peer for one in rounds for peer, _ in one.sends}
         return all(self.pair(d, peer).arrived == len(self.pair(d, peer).sent) for peer in peers)
 

@@ -20,9 +20,9 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
-from shardplan.hardware.nominal import DESCRIPTION, nominal_step
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.where import Where, fabric_of
+from shardplan.plans.nominal import DESCRIPTION, nominal_step
+from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -51,7 +51,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
             part in each step and the one that holds most. Makespan, breakdown and peak do not depend on it.
 
     Returns:
-        One interval a step and device, caused by the step before; its makespan is `hardware.where.priced`'s seconds.
+        One interval a step and device, caused by the step before; its makespan is `plans.pricing.priced`'s seconds.
 
     Raises:
         TopologyError: A device has no place in `where`.

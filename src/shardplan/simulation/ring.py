@@ -28,10 +28,10 @@ from shardplan.core.ops.base import Collective, meet, typed
 from shardplan.core.program import Program, Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.predict import step_names
-from shardplan.simulation.script import Message, Round, Script, Stage, merged
+from shardplan.simulation.script import Message, Script, ScriptRound, Stage, merged
 
 SEGMENT = 128 * 2**10  # bytes
-Part = dict[int, tuple[Round, ...]]
+Part = dict[int, tuple[ScriptRound, ...]]
 Sizes = Sequence[int] | np.ndarray
 
 
@@ -102,7 +102,7 @@ def _ring(members: Sequence[int], sizes: Sizes, lag: int) -> Part:
     for k in range(q):
         after, before = members[(k + 1) % q], members[(k - 1) % q]
         blocks = [(int(sizes[(k - s - lag) % q]), int(sizes[(k - s - lag - 1) % q])) for s in range(q - 1)]
-        out[members[k]] = tuple(Round(_one(after, a), _one(before, b)) for a, b in blocks)
+        out[members[k]] = tuple(ScriptRound(_one(after, a), _one(before, b)) for a, b in blocks)
     return out
 
 
@@ -110,17 +110,17 @@ def chain(members: Sequence[int], sizes: Sequence[int]) -> Part:
     """Return the pipelined chain from the first member to the last; `sizes` of the segments in bytes."""
     out: Part = {}
     for k, device in enumerate(members):
-        rounds: list[Round] = []
+        rounds: list[ScriptRound] = []
         if k + 1 < len(members) and k == 0:
-            rounds = [Round(_one(members[1], n), ()) for n in sizes]
+            rounds = [ScriptRound(_one(members[1], n), ()) for n in sizes]
         elif k:
             passed = 0
             for n in sizes:
                 on = _one(members[k + 1], passed) if k + 1 < len(members) else ()
-                rounds.append(Round(on, _one(members[k - 1], n)))
+                rounds.append(ScriptRound(on, _one(members[k - 1], n)))
                 passed = n
             if k + 1 < len(members):
-                rounds.append(Round(_one(members[k + 1], passed), ()))
+                rounds.append(ScriptRound(_one(members[k + 1], passed), ()))
         out[device] = tuple(rounds)
     return out
 
@@ -131,7 +131,7 @@ def pairwise(members: Sequence[int], size: Callable[[int, int], int]) -> list[Pa
     return [
         {
             members[k]: (
-                Round(
+                ScriptRound(
                     _one(members[(k + r) % q], size(k, (k + r) % q)), _one(members[(k - r) % q], size((k - r) % q, k))
                 ),
             )
@@ -149,7 +149,7 @@ def together(sizes: Mapping[tuple[int, int], int]) -> Part:
         if nbytes:
             sends.setdefault(sender, []).append((receiver, nbytes))
             receives.setdefault(receiver, []).append((sender, nbytes))
-    return {d: (Round(tuple(sends.get(d, ())), tuple(receives.get(d, ()))),) for d in sorted({*sends, *receives})}
+    return {d: (ScriptRound(tuple(sends.get(d, ())), tuple(receives.get(d, ()))),) for d in sorted({*sends, *receives})}
 
 
 def owned(n: int, members: int) -> np.ndarray:

@@ -28,7 +28,7 @@ class ScriptError(ShardplanError):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ScriptRound:
     """What a device posts at once, and then waits for."""
 
     sends: tuple[Message, ...]
@@ -44,7 +44,7 @@ class Stage:
     """A part of a step after which a device waits for what it has sent; `rounds` by device id."""
 
     step: int  # number of the step in `Script.names`
-    rounds: Mapping[int, tuple[Round, ...]]
+    rounds: Mapping[int, tuple[ScriptRound, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Script:
         return self
 
 
-def merged(parts: Iterable[Mapping[int, tuple[Round, ...]]], step: int) -> tuple[Stage, ...]:
+def merged(parts: Iterable[Mapping[int, tuple[ScriptRound, ...]]], step: int) -> tuple[Stage, ...]:
     """Return the one stage in which disjoint groups each do their part; none where nothing moves."""
     rounds = {d: kept for part in parts for d, own in part.items() if (kept := tuple(r for r in own if r))}
     return (Stage(step, rounds),) if rounds else ()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from shardplan.errors import ParseError, ShardplanError
-from shardplan.hardware.planfile import write_atomic
+from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
 FORMAT = "shardplan timelines 1"

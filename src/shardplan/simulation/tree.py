@@ -22,7 +22,7 @@ WAYS = ("up", "down", "local")
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class DirectedLink:
     """One direction of one link.
 
     Args:
@@ -61,13 +61,13 @@ class Tree:
 
     topology: Topology
     shared: bool = False
-    edges: tuple[Edge, ...] = field(init=False)
+    edges: tuple[DirectedLink, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Refuse what is no tree, and number the edges: level by level, unit by unit, up before down."""
         for level in self.topology.levels:
             _check(level)
-        edges: list[Edge] = []
+        edges: list[DirectedLink] = []
         for j, stride in enumerate(self.topology.strides):
             if self.shared and j == len(self.topology.levels) - 1:
                 continue
@@ -76,15 +76,17 @@ class Tree:
             edges += [self._local(unit) for unit in range(self.topology.size // self.topology.level_sizes[-1])]
         object.__setattr__(self, "edges", tuple(edges))
 
-    def _edge(self, j: int, unit: int, way: str) -> Edge:
+    def _edge(self, j: int, unit: int, way: str) -> DirectedLink:
         level = self.topology.levels[j]
-        return Edge(j, unit, way, f"{level.name}[{unit}] {way}", level.bandwidth * dict(level.degraded).get(unit, 1.0))
+        return DirectedLink(
+            j, unit, way, f"{level.name}[{unit}] {way}", level.bandwidth * dict(level.degraded).get(unit, 1.0)
+        )
 
-    def _local(self, unit: int) -> Edge:
+    def _local(self, unit: int) -> DirectedLink:
         last = len(self.topology.levels) - 1
         level = self.topology.levels[last]
         parent = self.topology.levels[last - 1].name if last else "all"
-        return Edge(last, unit, WAYS[2], f"{parent}[{unit}] local", level.bandwidth)
+        return DirectedLink(last, unit, WAYS[2], f"{parent}[{unit}] local", level.bandwidth)
 
     @cached_property
     def _index(self) -> dict[tuple[int, int, str], int]:

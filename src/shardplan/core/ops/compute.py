@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
-from shardplan.core.factor import Factor, FactorRule, factor_names, infer
+from shardplan.core.factor_rule import Factor, FactorRule, factor_names, infer
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Op, Shards, poison
 from shardplan.core.tensor import TensorType

@@ -20,7 +20,7 @@ from shardplan.execution.lab.cluster import CONSTANTS, Cluster, Leaf
 from shardplan.execution.lab.session import Task
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.topology import Topology
-from shardplan.movement.reductions import reductions
+from shardplan.movement.reductions.enumeration import reductions
 from shardplan.simulation import events
 
 MIB = 2**20

@@ -22,10 +22,10 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import View, group_of, members_of, parts, place_of, shape_of, view_of
-from shardplan.execution.torch_pack import at, make_of
-from shardplan.execution.torch_steps import bind as bind_direct
-from shardplan.execution.torch_sums import Bound, One, one_by_one
-from shardplan.execution.torch_wire import Wire
+from shardplan.execution.torch.pack import at, make_of
+from shardplan.execution.torch.steps import bind as bind_direct
+from shardplan.execution.torch.sums import Bound, One, one_by_one
+from shardplan.execution.torch.wire import TorchWire
 
 Own = (AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter)
 SUMMED = ("f16", "bf16", "f32", "f64", "i8", "u8", "i32", "i64")  # dtypes that gloo reduces
@@ -115,7 +115,7 @@ def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mappi
                 _wait(dist.all_to_all_single(_bytes(came), _bytes(sent), ins, outs, group, async_op=True), timeout)
                 _unpack(came.split([n // width for n in ins]), takes, out)
 
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
         yield
         call(x, out)
@@ -136,7 +136,7 @@ def _largest(op: Collective, t: TensorType, u: TensorType, places: Sequence[int]
 
 
 def _alone(bound: Bound) -> One:
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return (yield from bound([x], wire))[0]
 
     return run

@@ -28,7 +28,7 @@ from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Outcome, Run
 from shardplan.execution.lower import place_of
-from shardplan.execution.words import listed, named
+from shardplan.execution.rank_names import listed, named
 
 LEAD = 0.01  # seconds from the order to the start that all ranks agree on
 GRACE = 2.0  # seconds that the other ranks have to fail, too, after one has

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardplan.errors import BackendError, ParseError, ShardplanError, TimedOut, TopologyError
-from shardplan.execution.record import Span
+from shardplan.execution.record import StepSpan
 from shardplan.simulation.script import Script
 
 Engine = Literal["ring", "gloo"]
@@ -57,7 +57,7 @@ class Outcome:
     lateness: float  # seconds from the agreed instant to the real start
     end: float
     busy: float  # seconds of CPU time, all threads
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StepSpan, ...] = ()
     payload: dict[int, int] = field(default_factory=dict[int, int])  # bytes sent, by the receiver's device id
 
 

@@ -29,9 +29,9 @@ from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
 from shardplan.execution.record import Record
-from shardplan.execution.torch import Executable, Values, finish
-from shardplan.execution.torch_dtypes import to_numpy, to_torch, torch_dtype
-from shardplan.execution.torch_faults import Watch
+from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.run import TorchExecutable, Values, finish
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
 
@@ -42,7 +42,7 @@ class Loaded:
 
     item: Item
     device: int | None  # the device id that this rank stands in for; None where the item has none for it
-    bound: Executable | Replay | None = None
+    bound: TorchExecutable | Replay | None = None
     inputs: Values = field(default_factory=dict)
     expected: list[np.ndarray | None] | None = None
 
@@ -98,7 +98,7 @@ class Worker:
                 gloo.make_groups(program, item.ranks, self.timeout)
             if device is not None and device in program.devices:
                 bind = ring.bind if item.engine == "ring" else gloo.binder(item.ranks, self.timeout)
-                found.bound = Executable(program, device, bind)
+                found.bound = TorchExecutable(program, device, bind)
         self.items[key] = found
 
     def forget(self, key: int) -> None:
@@ -112,7 +112,7 @@ class Worker:
         found = self.items[key]
         found.expected = expected
         bound, device = found.bound, found.device
-        if not isinstance(bound, Executable) or device is None:
+        if not isinstance(bound, TorchExecutable) or device is None:
             return
         found.inputs = {}
         for name, t in bound.program.inputs:
@@ -129,15 +129,15 @@ class Worker:
         if bound is None or device is None:
             return Outcome(device, 0.0, instant, 0.0)
         ranks = found.item.ranks
-        texts = bound.texts if isinstance(bound, Executable) else found.item.names
+        texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
-        watch = Watch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
+        watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
         wire = LabWire(watch.site.group, watch, torch.device("cpu"), ranks=ranks)
         while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
             time.sleep(instant - start)
         busy = time.process_time()
         results: list[torch.Tensor] = []
-        if isinstance(bound, Executable):
+        if isinstance(bound, TorchExecutable):
             results = finish(bound.drive(found.inputs, wire, watch, record))
         else:
             bound.run(wire, record)

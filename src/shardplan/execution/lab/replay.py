@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shardplan.execution.record import Record, Span
-from shardplan.execution.torch_wire import Pending, Wire
-from shardplan.simulation.script import Round, Script
+from shardplan.execution.record import Record, StepSpan
+from shardplan.execution.torch.wire import Pending, TorchWire
+from shardplan.simulation.script import Script, ScriptRound
 
 
 class Replay:
@@ -22,17 +22,17 @@ class Replay:
         largest = [n for _, rounds in self.stages for one in rounds for _, n in (*one.sends, *one.receives)]
         self._largest = max(largest, default=0)
 
-    def run(self, wire: Wire, record: Record) -> None:
+    def run(self, wire: TorchWire, record: Record) -> None:
         """Run all stages; every message is sent from, and received into, one buffer, as nobody reads it."""
         source = torch.zeros(self._largest, dtype=torch.uint8)
         sink = torch.zeros(self._largest, dtype=torch.uint8)
         for step, rounds in self.stages:
             start, before = time.monotonic(), wire.received
             _stage(rounds, wire, source, sink)
-            record.spans.append(Span(self.device, step, start, time.monotonic(), wire.received - before))
+            record.spans.append(StepSpan(self.device, step, start, time.monotonic(), wire.received - before))
 
 
-def _stage(rounds: Sequence[Round], wire: Wire, source: torch.Tensor, sink: torch.Tensor) -> None:
+def _stage(rounds: Sequence[ScriptRound], wire: TorchWire, source: torch.Tensor, sink: torch.Tensor) -> None:
     ins = iter(wire.post([(peer, sink[:n]) for one in rounds for peer, n in one.receives], [])[0])
     sent: Pending = []
     for one in rounds:

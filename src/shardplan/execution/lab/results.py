@@ -22,7 +22,7 @@ from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.experiments import Experiment
 from shardplan.execution.lab.item import Engine
 from shardplan.execution.lab.session import REPETITIONS
-from shardplan.hardware.planfile import write_atomic
+from shardplan.plans.plan_file import write_atomic
 
 BUSY = 0.5  # an edge counts as busy from this share of the busiest edge's payload
 

@@ -31,11 +31,11 @@ from shardplan.execution.lower import (
     shifted,
     view_of,
 )
-from shardplan.execution.torch_dtypes import fold
-from shardplan.execution.torch_pack import Arrays, Message, at, flat_view, make_of, pack, source, target, unpack
-from shardplan.execution.torch_steps import bind as bind_direct
-from shardplan.execution.torch_sums import Bound, One, Running, one_by_one
-from shardplan.execution.torch_wire import Wire
+from shardplan.execution.torch.dtypes import fold
+from shardplan.execution.torch.pack import Arrays, Message, at, flat_view, make_of, pack, source, target, unpack
+from shardplan.execution.torch.steps import bind as bind_direct
+from shardplan.execution.torch.sums import Bound, One, Running, one_by_one
+from shardplan.execution.torch.wire import TorchWire
 from shardplan.simulation.ring import SEGMENT
 
 Going = Generator[None, None, None]
@@ -68,13 +68,13 @@ def _segments(op: Reduce | Broadcast, t: TensorType, device: int) -> int:
 
 
 def _only(bound: Bound) -> One:
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return (yield from bound([x], wire))[0]
 
     return run
 
 
-def pass_on(blocks: Sequence[torch.Tensor], members: Sequence[int], me: int, wire: Wire) -> Going:
+def pass_on(blocks: Sequence[torch.Tensor], members: Sequence[int], me: int, wire: TorchWire) -> Going:
     """Fill every member's flat block of `blocks`, of which the own one is filled, by a ring."""
     q = len(members)
     after, before = members[(me + 1) % q], members[(me - 1) % q]
@@ -93,7 +93,12 @@ def pass_on(blocks: Sequence[torch.Tensor], members: Sequence[int], me: int, wir
 
 
 def add_up(
-    addends: Sequence[torch.Tensor], total: torch.Tensor, members: Sequence[int], me: int, reduction: str, wire: Wire
+    addends: Sequence[torch.Tensor],
+    total: torch.Tensor,
+    members: Sequence[int],
+    me: int,
+    reduction: str,
+    wire: TorchWire,
 ) -> Going:
     """Reduce every member's flat part by a ring: `addends` are the own ones, by member; `total` gets the own part."""
     q = len(members)
@@ -138,7 +143,7 @@ def _all_gather(op: AllGather, operands: Sequence[TensorType], results: Sequence
     sizes = [sum(v.elements * operands[k].itemsize for k, v in inside[d]) for d in members]
     direct = len(operands) == 1 and all(v.contiguous for own in inside.values() for _, v in own)
 
-    def run(arrays: Arrays, wire: Wire) -> Running:
+    def run(arrays: Arrays, wire: TorchWire) -> Running:
         out = [make(wire) for make in makers]
         for k, old, new in copies:
             at(out[k], new).copy_(at(arrays[k], old))
@@ -188,7 +193,7 @@ def _reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int
     boxes = dict(p.sends) | ({device: p.keeps[0][0]} if p.keeps else {})
     views = [view_of(shape, boxes[d]) if d in boxes else None for d in members]
 
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
         flat = [_flat(x, view) for view in views]
         for c in range(op.chunks):
@@ -211,7 +216,7 @@ def _nothing(u: TensorType, device: int) -> One:
     """A device that holds nothing of the value: its result must not be read."""
     make = make_of(u, device)
 
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
         yield
 
@@ -228,7 +233,7 @@ def _all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     owned = ranges(box_elements(tuple((0, n) for n in shape_of(t, device))), len(members))
     rounds = [[shifted(span, c, op.chunks) for span in owned] for c in range(op.chunks)]
 
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
         addend, flat = x.view(-1), out.view(-1)
         for spans in rounds:
@@ -261,7 +266,7 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
             if sends or receives:
                 stages.append((sends, receives))
 
-    def run(x: torch.Tensor, wire: Wire) -> Generator[None, None, torch.Tensor]:
+    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
         for old, new in copies:
             at(out, new).copy_(at(x, old))

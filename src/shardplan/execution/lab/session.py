@@ -28,7 +28,7 @@ from shardplan.execution.lab.record import Measurement, Repetition, variation
 from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
-from shardplan.hardware.where import fabric_of
+from shardplan.plans.pricing import fabric_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.ring import script_of

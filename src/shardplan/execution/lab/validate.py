@@ -37,7 +37,7 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScoreVerdict:
     """What results say about the models.
 
     Args:
@@ -65,7 +65,7 @@ class Verdict:
         return tuple(_misses(self))
 
 
-def validate(results: Sequence[Sweep]) -> Verdict:
+def validate(results: Sequence[Sweep]) -> ScoreVerdict:
     """Score both models on results of sweeps.
 
     Args:
@@ -83,7 +83,7 @@ def validate(results: Sequence[Sweep]) -> Verdict:
     twice = [abs(math.log(a.second / a.first)) for r in results for a in r.again]
     floor = statistics.median(twice) if twice else DEFAULT_FLOOR
     scores = [s for d in done for model in MODELS for s in _fields(d, model, floor)]
-    return Verdict(done, floor, tuple(scores))
+    return ScoreVerdict(done, floor, tuple(scores))
 
 
 def _fields(done: Done, model: str, floor: float) -> Iterator[Score]:
@@ -107,7 +107,7 @@ MANY = 40
 SHAPES = 4
 
 
-def _targets(v: Verdict) -> Iterator[Target]:
+def _targets(v: ScoreVerdict) -> Iterator[Target]:
     events = v.summary("events")
     rows = [r for d in v.experiments for r in d.rows]
     counted = [r for r in rows if r.exact is not None]
@@ -146,7 +146,7 @@ def _targets(v: Verdict) -> Iterator[Target]:
     yield from _ratio(v)
 
 
-def _flat(v: Verdict) -> Iterator[Target]:
+def _flat(v: ScoreVerdict) -> Iterator[Target]:
     """The best program over a flat all_reduce of the whole mesh, on 2x4 with a slow outer link."""
     gains: list[tuple[float, str]] = []
     for d in v.experiments:
@@ -171,7 +171,7 @@ class Ratio:
     predicted: float
 
 
-def placement_ratios(v: Verdict) -> list[Ratio]:
+def placement_ratios(v: ScoreVerdict) -> list[Ratio]:
     """Return, for every experiment with several placements, the ratio of a flat all_reduce on the worst and best."""
     out: list[Ratio] = []
     for d in v.experiments:
@@ -182,7 +182,7 @@ def placement_ratios(v: Verdict) -> list[Ratio]:
     return out
 
 
-def _ratio(v: Verdict) -> Iterator[Target]:
+def _ratio(v: ScoreVerdict) -> Iterator[Target]:
     """Judge the ratio at the rates of the specification, and at a quarter of them, where two cores keep up."""
     named = {d.experiment.name: d.experiment for d in v.experiments}
     for cluster in RATIO_CLUSTERS:
@@ -200,7 +200,7 @@ def _ratio(v: Verdict) -> Iterator[Target]:
         )
 
 
-def _misses(v: Verdict) -> Iterator[Miss]:
+def _misses(v: ScoreVerdict) -> Iterator[Miss]:
     for d in v.experiments:
         for r in d.rows:
             if r.exact is False:

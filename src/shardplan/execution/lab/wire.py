@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardplan.execution.torch_wire import Pending, Wire
+from shardplan.execution.torch.wire import Pending, TorchWire
 
 
 @dataclass(slots=True)
-class LabWire(Wire):
+class LabWire(TorchWire):
     """The traffic of one rank in one run; `ranks` says which rank stands in for a device id."""
 
     ranks: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -25,6 +25,6 @@ class LabWire(Wire):
         for device, x in sends:
             self.payload[device] += x.nbytes
         ranks = self.ranks
-        ins, outs = Wire.post(self, [(ranks[d], x) for d, x in receives], [(ranks[d], x) for d, x in sends])
+        ins, outs = TorchWire.post(self, [(ranks[d], x) for d, x in receives], [(ranks[d], x) for d, x in sends])
         named_ins = [(d, work) for (d, _), (_, work) in zip(receives, ins, strict=True)]
         return named_ins, [(d, work) for (d, _), (_, work) in zip(sends, outs, strict=True)]

@@ -1,0 +1,274 @@
+"""The executables of a program: one for each run of steps on one mesh, over shards that lie on their devices.
+
+A value is handed from one executable to the next as one array a device; to JAX it is a global array, the shards of all
+devices one after the other along dim 0. So partial and rooted values need no words that JAX lacks, every result differs
+on every device, and `check_vma` is on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import itemsize, numpy_dtype
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import Send
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType, same
+from shardplan.errors import BackendError
+from shardplan.execution.jax.agree import processes_of
+from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
+from shardplan.execution.jax.header import headed
+from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
+from shardplan.execution.jax.lower import lower
+from shardplan.execution.jax.wire import JaxWire
+
+FLAT = "device"
+
+
+@contextlib.contextmanager
+def alone(program: Program) -> Generator[None]:
+    """A context for one program: its 64-bit dtypes are kept, and a mesh that the caller set is set aside."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    parts = (itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for t in program.types.values())
+    wide = max(parts, default=0) == 8
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+            yield
+
+
+def at_once() -> AbstractContextManager[Any]:
+    """A context in which arrays move now, also where a function that is being traced holds them."""
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
+
+    return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
+
+
+def local_devices(ids: Sequence[int]) -> list[Any]:
+    """The devices of this process among `ids`, in their order."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    found = {d.id: d for d in jax.local_devices()}
+    return [found[k] for k in ids if k in found]
+
+
+def jax_mesh(mesh: Mesh) -> Any:
+    """Return the jax mesh of a mesh: one axis per prime sub-axis, or one of size 1 where there is none."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    axes = {a.name: a.size for a in mesh.atoms} or {"one": 1}
+    return _grid(tuple(axes), tuple(axes.values()), mesh.devices, jax)
+
+
+def _grid(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int], jax: Any) -> Any:
+    by_id = {d.id: d for d in jax.devices()}
+    grid = np.empty(len(ids), dtype=object)
+    grid[:] = [by_id[k] for k in ids]
+    return jax.sharding.Mesh(grid.reshape(sizes), names)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledPart:
+    """A run of steps that is one executable (None where bytes stay where they are), and the values it takes and gives.
+
+    `devices` are those of the executable, in the order of its shards; operands and results are on the devices of
+    `sources` and `targets`, in those orders.
+    """
+
+    steps: tuple[int, ...]
+    where: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    freed: frozenset[str]
+    devices: tuple[int, ...]
+    sources: tuple[TensorType, ...]
+    targets: tuple[TensorType, ...]
+    kinds: tuple[np.dtype[Any], ...]  # of the operands' elements; their types say in what they are carried
+    sharding: Any
+    executable: Any
+    call: Any
+
+    def run(self, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Return the shards of the outputs on the local devices, given those of the inputs."""
+        import jax  # pyright: ignore[reportMissingImports]
+
+        if self.executable is None:
+            return [_renamed(x, t, u) for x, t, u in zip(inputs, self.sources, self.targets, strict=True)]
+        stacked: list[Any] = []
+        for shards, t, kind in zip(inputs, self.sources, self.kinds, strict=True):
+            shape = t.local_shape() or (1,)
+            mine = [x.reshape(shape) for x in shards] if t.ndim == 0 else shards
+            if t.mesh.devices != self.devices:
+                held = dict(zip((d.id for d in local_devices(t.mesh.devices)), mine, strict=True))
+                mine = [
+                    held[d.id] if d.id in held else jax.device_put(np.zeros(shape, kind), d)
+                    for d in local_devices(self.devices)
+                ]
+            whole = (shape[0] * len(self.devices), *shape[1:])
+            stacked.append(jax.make_array_from_single_device_arrays(whole, self.sharding, mine))
+        found = self.call(*stacked)
+        return [self._unstacked(x, u) for x, u in zip(found, self.targets, strict=True)]
+
+    def _unstacked(self, x: Any, u: TensorType) -> list[Any]:
+        by_id = {s.device.id: s.data for s in x.addressable_shards}
+        shards = [by_id[d.id] for d in local_devices(u.mesh.devices)]
+        return [s.reshape(()) for s in shards] if u.ndim == 0 else shards
+
+
+def _renamed(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
+    held = dict(zip((d.id for d in local_devices(t.mesh.devices)), shards, strict=True))
+    return [held[d.id] for d in local_devices(u.mesh.devices)]
+
+
+Kinds = tuple[np.dtype[Any], ...]
+
+
+def compiled(program: Program, stepwise: bool = False, kinds: Kinds | None = None) -> tuple[CompiledPart, ...]:
+    """Return the executables of a checked program, one for each run of steps on a mesh, or for each step; kept.
+
+    `kinds` are the dtypes of the inputs where the program's types only carry their bits (see `jax_bits.carrier`).
+    """
+    given = kinds or tuple(numpy_dtype(t.dtype) for t in program.input_types)
+    return EXECUTABLES.get((program, stepwise, given), lambda: _compiled(program, stepwise, given))
+
+
+def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
+    runs: list[list[int]] = []
+    for number, step in enumerate(program.steps):
+        t = program.types[step.operands[0]]
+        before = program.steps[number - 1] if number else None
+        joins = (
+            before is not None
+            and not stepwise
+            and not isinstance(step.op, Send)
+            and not isinstance(before.op, Send)
+            and program.types[before.operands[0]].mesh == t.mesh
+        )
+        if joins:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    last: dict[str, int] = {o: number for number, step in enumerate(program.steps) for o in step.operands}
+    last |= dict.fromkeys(program.outputs, len(program.steps))
+    kinds = {name: numpy_dtype(t.dtype) for name, t in program.types.items()}
+    typed = dict(kinds)
+    kinds |= zip((name for name, _ in program.inputs), given, strict=True)
+    for step in program.steps:  # what carries bits is moved only: one result for an operand
+        kinds |= {r: kinds[o] for o, r in zip(step.operands, step.results, strict=False) if kinds[o] != typed[o]}
+    with alone(program):
+        parts = tuple(_part(program, tuple(run), last, kinds) for run in runs)
+    return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
+
+
+def _part(
+    program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
+) -> CompiledPart:
+    import jax  # pyright: ignore[reportMissingImports]
+
+    steps = [program.steps[k] for k in numbers]
+    made = [r for step in steps for r in step.results]
+    inputs = tuple(dict.fromkeys(o for step in steps for o in step.operands if o not in made))
+    outputs = tuple(r for r in made if last.get(r, -1) > numbers[-1])
+    sources, targets = (tuple(program.types[n] for n in names) for names in (inputs, outputs))
+    freed = frozenset(n for n in inputs if last[n] <= numbers[-1])
+    held = tuple(kinds[n] for n in inputs)
+    names = " ".join(step.op.name for step in steps)
+    where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
+    (first,) = {program.types[step.operands[0]].mesh for step in steps}
+    if isinstance(steps[0].op, Send):
+        moves = list(zip(*program.step_types(steps[0]), strict=True))
+        devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))
+        if all(same(t, u) for t, u in moves):
+            ends = tuple(t for t, _ in moves), tuple(u for _, u in moves)
+            return CompiledPart(
+                numbers, where, steps[0].operands, steps[0].results, freed, devices, *ends, held, None, None, None
+            )
+        target = _grid((FLAT,), (len(devices),), devices, jax)
+    else:
+        devices, target = first.devices, jax_mesh(first)
+    moved = lower_steps(program, steps, inputs, outputs, first, tuple(target.axis_names), checked=True,
+                        header=len(processes_of(devices)) > 1)  # fmt: skip
+
+    def body(*shards: Any) -> tuple[Any, ...]:
+        found = moved(*(_as(x, t) for x, t in zip(shards, sources, strict=True)))
+        return tuple(from_bits(y, kinds[n]) if y.dtype != kinds[n] else y for y, n in zip(found, outputs, strict=True))
+
+    sharding = jax.sharding.NamedSharding(target, jax.sharding.PartitionSpec(tuple(target.axis_names)))
+    mapped = jax.shard_map(
+        body, mesh=target, in_specs=(sharding.spec,) * len(inputs), out_specs=(sharding.spec,) * len(outputs)
+    )
+    shapes = [
+        jax.ShapeDtypeStruct(_stacked_shape(t, len(devices)), kind, sharding=sharding)
+        for t, kind in zip(sources, held, strict=True)
+    ]
+    try:
+        executable, call = compile_for(
+            jax.jit(mapped), shapes, lambda: jax.sharding.use_abstract_mesh(target.abstract_mesh)
+        )
+    except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
+        raise BackendError(f"jax: {where} cannot be compiled on {jax.default_backend()}: {error}") from error
+    return CompiledPart(
+        numbers, where, inputs, outputs, freed, devices, sources, targets, held, sharding, executable, call
+    )
+
+
+def compile_for(jitted: Any, shapes: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Return the executable of a jitted function, and what to call; both are made in a context of JAX.
+
+    It is itself what to call, but for elements of less than 8 bits: an executable checks the layouts of its arguments,
+    and jax.device_put says of such an array another one than the compiler. The function then finds it compiled.
+    """
+    with context():
+        executable = jitted.lower(*shapes).compile()
+    if not any(is_narrow(x.dtype) for x in shapes):
+        return executable, executable
+
+    def call(*arrays: Any) -> Any:
+        with context():
+            return jitted(*arrays)
+
+    return executable, call
+
+
+def _as(x: Any, t: TensorType) -> Any:
+    return x if x.dtype == numpy_dtype(t.dtype) else to_bits(x)
+
+
+def _stacked_shape(t: TensorType, count: int) -> tuple[int, ...]:
+    shape = t.local_shape() or (1,)
+    return shape[0] * count, *shape[1:]
+
+
+def lower_steps(
+    program: Program,
+    steps: Sequence[Step],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    checked: bool,
+    by_atom: bool = True,
+    header: bool = False,
+) -> Callable[..., tuple[Any, ...]]:
+    """Return what one device does for some steps: the shards of `inputs` in, those of `outputs` out, 0-dim ones [1].
+
+    With a `header` the devices first make sure that all run these steps.
+    """
+    wire = JaxWire(mesh, axes, by_atom, checked)
+
+    def body(*shards: Any) -> tuple[Any, ...]:
+        values = {n: x.reshape(program.types[n].local_shape()) for n, x in zip(inputs, shards, strict=True)}
+        for step in steps:
+            types, _ = program.step_types(step)
+            found = lower(step.op, [values[o] for o in step.operands], types, wire)  # type: ignore[arg-type]
+            values.update(zip(step.results, found, strict=True))
+        return tuple(values[n].reshape(program.types[n].local_shape() or (1,)) for n in outputs)
+
+    return headed(body, program, outputs, wire) if header else body

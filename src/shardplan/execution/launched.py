@@ -1,0 +1,118 @@
+"""A program on trial under a launcher: this process's shards on a real backend, compared with the reference's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.messages import at_root
+from shardplan.core.program import Program
+from shardplan.core.reference import collect, distribute, run_program
+from shardplan.errors import BackendError, Infeasible, ShardplanError
+from shardplan.execution.measure import measure, own_devices
+from shardplan.execution.run import needed
+from shardplan.execution.verify import checksum, index_data, too_large
+from shardplan.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a launched run found: checksums of the outputs, how many own shards were compared, the measured timeline."""
+
+    sums: list[str]
+    shards: int
+    timeline: Timeline
+    first: bool  # whether this process is the one that reports
+
+
+@contextmanager
+def launched(backend: str) -> Generator[None]:
+    """Join the processes of a launcher for a command; raises `ShardplanError` where there is none to join."""
+    needed(backend)
+    if backend != "torch":
+        yield
+        return
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        raise ShardplanError(
+            "the backend torch runs one process a device: torchrun --nproc-per-node N --no-python shardplan run ..."
+        )
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trial(program: Program, backend: str, timeout: float) -> Trial:
+    """Run a program on index data and compare this process's shards with the reference's, bit for bit.
+
+    Args:
+        program: The program; its device ids are those of the launch.
+        backend: `torch`, `jax` or `mpi`.
+        timeout: Seconds that any wait may take.
+
+    Returns:
+        The trial.
+
+    Raises:
+        Infeasible: The arrays are too large to be run here.
+        BackendError: A shard differs; it names the first device, index and values.
+    """
+    skipped = too_large((*program.input_types, *program.output_types))
+    if skipped:
+        raise Infeasible(skipped)
+    inputs = [distribute(index_data(t), t) for t in program.input_types]
+    here = set(own_devices(backend))
+    mine: Any = [
+        [x for d, x in zip(t.mesh.devices, shards, strict=True) if d in here]
+        for t, shards in zip(program.input_types, inputs, strict=True)
+    ]
+    single = len(program.inputs) == 1
+    results, timeline = measure(program, mine[0] if single else mine, backend, timeout)
+    if single and len(program.outputs) == 1 and not (results and isinstance(results[0], list)):
+        results = [results]
+    expected = run_program(program, inputs)
+    count = 0
+    for name, t, got, want in zip(program.outputs, program.output_types, results, expected, strict=True):
+        held = at_root(t)
+        places = [k for k, d in enumerate(t.mesh.devices) if d in here]
+        for place, shard in zip(places, got, strict=True):
+            if held[place]:
+                _compare(f"output %{name}, device {t.mesh.devices[place]}", _array(shard), want[place], t.box(place))
+                count += 1
+    sums = [checksum(collect(x, t)) for x, t in zip(expected, program.output_types, strict=True)]
+    return Trial(sums, count, timeline, min(program.devices) in here)
+
+
+def _array(shard: Any) -> np.ndarray:
+    if type(shard).__module__.partition(".")[0] == "torch":
+        from shardplan.execution.torch.dtypes import to_numpy
+
+        return to_numpy(shard)
+    return np.asarray(shard)
+
+
+def _compare(what: str, got: np.ndarray, want: np.ndarray, box: Any) -> None:
+    """Raise `BackendError` at the first element that differs; results of floats computed may differ by rounding."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise BackendError(f"{what}: {got.dtype} of shape {got.shape}, the reference has {want.dtype} {want.shape}")
+    if np.array_equal(got, want, equal_nan=want.dtype.kind in "fcV"):
+        return
+    wide = np.complex128 if want.dtype.kind == "c" else np.float64
+    unequal = ~(got == want)
+    if want.dtype.kind in "fcV":
+        size = 1e-6 if want.dtype.itemsize >= 4 else 1e-2
+        a, b = got.astype(wide), want.astype(wide)
+        unequal = ~np.isclose(a, b, rtol=size, atol=size, equal_nan=True)
+    if not unequal.any():
+        return
+    local = tuple(int(k) for k in np.argwhere(unequal)[0])
+    index = tuple(k + start for k, (start, _) in zip(local, box, strict=True))
+    raise BackendError(f"{what}: {got[local]} at index {index}, the reference has {want[local]}")

@@ -1,0 +1,238 @@
+"""Bounded waits of MPI ranks, and one clear error where a wait fails.
+
+MPI has no way to take back a collective and none to raise an error on another rank: the rank that fails says why on
+its standard error and aborts the job, so that every rank ends with a status that is not zero and none is left behind.
+No exception comes out of a run that has started.
+
+Ranks that wait answer each other's questions, so that a rank whose time is up can tell those that wait too from those
+that never came: it asks what its peers run and for whom they wait, and follows the answers to ranks that are silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.mpi.mail import LEAVING, Mail, mail
+from shardplan.execution.rank_names import listed, named
+
+STATUS = 4  # of a process that fails while running
+LAST_WORDS = 0.25  # seconds for a launcher to pass on what it has read: it drops it when a job aborts
+UNREAD = 5.0  # seconds that a busy launcher may take to read it
+SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
+
+_parted: dict[int, str] = {}  # ranks that an exception has ended, and what it said
+
+
+def abort(error: BaseException) -> NoReturn:
+    """Say on standard error what went wrong on this rank, and end all ranks of the job."""
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    if isinstance(error, ShardplanError):
+        text = f"{type(error).__name__}: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    print(f"shardplan: rank {rank} ends all ranks: {text}", end="", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    until = time.monotonic() + UNREAD
+    while _unread() and time.monotonic() < until:
+        time.sleep(LONGEST)
+    time.sleep(LAST_WORDS)
+    MPI.COMM_WORLD.Abort(STATUS)
+    os._exit(STATUS)
+
+
+def _unread() -> bool:
+    """Whether standard error is a pipe that holds something."""
+    held = bytearray(4)
+    with contextlib.suppress(OSError, ValueError):  # not a pipe, or nothing that has a descriptor
+        fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, held)
+    return any(held)
+
+
+def part() -> None:
+    """Tell all ranks that an exception ends this process; nothing where none does."""
+    from mpi4py import MPI
+
+    error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
+    if error is None or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    letters = mail()
+    for rank in range(MPI.COMM_WORLD.Get_size()):
+        if rank != MPI.COMM_WORLD.Get_rank():
+            letters.post(rank, Parting(said(error)))
+    letters.flush(LEAVING)
+
+
+def said(error: BaseException) -> str:
+    """Return an error in one line."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A letter: an exception ends the sender."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A letter: what does the receiver run, and for whom does it wait?"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A letter: the program that the sender runs, and the ranks that it waits for."""
+
+    name: str
+    waits_for: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class MpiWatch:
+    """The view of one rank on one run of a program by `ranks`; `name` and `steps` are for messages."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    name: str
+    steps: Sequence[str]
+    timeout: float
+    mail: Mail
+    stopped: Callable[[], str] = str  # says why the run cannot end; nothing where it can
+    step: int = -1
+    _waits_for: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        """Answer those who ask."""
+        self.mail.on(Parting, lambda sender, letter: _parted.update({sender: letter.error}))
+        self.mail.on(Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for))))
+
+    def gather(self, done: Callable[[], bool], waits_for: Callable[[], list[int]]) -> None:
+        """Poll `done`, which reads letters, until the ranks have agreed; raises as `wait`, where ranks do not come."""
+
+        def test() -> bool:
+            self._waits_for = waits_for()
+            return done()
+
+        if not self._poll(test):
+            raise self._late(f"{self.name} did not start", f" of {listed(self.ranks)}")
+        self._waits_for = []
+
+    def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
+        """Poll `done` until it is true.
+
+        Args:
+            done: Tests the requests under way.
+            waits_for: Lists the device ids whose messages are outstanding.
+            group: The device ids that take part, for the message.
+
+        Raises:
+            TimedOut: It took longer than the timeout; the ranks that did not arrive are named.
+            BackendError: MPI failed, a rank ended or withdrew from the run, or those waited for run another program.
+        """
+        from mpi4py import MPI
+
+        def test() -> bool:
+            found = done()
+            if not found:
+                self._waits_for = waits_for()
+                self.mail.collect()
+                if why := self.stopped() or self.parted():
+                    raise BackendError(f"{self._where(group)}: {why}")
+            return found
+
+        try:
+            if not self._poll(test):
+                raise self._late(self._where(group))
+        except MPI.Exception as error:
+            raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
+        self._waits_for = []
+
+    def parted(self) -> str:
+        """Say which of the ranks an exception has ended; nothing where none has."""
+        return next((f"rank {r} ended: {error}" for r, error in _parted.items() if r in self.ranks), "")
+
+    @contextlib.contextmanager
+    def bounded(self, what: str) -> Generator[None]:
+        """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout."""
+        error = TimedOut(f"{self.name} did not start: {what} by {listed(self.ranks)} within {self.timeout:g} s")
+        timer = threading.Timer(self.timeout, abort, [error])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _where(self, group: Sequence[int]) -> str:
+        text = self.steps[self.step] if 0 <= self.step < len(self.steps) else "start"
+        return f"{self.name}, step {self.step} ({text}), group {listed(group)}"
+
+    def _poll(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Return whether `done` came true in time; the pauses between polls grow, since cores may be few."""
+        deadline = time.monotonic() + (self.timeout if seconds is None else seconds)
+        pause = 0.0
+        while not done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(LONGEST, 1.5 * pause + SHORTEST)
+        return True
+
+    def _late(self, where: str, among: str = "") -> ShardplanError:
+        """Return the error of a wait that took too long."""
+        answers = self._roll_call()
+        missing = silent(self.rank, self._waits_for, {r: a.waits_for for r, a in answers.items()})
+        other = next((a.name for a in answers.values() if a.name != self.name), None)
+        if other is not None and all(r in answers for r in missing):
+            strays = named(r for r, a in answers.items() if a.name == other)
+            return BackendError(f"{where}: {other} is run by {strays} at the same time")
+        return TimedOut(f"{where}: {named(missing)}{among} did not arrive within {self.timeout:g} s")
+
+    def _roll_call(self) -> dict[int, Answer]:
+        """Ask the ranks that this one waits for, and those that they wait for, and so on; return what they answer."""
+        answers: dict[int, Answer] = {}
+        asked = {self.rank}
+        self.mail.on(Answer, answers.__setitem__)
+
+        def done() -> bool:
+            self.mail.collect()
+            for r in {*self._waits_for, *(r for a in answers.values() for r in a.waits_for)} - asked:
+                asked.add(r)
+                self.mail.post(r, Question())
+            return len(answers) == len(asked) - 1
+
+        self._poll(done, min(2.0, self.timeout / 2))
+        return answers
+
+
+def silent(rank: int, waits_for: Sequence[int], answers: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return the ranks without an answer that `rank` waits for, over others if need be; if all answer, its own peers.
+
+    >>> silent(0, [1], {1: [2], 3: [0]})
+    [2]
+    """
+    seen, found, ahead = {rank}, set[int](), list(waits_for)
+    while ahead:
+        r = ahead.pop()
+        if r in seen:
+            continue
+        seen.add(r)
+        if r in answers:
+            ahead += answers[r]
+        else:
+            found.add(r)
+    return sorted(found or set(waits_for))

@@ -1,0 +1,185 @@
+"""Programs on MPI: one process a device, launched by mpiexec; device ids are ranks of COMM_WORLD.
+
+`run_program` is the backend. Inputs are read only; a result may be an input itself where nothing changes between the
+two. What a device sends and receives goes straight from and into its arrays (`mpi_wire`), so a run allocates the
+results and what reductions add up. At the first call of a program the ranks agree on it (`mpi_pacts`); what fails
+after that ends all ranks (`mpi_faults`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.accounting import relabels
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.core.text import op_text
+from shardplan.errors import BackendError, LayoutError, ShardplanError
+from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.mpi.agree import NotStarted, name_of
+from shardplan.execution.mpi.faults import MpiWatch, abort, part
+from shardplan.execution.mpi.mail import mail
+from shardplan.execution.mpi.pacts import pacts
+from shardplan.execution.mpi.steps import Bound, Site, bind
+from shardplan.execution.mpi.wire import MpiWire
+from shardplan.execution.mpi.world import start
+from shardplan.execution.record import Record, StepSpan
+
+REMEMBERED = 64  # bound programs whose datatypes are kept
+Values = dict[str, np.ndarray]
+
+_executables: OrderedDict[tuple[Program, int], MpiExecutable] = OrderedDict()
+
+
+class MpiExecutable:
+    """A program bound to the process of one device: everything that follows from types is worked out once.
+
+    `device` is the device id (rank of the world). Raises `BackendError` for an op that MPI cannot run.
+    """
+
+    def __init__(self, program: Program, device: int) -> None:
+        """Bind every step that the device takes part in."""
+        self.program = program
+        self.device = device
+        self.texts = [op_text(s.op, s.operands) for s in program.steps]
+        self.site = Site(device)
+        self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
+        for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
+            operands, results = program.step_types(step)
+            bound: Bound | None = None
+            if not relabels(step, operands, results, freed):
+                try:
+                    bound = bind(step.op, operands, results, self.site)
+                except ShardplanError as error:
+                    self.free()
+                    raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
+            self.steps.append((bound, step.operands, step.results, tuple(freed)))
+
+    def free(self) -> None:
+        """Give the datatypes back to MPI; the program cannot run after it."""
+        self.site.types.free()
+
+    def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> list[np.ndarray]:
+        """Run the steps on `values`, the inputs by name, which is emptied on the way."""
+        for number, (bound, operands, results, freed) in enumerate(self.steps):
+            wire.watch.step = number
+            arrays = [values[o] for o in operands]
+            start, before = time.monotonic(), wire.received
+            out = arrays if bound is None else bound(arrays, wire)
+            if record is not None:
+                record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
+            values.update(zip(results, out, strict=True))
+            del arrays, out
+            for name in freed:
+                values.pop(name, None)
+        return [values[name] for name in self.program.outputs]
+
+
+def executable(program: Program, device: int) -> MpiExecutable:
+    """Return the program bound to a device; the last ones are remembered, the datatypes of others freed."""
+    key = (program, device)
+    if key not in _executables:
+        _executables[key] = MpiExecutable(program, device)
+        while len(_executables) > REMEMBERED:
+            _executables.popitem(last=False)[1].free()
+    _executables.move_to_end(key)
+    return _executables[key]
+
+
+def forget() -> None:
+    """Free the datatypes of all remembered programs."""
+    while _executables:
+        _executables.popitem()[1].free()
+
+
+@atexit.register
+def end() -> None:
+    """Leave MPI to its own end."""
+    if "mpi4py.MPI" in sys.modules:
+        part()
+        forget()
+
+
+def run_program(
+    program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None = None
+) -> list[list[np.ndarray]]:
+    """Run a program on this process's shards: one array an input whose mesh has this rank, else none.
+
+    Returns one array a result whose mesh has this rank, else none. Wrong shards, a missing launcher and an op that MPI
+    cannot run raise, as `execution.run.run` says; at the first call of a program all other ranks raise too, at once, as
+    they do where they come with different programs. What goes wrong later (a rank that does not come in time, or that
+    withdraws from a program agreed on, an exception in a step) is printed and ends all ranks: see `mpi_faults`.
+    """
+    rank, size = start()
+    strange = [d for d in program.devices if d >= size]
+    if strange and size == 1:
+        raise BackendError(
+            f"the program runs on device {strange[0]}, but this process is alone: launch one process a device with "
+            f"mpiexec, of the MPI that mpi4py uses"
+        )
+    if strange:
+        raise BackendError(
+            f"the program runs on device {strange[0]}, but there are {size} ranks; device ids are ranks of COMM_WORLD, "
+            f"legal are 0 to {size - 1}"
+        )
+    if rank not in program.devices:
+        _values(program, inputs, rank)
+        return [[] for _ in program.outputs]
+    ranks, digest = program.devices, digest_of(program)
+    alone = len(ranks) == 1
+    try:
+        values, bound = _values(program, inputs, rank), executable(program, rank)
+    except BaseException as error:  # an interrupt too: the other ranks would wait for this one
+        if not alone:
+            pacts().refuse(ranks, rank, digest, error)
+        raise
+    watch = MpiWatch(ranks, rank, name_of(digest), bound.texts, timeout, mail())
+    try:
+        wire = MpiWire(ranks, {}, watch)
+        if not alone:
+            pact = pacts().enter(ranks, digest) or pacts().agree(watch, digest, bound.site.groups)
+            wire.communicators, watch.stopped = pact.communicators, lambda: pact.stopped
+        results = bound.drive(values, wire, record)
+    except NotStarted:
+        raise
+    except BaseException as error:
+        abort(error)
+    return [
+        [] if place_of(t, rank) is None else [x]
+        for t, x in zip(program.output_types, results, strict=True)
+    ]  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def digest_of(program: Program) -> bytes:
+    """Return what tells programs apart."""
+    return hashlib.sha256(str(program).encode()).digest()
+
+
+def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
+    """Return the inputs by name, checked; empty arrays stand for those on meshes without this rank."""
+    return {
+        name: np.empty(0, numpy_dtype(t.dtype)) if own is None else _checked(name, t, *own)
+        for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True)
+    }
+
+
+def _checked(name: str, t: TensorType, place: int, shard: Any) -> np.ndarray:
+    """Return a shard as a contiguous array, or raise `LayoutError` where it is not that of `place` under `t`."""
+    x = np.asarray(shard)
+    if x.shape != t.local_shape(place) or x.dtype != numpy_dtype(t.dtype):
+        raise LayoutError(
+            f"input %{name}, device {t.mesh.devices[place]}: a shard of dtype {x.dtype} and shape {x.shape}, but {t} "
+            f"needs {t.dtype} and {t.local_shape(place)}"
+        )
+    return np.ascontiguousarray(x).reshape(x.shape)

@@ -1,0 +1,197 @@
+"""The ops of a program bound to one rank of MPI: what it allocates, sends, receives, adds and copies.
+
+Everything about a step that follows from types is worked out once, in `bind`, datatypes included (of an op in very
+many rounds, see `mpi_site.KEPT`, when a round's turn comes). Every op is composed of all-to-alls and point-to-point
+messages, so that what is counted is what is moved.
+
+An all-to-all is one `Ialltoallw` a round among the members of the group, in member order, where most members have
+something for most others: gathers, all-to-alls, reduce-scatters, all-reduces and dense exchanges. Permutes, sends,
+sparse exchanges and the chains of `Reduce` and `Broadcast` are point-to-point messages: an all-to-all would go through
+an entry of every member, and needs a communicator of its own for every set of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
+from shardplan.core.messages import at_root, messages
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Send,
+    Slice,
+    ToPartial,
+)
+from shardplan.core.ops.base import Op
+from shardplan.core.ops.compute import Compute
+from shardplan.core.tensor import Box, TensorType
+from shardplan.errors import BackendError
+from shardplan.execution.lower import Moving, group_of, members_of, parts, place_of, shape_of
+from shardplan.execution.mpi.site import (
+    Arrays,
+    Bound,
+    One,
+    Site,
+    at,
+    idle,
+    maker,
+    messages_of,
+    rounds_of,
+)
+from shardplan.execution.mpi.sums import all_reduce, broadcast, reduce, reduce_scatter
+from shardplan.execution.mpi.wire import Messages, MpiWire, Types
+
+
+def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
+    """Return the step of the device of `site`; raises `BackendError` for an op that MPI cannot run."""
+    match op:
+        case Slice() | AllGather() | AllToAll() | Permute() | Exchange() | Send():
+            return _moving(op, operands, results, site)
+        case ReduceScatter():
+            return _one_by_one([reduce_scatter(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+        case AllReduce():
+            return _one_by_one([all_reduce(op, t, site) for t in operands])
+        case Reduce():
+            return _one_by_one([reduce(op, t, site) for t in operands])
+        case Broadcast():
+            return _one_by_one([broadcast(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+        case ToPartial():
+            return _one_by_one([_to_partial(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+        case Compute():
+            return _compute(op, operands, results, site)
+        case _:
+            raise BackendError(f"MPI cannot run {op.name}")
+
+
+def _one_by_one(steps: Sequence[One]) -> Bound:
+    def run(arrays: Arrays, wire: MpiWire) -> Arrays:
+        return [step(x, wire) for step, x in zip(steps, arrays, strict=True)]
+
+    return run
+
+
+# Moving ops: all operands in one transfer, one message a peer and round.
+
+
+def _members(op: Moving, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> tuple[int, ...]:
+    """Return who takes part in the all-to-alls of a moving op, in member order; nothing where messages do it."""
+    match op:
+        case AllGather() | AllToAll():
+            found = [g for t in operands if len(g := members_of(op, t, device)) > 1]
+            return found[0] if found else ()
+        case Exchange():
+            return _dense(op, operands, results, device)
+        case _:
+            return ()
+
+
+def _dense(op: Exchange, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> tuple[int, ...]:
+    """Return the devices of the group that send or receive, if they make half of all pairs; they all find the same."""
+    t = operands[0]
+    place = place_of(t, device)
+    if place is None:
+        return ()
+    group = group_of(op, t, place)
+    pairs: set[tuple[int, int]] = set()
+    for s, u in zip(operands, results, strict=True):
+        senders, receivers, _ = messages(s, u)
+        inside = np.isin(senders, group)
+        pairs |= set(zip(senders[inside].tolist(), receivers[inside].tolist(), strict=True))
+    busy = {p for pair in pairs for p in pair}
+    if place not in busy or 2 * len(pairs) < len(busy) * (len(busy) - 1):
+        return ()
+    return tuple(t.mesh.devices[m] for m in group if m in busy)
+
+
+def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
+    chunks: int = getattr(op, "chunks", 1)
+    device = site.device
+    found = [parts(op, t, u, device) for t, u in zip(operands, results, strict=True)]
+    befores, afters = ([shape_of(t, device) for t in side] for side in (operands, results))
+    widths = [t.itemsize for t in operands]
+    copies = [(k, old, new) for k, p in enumerate(found) for old, new in p.keeps]
+    sends = [(peer, k, box) for k, p in enumerate(found) for peer, box in p.sends]
+    receives = [(peer, k, box) for k, p in enumerate(found) for peer, box in p.receives]
+    members = _members(op, operands, results, device)
+    if members:
+        site.groups.append(members)
+
+    def make(c: int, types: Types) -> tuple[Messages, Messages]:
+        outs = messages_of(sends, befores, widths, (c, chunks), types)
+        return outs, messages_of(receives, afters, widths, (c, chunks), types)
+
+    rounds = rounds_of(chunks if members or sends or receives else 0, make, site.types)
+    group = members or tuple(sorted({device, *(peer for peer, *_ in (*sends, *receives))}))
+    makers = [maker(u, device) for u in results]
+
+    def run(arrays: Arrays, wire: MpiWire) -> Arrays:
+        out = [make() for make in makers]
+        left = list(copies)
+        for outs, ins in rounds():
+            if members:  # they run all rounds, empty ones too
+                pending = wire.all_to_all(members, arrays, outs, out, ins)
+            else:
+                pending = wire.messages(arrays, outs, out, ins)
+            _keep(left, arrays, out)
+            left.clear()
+            wire.wait(pending, group)
+        _keep(left, arrays, out)
+        return out
+
+    return run
+
+
+def _keep(copies: Sequence[tuple[int, Box, Box]], arrays: Arrays, out: Arrays) -> None:
+    for k, old, new in copies:
+        at(out[k], new)[...] = at(arrays[k], old)
+
+
+# Local ops. Computing is the reference's own arithmetic, on this device only.
+
+
+def _to_partial(op: ToPartial, t: TensorType, u: TensorType, site: Site) -> One:
+    """Keep, fill or drop; a dim that grows keeps the own part."""
+    place = place_of(t, site.device)
+    make = maker(u, site.device)
+    if place is None or not at_root(u)[place]:
+        return idle(u, site.device)
+    before, after = t.boxes()[place], u.boxes()[place]
+    inside = tuple((int(b[0] - a[0]), int(b[1] - a[0])) for a, b in zip(after, before, strict=True))
+    grows = not np.array_equal(before, after)
+    keeps = grows or op.reduction in (*IDEMPOTENT, "root") or int(t.mesh.index(op.axes)[place]) == 0
+    blank = None if op.reduction == "root" else identity(op.reduction, numpy_dtype(u.dtype))
+
+    def run(x: np.ndarray, wire: MpiWire) -> np.ndarray:
+        out = make()
+        if grows or not keeps:
+            out[...] = blank
+        if keeps:
+            at(out, inside)[...] = x
+        return out
+
+    return run
+
+
+def _compute(op: Compute, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
+    (u,) = results
+    place = place_of(u, site.device)
+    make, dtype = maker(u, site.device), numpy_dtype(u.dtype)
+    held = place is not None and bool(at_root(u)[place])
+
+    def run(arrays: Arrays, wire: MpiWire) -> Arrays:
+        out = make()
+        if held:
+            with np.errstate(all="ignore"):
+                out[...] = op.local(arrays, operands, dtype).astype(dtype, copy=False)
+        return [out]
+
+    return run

@@ -1,0 +1,342 @@
+"""What ranks tell each other through the store: that they run one program, and why a run failed.
+
+A run has a number, which all its ranks count alike, and one verdict, `ok` or what went wrong first: whoever finds a
+fault writes it, nobody overwrites it, and every rank that fails raises what it says. Agreeing on a program at its first
+run costs a rank at most seven operations on the store, however many ranks there are; later runs cost none. Only a rank
+that has waited for long (see `torch_site`) says what it runs and for whom it waits, and reads the verdict.
+
+A rank blocked in gloo cannot be interrupted without closing all connections. So a rank that knows of a fault, and still
+waits for another, asks that one for a message of no use: one that failed lets the others go before it raises
+(`TorchWatch.release`). Whoever is not let go in time closes its connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+from shardplan.errors import BackendError, LayoutError, TimedOut
+from shardplan.execution.rank_names import listed, named
+from shardplan.execution.torch.site import GRACE, TICK, GroupState, site
+
+PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
+OK = "ok"
+
+
+class Wait(NamedTuple):
+    """A message that a rank waits for: from, or to, `peer`."""
+
+    peer: int
+    sent: int  # bytes; 0 for a message to receive
+    wire: Releasing
+
+
+class Releasing(Protocol):
+    """How the messages of a run that has failed come to an end."""
+
+    tag: int
+
+    def answer(self, peer: int, sent: int, tag: int) -> None:
+        """End the wait of `peer`, under its tag: for a message from this rank, or for `sent` bytes to be taken."""
+        ...
+
+    def cut(self, peer: int) -> None:
+        """End all waits of this rank, and its connections with them."""
+        ...
+
+
+class Said(NamedTuple):
+    """What a rank last said of itself."""
+
+    number: int
+    digest: str
+    peer: int  # for whom it waits in that run; -1 for nobody, or for all before it starts
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class TorchWatch:
+    """The view of one rank on one run of a program by `ranks`.
+
+    `digest` is the identity of the program, the same on all ranks; `name` and `steps` are for messages.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    name: str
+    digest: str
+    steps: Sequence[str]
+    timeout: float
+    site: GroupState = field(default_factory=site)
+    step: int = -1
+    number: int = 0
+    verdict: str = ""  # once this rank knows that the run has failed
+    running: bool = False  # whether others may have sent something
+    _asked: float = 0.0  # when it asked to be let go
+    _answered: int = 0
+    _said: Wait | None = None
+
+    def __post_init__(self) -> None:
+        """Number the run."""
+        self.site.runs[self.ranks] += 1
+        self.number = self.site.runs[self.ranks]
+
+    @property
+    def tag(self) -> int:
+        """A tag for the messages of this run: its number and the identity of its program, so others never match.
+
+        gloo's tags have 31 bits. Runs of one program have different tags for 2**31 runs; those of two programs are
+        equal by chance once in 2**31.
+        """
+        return (int(self.digest[:8], 16) + self.number * 0x9E3779B1) % 2**31
+
+    def begin(self, problem: str) -> None:
+        """Agree on the program at its first run, and refuse a run in which this rank cannot take part.
+
+        Args:
+            problem: What is wrong with this rank's shards, or nothing; it becomes the error of every rank.
+
+        Raises:
+            TimedOut: Some ranks did not come; they are named.
+            BackendError: A rank runs another program.
+            LayoutError: A rank has a wrong shard.
+        """
+        if len(self.ranks) == 1:
+            if problem:
+                raise LayoutError(f"{self.name}: {problem}")
+            return
+        self.site.look_after_waits()
+        self.running = self.digest in self.site.agreed
+        if not self.running:
+            self._agree(problem)
+            self.site.agreed.add(self.digest)
+            self.running = True
+        elif problem:
+            raise self.told(self._post(f"refused {self.rank} {problem}; rank {self.rank} sent nothing"))
+
+    def _agree(self, problem: str) -> None:
+        store, key = self.site.store, self._key
+        try:
+            self._say(store)
+            first = store.compare_set(key("program"), "", self.digest).decode()
+            if problem:
+                found = self._post(f"refused {self.rank} {problem}; nothing was sent")
+            elif first != self.digest:
+                found = self._post("other")
+            elif store.add(key("count"), 1) == len(self.ranks):
+                found = store.compare_set(key("verdict"), "", OK).decode()
+                for old in self.site.agreements.get(self.ranks, "").split():  # all have left it behind
+                    store.delete_key(old)
+            else:
+                store.wait([key("verdict")], timedelta(seconds=self.timeout))
+                found = store.get(key("verdict")).decode()
+        except RuntimeError as error:
+            found = self._absent(error)
+        if found == OK:
+            self.site.agreements[self.ranks] = " ".join(key(part) for part in ("program", "count", "verdict"))
+            return
+        if found == "other":
+            raise self._unlike(store)
+        raise self.told(found)
+
+    def _absent(self, error: Exception) -> str:
+        missing = [r for r in self.ranks if self._heard(self.site.store, r).number < self.number]
+        if missing and self.rank not in missing:
+            return self._post(f"absent {_commas(missing)} {self.timeout:g}")
+        return f"broken {self.rank} {_line(error)}"
+
+    def _unlike(self, store: Any) -> Exception:
+        """Return the error for ranks that do not run one program: who runs what, of those that have come."""
+        until = time.monotonic() + min(GRACE, self.timeout)
+        heard: dict[int, Said] = {}
+        while len(heard) < len(self.ranks) and time.monotonic() < until:
+            heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
+            time.sleep(TICK / 10)
+        others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
+        who = named(others) if others else "another rank"
+        told = next((s.name for s in others.values()), "another program")
+        if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
+            return TimedOut(
+                f"{self.where}: {who} of {listed(self.ranks)} came to {told} in its place; legal is one order of "
+                "programs on all ranks"
+            )
+        more = "" if len({s.digest for s in others.values()}) <= 1 else " and others"
+        return BackendError(
+            f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, {who} "
+            f"{told}{more}; nothing was sent"
+        )
+
+    @property
+    def where(self) -> str:
+        """The program and the step, for messages."""
+        return f"{self.name}, step {self.step} ({self.steps[self.step] if self.steps else 'start'})"
+
+    def at(self, step: int) -> None:
+        """Note that the rank begins a step."""
+        self.step = step
+
+    # Faults, on the thread of the run
+
+    def failed(self, peer: int, error: Exception | None) -> Exception:
+        """Return the error to raise after a wait for `peer` failed, or (without `error`) was ended by a fault."""
+        if error is None:
+            return self.told(self.verdict)
+        store, text = self.site.store, str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            cause = "late" if self.step > 0 else "absent"
+            return self.told(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
+        until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
+        while not (found := self._read(store)) and time.monotonic() < until:
+            time.sleep(TICK / 10)
+        return self.told(found or self._post(f"lost {peer} {_line(error)}"))
+
+    def told(self, verdict: str) -> Exception:
+        """Return the error that a verdict is on this rank."""
+        self.verdict = verdict
+        if verdict == "other":
+            return self._unlike(self.site.store)
+        cause, who, text = verdict.split(" ", 2)
+        ranks = sorted(map(int, who.split(",")))
+        match cause:
+            case "refused":
+                return LayoutError(f"{self.name}: {text}")
+            case "raised":
+                return BackendError(f"{self.where}: rank {who} failed: {text}")
+            case "lost":
+                return BackendError(f"{self.where}: lost rank {who} of {listed(self.ranks)}: {text}")
+            case "late":
+                return TimedOut(f"{self.where}: {named(ranks)} of {listed(self.ranks)} did not arrive within {text} s")
+            case "absent":
+                return TimedOut(
+                    f"{self.name} did not start: {named(ranks)} of {listed(self.ranks)} did not arrive within {text} s"
+                )
+            case _:
+                return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
+
+    def mismatched(self, peer: int) -> Exception:
+        """Return the error to raise after `peer` said in its header that it runs something else."""
+        self._say(self.site.store, peer)
+        return self.told(self._post("other"))
+
+    def broke(self, error: BaseException, wire: Releasing) -> None:
+        """Tell the others of an exception on this rank, and let go those that wait for it."""
+        if len(self.ranks) == 1 or not self.running:
+            return
+        if not self.verdict:
+            self.verdict = self._post(f"raised {self.rank} {type(error).__name__}: {_line(error)}")
+        if isinstance(error, Exception):
+            self._release(wire)
+
+    def _release(self, wire: Releasing) -> None:
+        """Answer the ranks that wait for this one until all have left the run, or patience ends."""
+        store = self.site.store
+        cause, _, rest = self.verdict.partition(" ")
+        gone = len(rest.partition(" ")[0].split(",")) if cause in ("lost", "late", "absent") else 0
+        until = time.monotonic() + PATIENCE
+        with contextlib.suppress(RuntimeError):  # without a store nobody can ask
+            left = store.add(self._key("left"), 1)
+            while left < len(self.ranks) - gone and time.monotonic() < until:
+                time.sleep(TICK / 2)
+                self._answer(store, wire)
+                left = store.add(self._key("left"), 0)
+
+    def _answer(self, store: Any, wire: Releasing) -> None:
+        asked = self._key(f"asked/{self.rank}")
+        while self._answered < store.add(asked, 0):
+            self._answered += 1
+            wire.answer(*map(int, store.get(f"{asked}/{self._answered}").decode().split()))
+
+    # Slow waits, on the second thread (see `torch_site.Watched`)
+
+    def slow(self, wait: Wait, seconds: float) -> None:
+        """Say what this rank runs and waits for; find out whether the run has failed, and then ask to be let go."""
+        store = self.site.aside
+        if self._said is not wait:
+            self._said = wait
+            self._say(store, wait.peer)
+            if store.compare_set(self._key("program"), "", self.digest).decode() != self.digest:
+                self._post("other", store)
+        if self.verdict:
+            self._answer(store, wait.wire)
+            if seconds > self._asked + PATIENCE:
+                wait.wire.cut(wait.peer)
+            return
+        found = self._read(store)
+        if found:
+            self._asked, self.verdict = seconds, found
+            asked = self._key(f"asked/{wait.peer}")
+            store.set(f"{asked}/{store.add(asked, 1)}", f"{self.rank} {wait.sent} {wait.wire.tag}")
+
+    def over(self) -> None:
+        """Say that this rank waits for nobody."""
+        if not self.verdict:
+            self._say(self.site.aside)
+        self._said = None
+
+    # The store
+
+    def _key(self, part: str) -> str:
+        return f"shardplan/{_key_of(self.ranks)}/{self.number}/{part}"
+
+    def _say(self, store: Any, peer: int = -1) -> None:
+        store.set(f"shardplan/{_key_of(self.ranks)}/{self.rank}", f"{self.number} {self.digest} {peer} {self.name}")
+
+    def _heard(self, store: Any, rank: int) -> Said:
+        """Return what a rank last said of itself; number -1 where it has not said anything."""
+        key = f"shardplan/{_key_of(self.ranks)}/{rank}"
+        try:
+            if store.check([key]):
+                number, digest, peer, name = store.get(key).decode().split(" ", 3)
+                return Said(int(number), digest, int(peer), name)
+        except RuntimeError:
+            pass
+        return Said(-1, "", -1, "")
+
+    def _post(self, verdict: str, store: Any = None) -> str:
+        """Write the verdict on this run, unless there is one; return the one that holds."""
+        store = store or self.site.store
+        try:
+            found = store.compare_set(self._key("verdict"), "", verdict).decode()
+            if found == OK:  # the ranks agreed in this very run
+                found = store.compare_set(self._key("verdict"), OK, verdict).decode()
+            return found
+        except RuntimeError:  # nobody can be told
+            return verdict
+
+    def _read(self, store: Any) -> str:
+        """Return what went wrong with this run, or nothing."""
+        try:
+            found = store.get(self._key("verdict")).decode() if store.check([self._key("verdict")]) else OK
+        except RuntimeError:
+            return ""
+        return "" if found == OK else found
+
+    def _silent(self, store: Any, peer: int) -> list[int]:
+        """Follow who waits for whom from `peer` on, to the rank that waits for nobody and has not come."""
+        seen = {self.rank}
+        first = peer
+        while peer not in seen:
+            seen.add(peer)
+            said = self._heard(store, peer)
+            if (said.number, said.digest) != (self.number, self.digest) or said.peer < 0:
+                return [peer]
+            peer = said.peer
+        return [first]
+
+
+def _key_of(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _commas(ranks: Iterable[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -1,0 +1,142 @@
+"""What a rank packs for its peers: messages of parts of arrays, straight from an array where a part is contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
+from shardplan.execution.torch.dtypes import torch_dtype
+from shardplan.execution.torch.wire import TorchWire
+
+Arrays = list[torch.Tensor]
+Entry = tuple[int, int, tuple[int, ...], Box]  # peer, which array, its shape, the part of it
+MOST_KEPT = 256  # rounds of a step that are worked out in advance
+Round = TypeVar("Round")
+
+
+def at(x: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a part of a contiguous array as a view."""
+    return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def make_of(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
+    """Return how the shard of `device` is allocated."""
+    shape, dtype = shape_of(t, device), torch_dtype(t.dtype)
+
+    def make(wire: TorchWire) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=wire.device)
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one peer gets, or gives, in one round: parts of arrays, and where they lie in the staging buffer."""
+
+    peer: int
+    runs: tuple[tuple[int, View, int], ...]  # array, part, offset in the staging buffer
+    start: int
+    stop: int  # of the staging buffer, in elements; equal where the message is one contiguous part
+    packs: bool = True  # False where an earlier message has packed the same parts
+
+
+def pack(entries: Sequence[Entry], chunk: int, chunks: int, shared: bool) -> tuple[Message, ...]:
+    """Lay out the messages of one round; `shared`: equal messages (of a sender) lie in the buffer once."""
+    by_peer: dict[int, list[tuple[int, View]]] = {}
+    for peer, k, shape, box in entries:
+        for piece in flat_boxes(box, *chunk_of(box_elements(box), chunk, chunks)):
+            by_peer.setdefault(peer, []).append((k, view_of(shape, piece)))
+    out: list[Message] = []
+    packed: dict[tuple[tuple[int, View], ...], Message] = {}
+    offset = 0
+    for peer, runs in by_peer.items():
+        twin = packed.get(tuple(runs)) if shared else None
+        if twin is not None:
+            out.append(replace(twin, peer=peer, packs=False))
+            continue
+        start = offset
+        placed: list[tuple[int, View, int]] = []
+        for k, view in runs:
+            placed.append((k, view, offset))
+            offset += view.elements
+        if len(runs) == 1 and runs[0][1].contiguous:
+            offset = start
+        packed[tuple(runs)] = message = Message(peer, tuple(placed), start, offset)
+        out.append(message)
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRounds(Generic[Round]):
+    """The rounds of a step in chunks, those that move something: made once where they are few, else at every run."""
+
+    build: Callable[[int], Round | None]
+    count: int
+    kept: tuple[Round, ...] | None
+
+    @staticmethod
+    def of(build: Callable[[int], Round | None], count: int) -> PackedRounds[Round]:
+        """Return the rounds `build(0)` to `build(count - 1)`; None is one in which nothing moves."""
+        kept = [build(c) for c in range(count)] if count <= MOST_KEPT else None
+        return PackedRounds(build, count, None if kept is None else tuple(r for r in kept if r is not None))
+
+    def __iter__(self) -> Iterator[Round]:
+        """Go through the rounds."""
+        if self.kept is not None:
+            yield from self.kept
+            return
+        for c in range(self.count):
+            found = self.build(c)
+            if found is not None:
+                yield found
+
+
+def largest_round(entries: Sequence[Entry], chunks: int, shared: bool) -> int:
+    """Return the elements of the staging buffer that serves every round: at most ceil(n / chunks) of each part."""
+    if chunks <= MOST_KEPT:
+        return max(staged(pack(entries, c, chunks, shared)) for c in range(chunks))
+    boxes = {(k, box) for _, k, _, box in entries} if shared else [(k, box) for _, k, _, box in entries]
+    return sum(-(-box_elements(box) // chunks) for _, box in boxes)
+
+
+def staged(messages: Sequence[Message]) -> int:
+    """Return the elements of the staging buffer that messages need."""
+    return max((m.stop for m in messages), default=0)
+
+
+def target(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+    """Return what a message is received into: its part of the results, or of the staging buffer."""
+    if stage is None or m.stop == m.start:
+        k, view, _ = m.runs[0]
+        return flat_view(out[k], view)
+    return stage[m.start : m.stop]
+
+
+def source(m: Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+    """Return what a message is sent from, packed if it must be."""
+    if stage is None or m.stop == m.start:
+        k, view, _ = m.runs[0]
+        return flat_view(arrays[k], view)
+    for k, view, offset in m.runs if m.packs else ():
+        x = arrays[k]
+        here = stage[offset : offset + view.elements]
+        (here if here.dtype == x.dtype else here.view(x.dtype)).view(view.size).copy_(at(x, view))
+    return stage[m.start : m.stop]
+
+
+def unpack(m: Message, out: Arrays, stage: torch.Tensor) -> None:
+    """Copy a received message from the staging buffer to its parts."""
+    for k, view, offset in m.runs:
+        y = out[k]
+        here = stage[offset : offset + view.elements]
+        at(y, view).copy_((here if here.dtype == y.dtype else here.view(y.dtype)).view(view.size))
+
+
+def flat_view(x: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a contiguous part of an array as a flat view."""
+    return x.as_strided((view.elements,), (1,), x.storage_offset() + view.offset)

@@ -1,0 +1,253 @@
+"""Programs on torch.distributed (gloo, nccl): one process a device, launched by torchrun; device ids are global ranks.
+
+`run_program` is the backend; `TorchExecutable` is a program bound to one rank, which the drop-ins of `interop.torch`
+keep and `launch` again and again. Inputs are read only; a result may be an input itself where nothing changes between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardplan.core.accounting import relabels
+from shardplan.core.ops.base import Op
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.core.text import op_text
+from shardplan.errors import BackendError, LayoutError, ShardplanError
+from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.record import Record, StepSpan
+from shardplan.execution.torch.clock import gathered, offset
+from shardplan.execution.torch.dtypes import to_torch, torch_dtype
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.site import site
+from shardplan.execution.torch.steps import Bound, bind
+from shardplan.execution.torch.wire import TorchWire
+
+Values = dict[str, torch.Tensor]
+Running = Generator[None, None, list[torch.Tensor]]
+Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound]
+
+
+class Need(NamedTuple):
+    """What a rank must pass as an input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    text: str  # the type, for messages
+
+
+class Runnable(Protocol):
+    """What `launch` runs on this process: a program, or a move that has none.
+
+    `ranks` take part, `device` is this one; `digest` is the identity, equal on all ranks, `name` and `texts` (a line a
+    step) are for messages. `needs` says what to pass by input, None where this rank has no part of it.
+    """
+
+    ranks: tuple[int, ...]
+    device: int
+    digest: str
+    name: str
+    texts: list[str]
+    needs: dict[str, Need | None]
+
+    def drive(self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None) -> Running:
+        """Run on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
+        ...
+
+
+class TorchExecutable:
+    """A program bound to the process of one device: everything that follows from types is worked out once.
+
+    `device` is the device id (global rank), `bind` makes its steps: the lab has an engine of its own. Raises
+    `BackendError` for an op that torch cannot run.
+    """
+
+    def __init__(self, program: Program, device: int, bind: Binder = bind) -> None:
+        """Bind every step that the device takes part in."""
+        self.program = program
+        self.device = device
+        self.ranks = program.devices
+        text = str(program)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.name = f"program {self.digest[:8]}"
+        self.needs: dict[str, Need | None] = {}
+        for name, t in program.inputs:
+            place = place_of(t, device)
+            shape = None if place is None else t.local_shape(place)
+            self.needs[name] = None if shape is None else Need(shape, torch_dtype(t.dtype), str(t))
+        self.input_name = program.inputs[0][0] if program.inputs else ""
+        place = place_of(program.output_types[0], device) if program.outputs else None
+        self.result_shape = (0,) if place is None else program.output_types[0].local_shape(place)
+        self.texts = [op_text(s.op, s.operands) for s in program.steps]
+        self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
+        for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
+            operands, results = program.step_types(step)
+            bound: Bound | None = None
+            if not relabels(step, operands, results, freed):
+                try:
+                    bound = bind(step.op, operands, results, device)
+                except ShardplanError as error:
+                    raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
+            self.steps.append((bound, step.operands, step.results, tuple(freed)))
+
+    def drive(self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None) -> Running:
+        """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
+        for number, (bound, operands, results, freed) in enumerate(self.steps):
+            watch.at(number)
+            arrays = [values[o] for o in operands]
+            start, before = time.monotonic(), wire.received
+            out = arrays if bound is None else (yield from bound(arrays, wire))
+            if record is not None:
+                if wire.device.type == "cuda":
+                    torch.cuda.synchronize(wire.device)
+                span = StepSpan(self.device, number, start, time.monotonic(), wire.received - before)
+                record.spans.append(span)
+            del arrays
+            for name, array in zip(results, out, strict=True):
+                values[name] = array
+            del out
+            for name in freed:
+                values.pop(name, None)
+        return [values[name] for name in self.program.outputs]
+
+
+def finish(running: Running) -> list[torch.Tensor]:
+    """Run a started generator to its end, and return its results."""
+    try:
+        while True:
+            next(running)
+    except StopIteration as stop:
+        return stop.value
+
+
+@lru_cache(maxsize=256)
+def executable(program: Program, device: int) -> TorchExecutable:
+    """Return the program bound to a device; remembered."""
+    return TorchExecutable(program, device)
+
+
+def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
+    """Return the wire of a run over the default process group."""
+    group = watch.site.group
+    batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
+    return TorchWire(group, watch, device, batched=batched)
+
+
+def agreed(bound: Runnable) -> bool:
+    """Return whether the ranks have come with this program before: else the next launch waits for all of them."""
+    return len(bound.ranks) == 1 or bound.digest in site().agreed
+
+
+def launch(
+    bound: Runnable, values: Values, timeout: float, *, problem: str = "", record: Record | None = None
+) -> Running:
+    """Run a program, or a move, on the shards of this rank; every rank of it launches it, in one order.
+
+    Args:
+        bound: What to run.
+        values: The shards by input, emptied on the way.
+        timeout: Seconds that any wait for other ranks may take.
+        problem: What is wrong already, a line: the run is refused on every rank.
+        record: Takes the start and the end of every step.
+
+    Returns:
+        A generator that yields while messages travel; its value is the results.
+
+    Raises:
+        LayoutError: A shard on some rank is not what its type says.
+        BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
+    """
+    watch = TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+    device = next((x.device for name, x in values.items() if bound.needs[name]), torch.device("cpu"))
+    problem = problem or checked(bound, values, device)
+    wire = wire_for(watch, device)
+    try:
+        watch.begin(problem)
+        shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
+        results = yield from bound.drive(values, wire, watch, record)
+        if record is not None:
+            record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
+        return results
+    except GeneratorExit:  # never finished: the process group was destroyed before the process ended
+        raise
+    except BaseException as error:
+        watch.broke(error, wire)
+        wire.abandon()
+        raise
+
+
+def checked(bound: Runnable, values: Values, device: torch.device) -> str:
+    """Make every shard contiguous; or return what is wrong with one, of which nothing is read then."""
+    for name, x in values.items():
+        need = bound.needs[name]
+        wrong = "" if need is None else misfit(x, need, device)
+        if wrong:
+            return f"input %{name}, rank {bound.device}: a shard {wrong}"
+        if x.is_conj() or x.is_neg():  # flags, which the bytes do not show
+            values[name] = x.resolve_conj().resolve_neg().contiguous()
+        elif need is not None and not x.is_contiguous():
+            values[name] = x.contiguous()
+    return ""
+
+
+def misfit(x: torch.Tensor, need: Need, device: torch.device) -> str:
+    """Return in what a shard is not what is needed, or nothing; its elements are not read."""
+    if x.shape != need.shape or x.dtype != need.dtype:
+        return (
+            f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and {tuple(need.shape)}"
+        )
+    if x.layout is not torch.strided or x.device != device or x.is_meta:
+        return (
+            f"of layout {x.layout} on {x.device}; legal is {torch.strided} in the memory of one device for all inputs"
+        )
+    if not x.numel():
+        return ""
+    run = x.numel() if x.is_contiguous() else 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    reach, held = (x.storage_offset() + run) * x.itemsize, x.untyped_storage().nbytes()
+    if reach > held:
+        return f"that reaches byte {reach} of a storage of {held} bytes; legal is one within its storage"
+    return ""
+
+
+def run_program(
+    program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None = None
+) -> list[list[Any]]:
+    """Run a program on this process's shards: one tensor (or array) an input whose mesh has this rank, else none.
+
+    Returns one tensor a result whose mesh has this rank, else none. Raises as `execution.run.run` says.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise BackendError(
+            "torch.distributed is not initialised: launch with torchrun and call torch.distributed.init_process_group"
+        )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    strange = [d for d in program.devices if d >= world]
+    if strange:
+        raise BackendError(
+            f"the program runs on device {strange[0]}, but there are {world} ranks; device ids are global ranks, legal "
+            f"are 0 to {world - 1}"
+        )
+    if rank not in program.devices:
+        own_shards(program, inputs, rank)
+        return [[] for _ in program.outputs]
+    values: Values = {}
+    problem = ""
+    try:
+        for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
+            values[name] = torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1])
+    except LayoutError as error:
+        problem = str(error)
+    results = finish(launch(executable(program, rank), values, timeout, problem=problem, record=record))
+    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
+
+
+def _tensor(shard: Any) -> torch.Tensor:
+    return shard.detach() if isinstance(shard, torch.Tensor) else to_torch(np.asarray(shard))

@@ -1,0 +1,102 @@
+"""What a process keeps about its process group: the store, the runs it counted, and a thread that looks after waits.
+
+gloo offers no way to ask whether a message has come, and a wait that times out closes every connection of the group.
+So nothing is polled on the thread of a run, and a second thread looks at its waits from outside: one that lasts longer
+than `GRACE` is slow, and only then is the store asked and told anything. A run that goes well and never waits that long
+costs the store nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import threading
+import time
+from collections import Counter
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+GRACE = 0.5  # seconds that a wait may last before the store is asked why
+TICK = 0.1  # seconds between two looks
+
+
+class Watched(Protocol):
+    """A run whose waits are looked after."""
+
+    def slow(self, wait: Any, seconds: float) -> None:
+        """Find out, and tell, why a wait has lasted so long; called at every look while it lasts."""
+        ...
+
+    def over(self) -> None:
+        """Take back what `slow` told, since that wait is over."""
+        ...
+
+
+class GroupState:
+    """The state of one process in one process group; it ends with the group."""
+
+    def __init__(self, group: Any, store: Any) -> None:
+        """Start with nothing counted and nothing agreed."""
+        self.group = group
+        self.store = store
+        self.runs: Counter[tuple[int, ...]] = Counter()  # by the ranks of a program: all of them count alike
+        self.agreements: dict[tuple[int, ...], str] = {}  # where the last one lies in the store
+        self.agreed: set[str] = set()  # digests of the programs that all their ranks have come with
+        self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
+        self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+
+    @functools.cached_property
+    def aside(self) -> Any:
+        """The store for the second thread: a connection of its own, since a wait on one keeps it for itself."""
+        return self.store.clone()
+
+    def look_after_waits(self) -> None:
+        """Start the second thread, once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="shardplan-waits", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Stop the second thread: one that the interpreter outlives would abort the process."""
+        self._ends.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(10 * TICK)
+
+    def _look(self) -> None:
+        seen: dict[Watched, tuple[Any, float]] = {}  # by watch, its wait and since when
+        told: set[Watched] = set()
+        while not self._ends.wait(TICK):
+            if not (self.waits or seen or told):
+                continue
+            now, waits = time.monotonic(), dict(self.waits)
+            seen = {w: seen[w] if w in seen and seen[w][0] is x else (x, now) for w, x in waits.items()}
+            slow = {w: (x, now - since) for w, (x, since) in seen.items() if now - since >= GRACE}
+            with contextlib.suppress(RuntimeError):  # without a store nobody can be asked; the wait's own bound holds
+                for watch in told - set(slow):
+                    told.discard(watch)
+                    watch.over()
+                for watch, (wait, seconds) in slow.items():
+                    told.add(watch)
+                    watch.slow(wait, seconds)
+
+
+_sites: list[GroupState] = []  # the one of the default process group, once it was asked for
+
+
+def site() -> GroupState:
+    """Return the state that belongs to the default process group."""
+    group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    if not _sites or _sites[0].group is not group:
+        _leave()
+        _sites[:] = [GroupState(group, dist.distributed_c10d._get_default_store())]  # pyright: ignore[reportPrivateUsage]
+    return _sites[0]
+
+
+@atexit.register
+def _leave() -> None:
+    for old in _sites:
+        old.end()

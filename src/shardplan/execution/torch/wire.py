@@ -1,0 +1,174 @@
+"""Point-to-point traffic between the ranks of torch.distributed, with bounded waits and counted bytes.
+
+All programs travel on one process group. gloo takes single sends and receives under the tag of the run, which mixes its
+number with the identity of its program: messages of another run, or of another program, never match.
+
+Any other backend (nccl) takes batches, since there the order of single messages could deadlock, and has no tags. There
+the first message of a run from one rank to another is a header of two numbers, the identity and the number of the run,
+in a batch of its own: all headers have one size, so they meet whatever the two ranks run. The comparison is made on the
+device, and the batches of data wait behind it on the device's stream, so that the host waits for nothing: where headers
+differ the assertion stops the stream before any data moves, and the host raises at its next synchronisation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardplan.errors import ShardplanError
+from shardplan.execution.torch.faults import TorchWatch, Wait
+
+Pending = list[tuple[int, Any]]  # peer, work
+AT_ONCE = timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class TorchWire:
+    """The traffic of one run."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    watch: TorchWatch
+    device: torch.device
+    received: int = 0  # bytes of the messages received so far
+    sent: int = 0
+    batched: bool = field(default=False)
+    timeout: timedelta = field(init=False)
+    tag: int = field(init=False)
+    under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
+    greeted: set[tuple[int, bool]] = field(default_factory=set[tuple[int, bool]])  # peer, whether it sends
+
+    def __post_init__(self) -> None:
+        """Take the bound and the tag of the run."""
+        self.timeout = timedelta(seconds=self.watch.timeout)
+        self.tag = self.watch.tag
+
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a staging buffer."""
+        return torch.empty(elements, dtype=dtype, device=self.device)
+
+    def post(
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[Pending, Pending]:
+        """Start contiguous messages; returns the pending receives and sends, in the order given."""
+        for _, x in receives:
+            self.received += x.nbytes
+        for _, x in sends:
+            self.sent += x.nbytes
+        if self.batched:
+            self._greet([peer for peer, _ in receives], [peer for peer, _ in sends])
+            return self._batch(receives, sends)
+        group, tag, under_way = self.group, self.tag, self.under_way
+        peer = -1
+        try:
+            ins: Pending = []
+            for peer, x in receives:
+                work = group.recv([x], peer, tag)
+                under_way[work] = 0
+                ins.append((peer, work))
+            outs: Pending = []
+            for peer, x in sends:
+                work = group.send([x], peer, tag)
+                under_way[work] = x.nbytes
+                outs.append((peer, work))
+        except RuntimeError as error:
+            raise self.watch.failed(peer, error) from None
+        return ins, outs
+
+    def _batch(
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[Pending, Pending]:
+        ops = [dist.P2POp(dist.irecv, _bytes(x), peer, self.group) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, _bytes(x), peer, self.group) for peer, x in sends]
+        if not ops:
+            return [], []
+        works = dist.batch_isend_irecv(ops)
+        if len(works) < len(ops):  # one work stands for all
+            works = works[:1] * len(ops)
+        peers = [peer for peer, _ in (*receives, *sends)]
+        pending = list(zip(peers, works, strict=True))
+        self.under_way.update(dict.fromkeys(works, 0))
+        return pending[: len(receives)], pending[len(receives) :]
+
+    def _greet(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
+        """Exchange headers with the peers of whom, or for whom, this run has had no message yet."""
+        givers = sorted({p for p in senders if (p, True) not in self.greeted})
+        takers = sorted({p for p in receivers if (p, False) not in self.greeted})
+        if not (givers or takers):
+            return
+        self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
+        mine = torch.tensor([int(self.watch.digest[:15], 16), self.watch.number], device=self.device)
+        theirs = torch.empty((len(givers), 2), dtype=mine.dtype, device=self.device)
+        ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
+        if self.device.type == "cpu":
+            self.wait(ins)
+            self.wait(outs)
+            if not torch.equal(theirs, mine.expand_as(theirs)):
+                raise self.watch.mismatched(givers[0])
+            return
+        for _, work in (*ins, *outs):
+            work.wait()  # the stream waits, the host does not
+            self.under_way.pop(work, None)
+        torch._assert_async(  # pyright: ignore
+            (theirs == mine).all(), f"{self.watch.name}: another rank runs another program"
+        )
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
+        for peer, work in pending:
+            self.wait_one(peer, work)
+
+    def wait_one(self, peer: int, work: Any) -> None:
+        """Wait for one message."""
+        watch = self.watch
+        waits = watch.site.waits
+        waits[watch] = Wait(peer, self.under_way.get(work, 0), self)
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            raise watch.failed(peer, error) from None
+        finally:
+            del waits[watch]
+        self.under_way.pop(work, None)
+        if watch.verdict:  # a message of no use: the run has failed
+            raise watch.failed(peer, None)
+
+    # After a failure
+
+    def answer(self, peer: int, sent: int, tag: int) -> None:
+        """End the wait of `peer` for a message from this rank, or for `sent` bytes to be taken by it.
+
+        A receive in gloo takes shorter messages, so one of no bytes ends any. The tag is the one of the peer's run.
+        """
+        if self.batched:
+            return
+        useless = torch.empty(sent, dtype=torch.uint8)
+        other = copy.copy(self)
+        other.tag, other.under_way = tag, {}
+        with contextlib.suppress(ShardplanError):  # no way to it any more
+            other.post([(peer, useless)] if sent else [], [] if sent else [(peer, useless)])
+            other.abandon()
+
+    def cut(self, peer: int) -> None:
+        """End all waits of this rank, and its connections with them."""
+        if self.device.type != "cpu" and hasattr(self.group, "abort"):
+            self.group.abort()
+            return
+        start = self._batch if self.batched else self.post
+        with contextlib.suppress(RuntimeError, ShardplanError):  # gloo closes all when any wait times out
+            start([(peer, torch.empty(1))], [])[0][0][1].wait(AT_ONCE)
+
+    def abandon(self) -> None:
+        """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes."""
+        if self.under_way:
+            self.watch.site.left_behind.append(tuple(self.under_way))
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dim() else x.view(1).view(torch.uint8)

@@ -1,0 +1,105 @@
+"""The factors of a reduction: what a placement makes of the axes reduced over, level by level (arXiv 2110.10548).
+
+A *digit* is the part of one axis on one level: a device's topology id, divided by the digit's stride and taken modulo
+its size, is its coordinate there. A *factor* is what the reduced axes have on one level together: the digits in axis
+order. Members of a reduction group are ordered by their digits, level-major.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardplan.errors import TopologyError
+from shardplan.hardware.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """The part of an axis on a level.
+
+    Args:
+        name: The sub-axis in `Placement.mesh_split()`.
+        level: Number of the level.
+        size: Its extent, above 1.
+        stride: Topology ids between neighbours.
+    """
+
+    name: str
+    level: int
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFactor:
+    """The digits that are reduced over together, and their name: that of the level, or of the one digit."""
+
+    name: str
+    digits: tuple[Digit, ...]
+
+    @property
+    def size(self) -> int:
+        """Members of a group over this factor."""
+        return math.prod(d.size for d in self.digits)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The sub-axes, major first."""
+        return tuple(d.name for d in self.digits)
+
+
+def checked_axes(placement: Placement, axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Return axes in mesh order.
+
+    Raises:
+        TopologyError: No axis is named, one is unknown, or one is named twice.
+    """
+    asked = (axes,) if isinstance(axes, str) else tuple(axes)
+    legal = ", ".join(f"{a}={n}" for a, n in zip(placement.mesh.axes, placement.mesh.sizes, strict=True))
+    if not asked:
+        raise TopologyError(f"a reduction needs at least one axis; the mesh has {legal}")
+    for axis in asked:
+        if axis not in placement.mesh.axes:
+            raise TopologyError(f"cannot reduce over {axis!r}: the mesh has {legal}")
+        if asked.count(axis) > 1:
+            raise TopologyError(f"cannot reduce over {list(asked)}: {axis!r} is named twice")
+    return tuple(axis for axis in placement.mesh.axes if axis in asked)
+
+
+def factors(placement: Placement, axes: str | Sequence[str], uncollapsed: bool = False) -> tuple[LevelFactor, ...]:
+    """List the factors of a reduction over some axes, outermost first.
+
+    Args:
+        placement: The mesh on the topology.
+        axes: Names of mesh axes.
+        uncollapsed: One factor for each digit, instead of one for each level.
+
+    Returns:
+        Factors of size above 1; their product is that of the axes.
+
+    Raises:
+        TopologyError: An axis is unknown or named twice.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> p = Placement(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), ((2, 4), (1, 2)))
+    >>> [(f.name, f.axes, f.size) for f in factors(p, ("data",))]
+    [('node', ('data.node',), 2), ('gpu', ('data.gpu',), 4)]
+    """
+    asked = checked_axes(placement, axes)
+    found: list[LevelFactor] = []
+    for j, level in enumerate(placement.topology.levels):
+        digits: list[Digit] = []
+        stride = placement.topology.strides[j] * level.size
+        for axis, row in zip(placement.mesh.axes, placement.matrix, strict=True):
+            stride //= row[j]
+            if axis in asked and row[j] > 1:
+                split = sum(x > 1 for x in row) > 1
+                digits.append(Digit(f"{axis}.{level.name}" if split else axis, j, row[j], stride))
+        if uncollapsed:
+            found += [LevelFactor(d.name, (d,)) for d in digits]
+        elif digits:
+            found.append(LevelFactor(level.name, tuple(digits)))
+    return tuple(found)

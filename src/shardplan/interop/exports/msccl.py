@@ -1,0 +1,322 @@
+"""Reduction programs as MSCCL XML: every collective of the program expanded over rings of its groups.
+
+The XML is an all-reduce of the communicator of one group of the reduction, out of place or in place. A GPU's id is its
+place among the group's ranks in ascending order, as communicators number them. The chunks of the payload are the cells
+of its chunk dims, so `nchunksperloop` is their number, times `parts`; NCCL takes the algorithm for counts that it
+divides, and nothing pads there.
+
+Around a ring of k members a chunk that ends at member p starts at member p + 1. A reduce-scatter is `s`, `rrs` at those
+between, and `rrc` at p; an all-gather `s`, `rcs`, `r`; an all-reduce joins the two by an `rrcs`; a reduce and a
+broadcast are chains along the same ring. All groups over one set of axes share a range of channels; a thread block is
+one ring's edge pair (receive from before, send to after) on one channel. Steps are made in one order for all GPUs
+(program step, row of chunks, time around the ring), and wait for earlier steps only, so nothing can deadlock as long as
+a connection holds two chunks, which every protocol of NCCL does.
+
+Values are read where they are, in the input or in the output, and written to the output, so nothing is copied first.
+Reads and writes of a chunk by other thread blocks become dependencies; more than one is written as `nop`s before.
+Facts: the MSCCL language's XML and the executor's parser and interpreter (github.com/microsoft/msccl-tools,
+github.com/Azure/msccl-executor-nccl); `msccl_schema` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardplan.core.messages import at_root
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import BackendError
+from shardplan.hardware.placement import Placement
+from shardplan.interop.exports.msccl_interpreter import verify
+from shardplan.interop.exports.msccl_schema import MOST_BLOCKS, MOST_CHANNELS, MOST_STEPS
+from shardplan.interop.exports.recipe import Recipe, RecipeStep, heading, recipe
+
+LARGEST = 2**35  # bytes; the executor takes 0 for no limit, the older one does not
+VERIFIED = 32  # GPUs up to which what is returned is interpreted first
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step of a thread block, before it has a number."""
+
+    kind: str
+    source: tuple[str, int] | None
+    target: tuple[str, int] | None
+    waits: list[tuple[_Block, int]]  # steps of other blocks, by their index there
+    awaited: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    send: int
+    recv: int
+    channel: int
+    steps: list[_Step] = field(default_factory=list[_Step])
+    known: dict[int, int] = field(default_factory=dict[int, int])  # id of a block: its last step that was waited for
+
+
+@dataclass(slots=True)
+class _Gpu:
+    blocks: dict[int, _Block]  # by channel
+    place: list[str]  # of every chunk's value: i or o
+    wrote: dict[int, tuple[_Block, int]]  # the last step that wrote a chunk
+    read: dict[int, list[tuple[_Block, int]]]  # the steps that have read it since
+
+
+def msccl_text(
+    program: Program,
+    placement: Placement | None = None,
+    *,
+    group: int = 0,
+    parts: int = 1,
+    channels: int | None = None,
+    proto: str = "Simple",
+    name: str = "shardplan",
+    min_bytes: int = 0,
+    max_bytes: int = LARGEST,
+) -> str:
+    """Return the MSCCL XML of a reduction program.
+
+    Args:
+        program: Of reductions, to the whole payload on every device.
+        placement: Where it lies, for a comment.
+        group: Which group of the reduction, where they are numbered differently; equal for most meshes.
+        parts: Parts of equal size that each chunk is cut in; parts travel on different channels where there are some.
+        channels: Channels a ring is spread over; None takes as few as the steps of a thread block allow.
+        proto: Simple, LL or LL128.
+        name: Of the algorithm.
+        min_bytes: Bytes of a payload from which NCCL may choose it.
+        max_bytes: Bytes of a payload up to which NCCL may choose it.
+
+    Returns:
+        The XML. Up to 32 GPUs it has been checked against the schema and interpreted on integers.
+
+    Raises:
+        BackendError: A program that cannot be exported, or more steps, thread blocks or channels than an executor has.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.core.ops import AllReduce
+    >>> from shardplan.core.program import Step
+    >>> from shardplan.core.tensor import TensorType
+    >>> t = TensorType("f32", (2, 5), (), Mesh(data=2), partial={"data": "sum"})
+    >>> text = msccl_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))
+    >>> [line.split()[2] for line in text.splitlines() if "<step" in line]
+    ['type="s"', 'type="rrcs"', 'type="r"', 'type="s"', 'type="rrcs"', 'type="r"']
+    """
+    r = recipe(program)
+    mesh = program.output_types[0].mesh
+    if mesh.expand(r.program.output_types[0].layout.used):
+        raise BackendError(
+            f"msccl: the program ends in {program.output_types[0]}; legal is the whole payload on every device, since "
+            f"the export is an all-reduce"
+        )
+    for move in r.moves:
+        if not set(move.axes) <= set(r.reduced):
+            raise BackendError(
+                f"msccl: a {move.kind} over {', '.join(move.axes)} leaves the group that is reduced, over "
+                f"{', '.join(r.reduced)}"
+            )
+    if parts < 1 or (channels is not None and channels < 1):
+        raise BackendError(f"msccl: parts={parts}, channels={channels}; legal are 1 and more")
+    rows = mesh.group_places(r.reduced)
+    if not 0 <= group < len(rows):
+        raise BackendError(f"msccl: there is no group {group}; the reduction has {len(rows)}, 0 to {len(rows) - 1}")
+    gpus = _expand(r, rows[group], parts, channels)
+    families = len({move.axes for move in r.moves})
+    spread = 1 + max(b.channel for g in gpus for b in g.blocks.values())
+    blocks = max(len(g.blocks) for g in gpus)
+    if spread > MOST_CHANNELS or blocks > MOST_BLOCKS or _longest(gpus) > MOST_STEPS:
+        raise BackendError(
+            f"msccl: {families} sets of groups need {spread} channels, {blocks} thread blocks of up to "
+            f"{_longest(gpus)} steps; an executor has {MOST_CHANNELS}, {MOST_BLOCKS} and {MOST_STEPS}: fewer parts, or "
+            f"a program with fewer steps, would do"
+        )
+    total = int(np.prod(r.chunks)) * parts
+    ranks = sorted(mesh.devices[p] for p in rows[group].tolist())
+    lines = [
+        f'<algo name="{name}" proto="{proto}" nchannels="{spread}" nchunksperloop="{total}" ngpus="{len(gpus)}" '
+        f'coll="allreduce" inplace="1" outofplace="1" minBytes="{min_bytes}" maxBytes="{max_bytes}">',
+        *_comment([*heading(program, placement), f"GPU k is rank {ranks} [k]"]),
+    ]
+    for k, gpu in enumerate(gpus):
+        lines.append(f'  <gpu id="{k}" i_chunks="{total}" o_chunks="{total}" s_chunks="0">')
+        lines += _gpu_lines(gpu)
+        lines.append("  </gpu>")
+    text = "\n".join([*lines, "</algo>"]) + "\n"
+    if len(gpus) <= VERIFIED:
+        verify(text)
+    return text
+
+
+def _comment(lines: list[str]) -> list[str]:
+    return [
+        "  <!-- A reduction exported by shardplan.",
+        *(f"    {x}".rstrip().replace("--", "- -") for x in lines),
+        "  -->",
+    ]
+
+
+def _expand(r: Recipe, members: np.ndarray, parts: int, channels: int | None) -> list[_Gpu]:
+    """Expand over as many channels as are given, or over the fewest for which thread blocks are short enough."""
+    lanes = channels or 1
+    while True:
+        gpus = _rings(r, members, parts, lanes)
+        longest = _longest(gpus)
+        if channels is not None or longest <= MOST_STEPS or lanes >= MOST_CHANNELS:
+            return gpus
+        lanes = min(MOST_CHANNELS, max(lanes + 1, -(-lanes * longest // MOST_STEPS)))
+
+
+def _longest(gpus: list[_Gpu]) -> int:
+    return max((sum(max(1, len(s.waits)) for s in b.steps) for g in gpus for b in g.blocks.values()), default=0)
+
+
+def _rings(r: Recipe, members: np.ndarray, parts: int, lanes: int) -> list[_Gpu]:
+    program = r.program
+    mesh = program.input_types[0].mesh
+    order = sorted(members.tolist(), key=lambda place: mesh.devices[place])
+    gpu_of = {place: k for k, place in enumerate(order)}
+    total = int(np.prod(r.chunks)) * parts
+    gpus = [_Gpu({}, ["i"] * total, {}, {}) for _ in order]
+    families: dict[tuple[str, ...], int] = {}
+    for move in r.moves:
+        (t,), (u,) = program.step_types(program.steps[move.step])
+        first = families.setdefault(move.axes, len(families)) * lanes
+        held = at_root(u if move.kind == "broadcast" else t)
+        for row in mesh.group_places(move.axes).tolist():
+            if row[0] not in gpu_of or not held[row[0]]:
+                continue
+            ring = [gpu_of[p] for p in row]
+            turns = _ring_rows(move, t, u, row, r, parts)
+            for number, actions in enumerate(turns):
+                for part, member, kind, chunk in actions:
+                    # Whole rings on a channel, where there are enough; else the parts of a ring on different ones.
+                    lane = (number if len(turns) >= lanes else number * move.size + part) % lanes
+                    _add(gpus, ring, member, kind, chunk, first + lane)
+    for gpu in gpus:
+        _finish(gpu)
+    return gpus
+
+
+def _cells(t: TensorType, place: int, r: Recipe, parts: int) -> list[int]:
+    """Return the chunks that a device holds, ascending."""
+    box = t.box(place)[:-1]
+    grid = np.arange(int(np.prod(r.chunks))).reshape(r.chunks)
+    cells = grid[tuple(slice(a, b) for a, b in box)].reshape(-1)
+    return (cells[:, None] * parts + np.arange(parts)).reshape(-1).tolist()
+
+
+Action = tuple[int, int, str, int]  # part of the row, member of the ring, step type, chunk
+
+
+def _ring_rows(
+    move: RecipeStep, t: TensorType, u: TensorType, row: list[int], r: Recipe, parts: int
+) -> list[list[Action]]:
+    """Return the actions of a collective, by rows: at most one chunk for each member's part, in order of time."""
+    k = move.size
+    own = _cells(t, row[0], r, parts)
+    match move.kind:
+        case "reduce_scatter":
+            shares = [_cells(u, place, r, parts) for place in row]
+        case "all_gather":
+            shares = [_cells(t, place, r, parts) for place in row]
+        case "all_reduce":
+            shares = [own[p * len(own) // k : (p + 1) * len(own) // k] for p in range(k)]
+        case "reduce" | "broadcast":
+            return [_chain(move.kind, chunk, k) for chunk in own]
+    down = [] if move.kind == "all_gather" else ["s"] + ["rrs"] * (k - 2)
+    over = {"reduce_scatter": "rrc", "all_gather": "s", "all_reduce": "rrcs"}[move.kind]
+    up = [] if move.kind == "reduce_scatter" else ["rcs"] * (k - 2) + ["r"]
+    kinds = [*down, over, *up]
+    start = 0 if move.kind == "all_gather" else 1  # an all-gather starts where the part is
+    return [
+        [
+            (p, (p + start + time) % k, kind, shares[p][number])
+            for time, kind in enumerate(kinds)
+            for p in range(k)
+            if number < len(shares[p])
+        ]
+        for number in range(max(map(len, shares)))
+    ]
+
+
+def _chain(kind: str, chunk: int, k: int) -> list[Action]:
+    if kind == "reduce":
+        return [(0, (1 + time) % k, x, chunk) for time, x in enumerate(["s"] + ["rrs"] * (k - 2) + ["rrc"])]
+    return [(0, time, x, chunk) for time, x in enumerate(["s"] + ["rcs"] * (k - 2) + ["r"])]
+
+
+def _add(gpus: list[_Gpu], ring: list[int], member: int, kind: str, chunk: int, channel: int) -> None:
+    """Append a step to the thread block of a ring's member, waiting for what other blocks did to the chunk."""
+    gpu = gpus[ring[member]]
+    send, recv = ring[(member + 1) % len(ring)], ring[member - 1]
+    block = gpu.blocks.setdefault(channel, _Block(send, recv, channel))
+    _append(gpu, block, kind, chunk, reads=kind in ("s", "rrs", "rrc", "rrcs"), writes=kind not in ("s", "rrs"))
+
+
+def _append(gpu: _Gpu, block: _Block, kind: str, chunk: int, *, reads: bool, writes: bool) -> None:
+    before = [gpu.wrote[chunk]] if chunk in gpu.wrote else []
+    if writes:  # the input and the output may be one: a write waits for reads of either
+        before += gpu.read.get(chunk, [])
+    latest: dict[int, tuple[_Block, int]] = {}
+    for other, number in before:
+        if other is not block and number > max(block.known.get(id(other), -1), latest.get(id(other), (other, -1))[1]):
+            latest[id(other)] = (other, number)
+    for key, (other, number) in latest.items():
+        block.known[key] = number
+        other.steps[number].awaited = True
+    source = (gpu.place[chunk], chunk) if reads else None
+    if writes:
+        gpu.place[chunk] = "o"
+    block.steps.append(_Step(kind, source, ("o", chunk) if writes else None, list(latest.values())))
+    mark = (block, len(block.steps) - 1)
+    if reads:
+        gpu.read.setdefault(chunk, []).append(mark)
+    if writes:
+        gpu.wrote[chunk], gpu.read[chunk] = mark, []
+
+
+def _finish(gpu: _Gpu) -> None:
+    """Copy what never left the input: the chunks of a group of one."""
+    left = [chunk for chunk, place in enumerate(gpu.place) if place == "i"]
+    if left:
+        block = gpu.blocks.setdefault(max(gpu.blocks, default=-1) + 1, _Block(-1, -1, 0))
+        for chunk in left:
+            _append(gpu, block, "cpy", chunk, reads=True, writes=True)
+
+
+def _gpu_lines(gpu: _Gpu) -> list[str]:
+    blocks = sorted(gpu.blocks.values(), key=lambda b: (b.channel, b.send))
+    ids = {id(block): number for number, block in enumerate(blocks)}
+    # The number of a step counts the nops before it.
+    at = {id(b): np.cumsum([max(1, len(s.waits)) for s in b.steps]) - 1 for b in blocks}
+    lines: list[str] = []
+    for number, block in enumerate(blocks):
+        lines.append(f'    <tb id="{number}" send="{block.send}" recv="{block.recv}" chan="{block.channel}">')
+        s = 0
+        for step in block.steps:
+            waits = [(ids[id(other)], int(at[id(other)][index])) for other, index in step.waits] or [(-1, -1)]
+            for wait in waits[:-1]:
+                lines.append(_step_line(s, "nop", None, None, wait, False))
+                s += 1
+            lines.append(_step_line(s, step.kind, step.source, step.target, waits[-1], step.awaited))
+            s += 1
+        lines.append("    </tb>")
+    return lines
+
+
+def _step_line(
+    s: int,
+    kind: str,
+    source: tuple[str, int] | None,
+    target: tuple[str, int] | None,
+    wait: tuple[int, int],
+    awaited: bool,
+) -> str:
+    source, target = source or ("i", -1), target or ("o", -1)
+    return (
+        f'      <step s="{s}" type="{kind}" srcbuf="{source[0]}" srcoff="{source[1]}" dstbuf="{target[0]}" '
+        f'dstoff="{target[1]}" cnt="{int(kind != "nop")}" depid="{wait[0]}" deps="{wait[1]}" hasdep="{int(awaited)}"/>'
+    )

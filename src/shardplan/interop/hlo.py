@@ -1,0 +1,263 @@
+"""The collectives of a compiled XLA module, read from its scheduled text, and the script that moves their bytes.
+
+Source: the text form that XLA prints (`compiled.as_text()`; checked with jaxlib 0.10.2). A called computation counts
+once a call, a while loop once a trip where XLA states a known trip count and once otherwise, every branch of a
+conditional once. Devices are partition ids of a module with one replica. The list is a trace of what another compiler
+does: it may be replayed and timed, and is no program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardplan.errors import ParseError
+from shardplan.interop.hlo_groups import Groups, numbers, parse_groups
+from shardplan.simulation.ring import chain, gather, owned, pairwise, scatter, segments, together
+from shardplan.simulation.script import Script, Stage, merged
+
+COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter", "collective-broadcast")
+_UNREAD = ("ragged-all-to-all", "send", "recv")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_MANY = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class HloCollective:
+    """One collective of a compiled module.
+
+    Args:
+        kind: The opcode without `-start`.
+        groups: Of all kinds but a permute: device ids in member order.
+        pairs: Of a permute: (source, target).
+        operand_bytes: Of all operands together, on one device.
+        output_bytes: Of all results together, on one device.
+        name: Of the instruction.
+    """
+
+    kind: str
+    groups: Groups
+    pairs: tuple[tuple[int, int], ...]
+    operand_bytes: int
+    output_bytes: int
+    name: str
+
+    @property
+    def moved_bytes(self) -> int:
+        """What all devices receive together, by the bandwidth-optimal algorithm of the kind."""
+        if self.kind == "collective-permute":
+            return sum(self.output_bytes for source, target in self.pairs if source != target)
+        return sum(self._moved(len(group)) for group in self.groups)
+
+    def _moved(self, q: int) -> int:
+        match self.kind:
+            case "all-gather":
+                return q * (self.output_bytes - self.operand_bytes) if q > 1 else 0
+            case "all-to-all" | "reduce-scatter":
+                return (q - 1) * self.operand_bytes
+            case "all-reduce":
+                return 2 * (q - 1) * self.operand_bytes
+            case _:
+                return (q - 1) * self.output_bytes
+
+    def __str__(self) -> str:
+        n = len(self.pairs) if self.kind == "collective-permute" else max(map(len, self.groups), default=1)
+        return f"{self.kind}({'pairs' if self.kind == 'collective-permute' else 'q'}={n}, {self.operand_bytes} bytes)"
+
+
+def parse_hlo(text: str, devices: int) -> list[HloCollective]:
+    """Return the collectives of a compiled module, in the order in which its scheduled text runs them.
+
+    Args:
+        text: As XLA prints a compiled module.
+        devices: What a collective that names no groups runs on.
+
+    Raises:
+        ParseError: No HLO module, or a communicating instruction whose bytes are not known.
+    """
+    module = _read(text)
+    return list(_collectives(module, module.entry, devices))
+
+
+def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Script:
+    """Return the movement of collectives by the ring engine, one step each; adding and local copies are left out.
+
+    The bytes sent are `moved_bytes`, for every collective.
+    """
+    stages: list[Stage] = []
+    for number, one in enumerate(collectives):
+        stages += _stages(number, one)
+    return Script(tuple(stages), tuple(map(str, collectives)), tuple(c.kind for c in collectives), title).checked()
+
+
+def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
+    groups = [g for g in one.groups if len(g) > 1]
+    match one.kind:
+        case "all-gather":
+            yield from merged((gather(g, [one.operand_bytes] * len(g)) for g in groups), number)
+        case "reduce-scatter":
+            yield from merged((scatter(g, owned(one.operand_bytes, len(g))) for g in groups), number)
+        case "all-reduce":
+            yield from merged((scatter(g, owned(one.operand_bytes, len(g))) for g in groups), number)
+            yield from merged((gather(g, owned(one.operand_bytes, len(g))) for g in groups), number)
+        case "all-to-all":
+            rounds = (pairwise(g, _share(one.operand_bytes, len(g))) for g in groups)
+            for parts in itertools.zip_longest(*rounds, fillvalue={}):
+                yield from merged(parts, number)
+        case "collective-broadcast":
+            yield from merged((chain(g, segments(one.output_bytes, 1)) for g in groups), number)
+        case _:
+            yield from merged([together({(s, t): one.output_bytes for s, t in one.pairs if s != t})], number)
+
+
+def _share(nbytes: int, q: int) -> Callable[[int, int], int]:
+    """Bytes from a member to another: the operand's parts, equal but for a remainder."""
+    sizes = owned(nbytes, q)
+    return lambda a, b: int(sizes[b])
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    computations: dict[str, tuple[_Instruction, ...]]
+    entry: str
+
+
+def _collectives(module: _Module, name: str, devices: int) -> Iterator[HloCollective]:
+    instructions = module.computations[name]
+    shapes = {instruction.name: instruction.shape for instruction in instructions}
+    for instruction in instructions:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            yield _collective(kind, instruction, shapes, devices)
+        elif kind in _UNREAD:
+            raise ParseError(
+                f"instruction {instruction.name!r}: no byte count is known for {kind!r}; known are "
+                f"{', '.join(COLLECTIVES)}"
+            )
+        elif kind in ("async-done", "async-update"):  # its computation was counted at the start
+            continue
+        else:
+            trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+            for _ in range(int(trips[1]) if trips else 1):
+                for called in _called(instruction):
+                    yield from _collectives(module, called, devices)
+
+
+def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], devices: int) -> HloCollective:
+    attributes = instruction.attributes
+    pairs = _PAIRS.search(attributes)
+    output = instruction.shape
+    if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+        output = _elements(output)[1]
+    operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
+    permute = kind == "collective-permute"
+    ids = numbers(pairs[1]) if pairs else ()
+    return HloCollective(
+        kind=kind,
+        groups=() if permute else parse_groups(attributes, devices),
+        pairs=tuple(zip(ids[::2], ids[1::2], strict=True)) if permute else (),
+        operand_bytes=operands,
+        output_bytes=sum(_sizes(output)),
+        name=instruction.name,
+    )
+
+
+def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
+    """An operand is `%name`, or `shape %name` as older printers have it."""
+    shape, _, name = operand.rpartition(" ")
+    return shape or shapes[name.lstrip("%")]
+
+
+def _called(instruction: _Instruction) -> tuple[str, ...]:
+    many = [n.strip().lstrip("%") for inner in _CALLED_MANY.findall(instruction.attributes) for n in inner.split(",")]
+    return (*_CALLED.findall(instruction.attributes), *(n for n in many if n))
+
+
+def _sizes(shape: str) -> list[int]:
+    """The bytes of every array in a shape, nested tuples flattened."""
+    return [_bits(dtype) * math.prod(numbers(dims)) // 8 for dtype, dims in _ARRAY.findall(shape)]
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("token", "opaque"):
+        return 0
+    if dtype == "pred":
+        return 8
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    if not found:
+        raise ParseError(f"unknown HLO element type {dtype!r}; legal are pred and letters with a width, such as bf16")
+    return int(found[1])
+
+
+def _read(text: str) -> _Module:
+    computations: dict[str, tuple[_Instruction, ...]] = {}
+    entry, name, lines = "", "", []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if not name:
+            if not line.startswith(("HloModule", " ")) and (header := _HEADER.match(line)):
+                name, lines = header[2], []
+                entry = name if header[1] else entry
+        elif stripped == "}" or stripped.startswith("}, "):
+            computations[name] = tuple(lines)
+            name = ""
+        elif " = " in stripped:
+            lines.append(_instruction(stripped))
+    if not entry:
+        raise ParseError("not the text of an HLO module: it has no ENTRY computation")
+    return _Module(computations, entry)
+
+
+def _instruction(line: str) -> _Instruction:
+    """`[ROOT] %name = shape opcode(operands), attributes`."""
+    line = re.sub(r"/\*.*?\*/", "", line)
+    name, _, rest = line.removeprefix("ROOT ").partition(" = ")
+    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    call = rest[shape_end:].lstrip()
+    opening = call.index("(")
+    closing = _closing(call, opening)
+    return _Instruction(
+        name=name.strip().lstrip("%"),
+        shape=rest[:shape_end],
+        opcode=call[:opening],
+        operands=tuple(_elements(call[opening : closing + 1])),
+        attributes=call[closing + 1 :],
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """The place of the bracket that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += (text[place] in "([{") - (text[place] in ")]}")
+        if depth == 0:
+            return place
+    raise ParseError("unbalanced brackets in HLO text", text[:200], opening)
+
+
+def _elements(text: str) -> list[str]:
+    """The parts of `(a, b, ...)` at the outermost level."""
+    inner, parts, depth, start = text.strip()[1:-1], [], 0, 0
+    for place, char in enumerate(inner):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(inner[start:place].strip())
+            start = place + 1
+    last = inner[start:].strip()
+    return [*parts, last] if last else parts

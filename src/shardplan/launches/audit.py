@@ -1,0 +1,363 @@
+"""Audit: is an existing launch placed well, what does it cost, why, and what would be better.
+
+The launch is read as a placement (`launches.launch`), its traffic is priced as stock collectives in the order in which
+its groups list their members, and beside it every matrix of the same mesh; the cheapest is written as text that runs
+(`fixes`). Spec: the audit of placements after arXiv 2110.10548.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardplan.core import border
+from shardplan.core.mesh import Mesh
+from shardplan.core.tensor import mesh_of
+from shardplan.errors import TopologyError, shown
+from shardplan.hardware.algorithms import ring
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.placement import Matrix, Placement, placements
+from shardplan.hardware.topology import Level, Topology, topology_of
+from shardplan.hardware.units import format_bytes, format_rate, format_seconds
+from shardplan.launches.fixes import Fix, fix, renumbered
+from shardplan.launches.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
+from shardplan.launches.verdict import Findings, analyse
+from shardplan.movement.placing.demand import demand_pattern
+from shardplan.movement.placing.place import rank
+from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
+
+Ints = NDArray[np.int64]
+# Seconds closer than this, relatively, are equal.
+SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRow:
+    """What the groups over some axes cross.
+
+    Args:
+        axes: The axes.
+        spans: For each level the least and the greatest number of units that a group spans.
+        per_uplink: For each level the groups that share an uplink of the busiest unit.
+        detours: For each level the ring's crossings beyond the least possible, over all groups.
+    """
+
+    axes: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+    per_uplink: tuple[int, ...]
+    detours: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CostShare:
+    """What one demand costs.
+
+    Args:
+        demand: The collective.
+        seconds: A step's, as launched.
+        best_seconds: A step's, on the best matrix.
+        uplink_bytes: For each level the bytes that leave its busiest unit in a step, on rings.
+    """
+
+    demand: Demand
+    seconds: float
+    best_seconds: float
+    uplink_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit found.
+
+    Args:
+        launch: What was audited.
+        findings: Verdict, matrix, offending groups.
+        rows: One for each axis of more than one device, and one for each tuple of axes with traffic.
+        shares: One for each demand; none without traffic.
+        seconds: Of all demands, as launched; None without traffic.
+        best: The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are.
+            Without traffic this launch's matrix, None where it has none.
+        best_seconds: Of all demands there; None without traffic.
+        causes: Sentences, one for each demand that loses, the worst first; else the one that says why none does.
+        fix: How to launch `best`; None where nothing is to be gained and no ring is interleaved.
+    """
+
+    launch: Launch
+    findings: Findings
+    rows: tuple[AxisRow, ...]
+    shares: tuple[CostShare, ...]
+    seconds: float | None
+    best: Placement | None
+    best_seconds: float | None
+    causes: tuple[str, ...]
+    fix: Fix | None
+
+    @property
+    def placement(self) -> Placement | None:
+        """The launch as a placement, up to renaming equal units; None where it is none."""
+        matrix = self.findings.matrix
+        return None if matrix is None else Placement(self.launch.mesh, self.launch.topology, matrix)
+
+    @property
+    def cause(self) -> str:
+        """The first of the causes."""
+        return self.causes[0]
+
+    @property
+    def fixes(self) -> dict[str, str]:
+        """The fix by framework, as text that runs: torch, jax, megatron, mpi, nccl-tests; empty where there is none."""
+        return {} if self.fix is None else self.fix.texts()
+
+    @property
+    def verdict(self) -> str:
+        """The findings' verdict."""
+        return self.findings.verdict
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """The findings' matrix."""
+        return self.findings.matrix
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds as launched over seconds on the best matrix; None without traffic."""
+        if self.seconds is None or self.best_seconds is None:
+            return None
+        return self.seconds / self.best_seconds if self.best_seconds > 0 else 1.0
+
+
+def audit(
+    ids: ArrayLike | Launch,
+    mesh: Mesh | str | None = None,
+    topology: Topology | str | None = None,
+    traffic: Traffic | str | Sequence[Demand] | None = None,
+    hosts: Sequence[str] = (),
+    device: str = "cuda",
+) -> Audit:
+    """Audit a launch.
+
+    Args:
+        ids: Topology ids, in the mesh's shape or in mesh order; or a `Launch`, which brings mesh, topology and hosts.
+        mesh: The axes, as a mesh or its text; its device ids are the ranks at the coordinates.
+        topology: The hardware, as a topology or its text; the mesh fills it, nothing is resized.
+        traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`, or its text
+            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than
+            another order of the same matrix.
+        hosts: Names in the order of the topology's units.
+        device: torch's device type in the fix.
+
+    Returns:
+        Placement, verdict, what each axis crosses, seconds against the best matrix, the causes, and the fixes.
+
+    Raises:
+        TopologyError: The ids are no permutation of the topology's devices, the mesh does not fill the topology, or
+            one of the two is missing.
+        LayoutError: Traffic names an axis that the mesh has not, or is malformed; an argument is of another kind.
+
+    Example:
+        >>> topology = Topology.load("gcp-a100x16", nodes=2)
+        >>> found = audit(range(32), Mesh(tensor=2, data=16), topology, {"tensor": 2e9, "data": 1e6})
+        >>> found.verdict, found.cause
+        ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
+    """
+    launch = ids if isinstance(ids, Launch) else _launch(ids, mesh, topology, hosts)
+    if ids is launch and (mesh is not None or topology is not None or hosts):
+        raise TopologyError("a Launch brings its own mesh, topology and hosts; give none with it")
+    border.text("device", device)
+    mesh, topology = launch.mesh, launch.topology
+    demands = () if traffic is None else _demands(traffic, mesh)
+    together = tuple(dict.fromkeys(d.axes for d in demands if len(d.axes) > 1))
+    findings = analyse(launch, together)
+    rows = tuple(_row(launch, ring) for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1)
+    if not demands:
+        own = None if findings.matrix is None else Placement(mesh, topology, findings.matrix)
+        text = fix(launch, own, (), device) if own is not None and findings.verdict == "interleaved" else None
+        cause = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
+        return Audit(launch, findings, rows, (), None, own, None, (cause,), text)
+    fabric = Fabric(topology)
+    seconds = [stock_seconds(launch.groups(d.axes), d, fabric) for d in demands]
+    best, best_each = _best(launch, findings, stock_ranking(mesh, topology, demands))
+    shares = tuple(
+        CostShare(d, now, then, tuple(float(x.max()) for x in leaving_bytes(launch.groups(d.axes), d, fabric)))
+        for d, now, then in zip(demands, seconds, best_each, strict=True)
+    )
+    total, best_total = sum(seconds), sum(best_each)
+    causes, text = ("no matrix is faster for this traffic",), None
+    if total > best_total * (1 + SAME):
+        losing = sorted(shares, key=lambda s: s.best_seconds - s.seconds)
+        losing = [s for s in losing if s.seconds > s.best_seconds * (1 + SAME)]
+        causes = tuple(dict.fromkeys(_cause(launch, findings, s, best) for s in losing))
+        joint = all(len(s.demand.axes) > 1 for s in losing)
+        if joint and findings.matrix == best.matrix and findings.verdict in ("canonical", "equivalent"):
+            # What is left are joint axes, whose members come in the order of coordinates, not of devices.
+            causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
+        else:
+            text = fix(launch, best, together, device)
+    elif findings.verdict == "interleaved" and findings.matrix == best.matrix:
+        causes = (f"{findings.reason}; the cheapest algorithms for this traffic do not feel it",)
+        text = fix(launch, best, together, device)
+    return Audit(launch, findings, rows, shares, total, best, best_total, causes, text)
+
+
+def _demands(traffic: object, mesh: Mesh) -> tuple[Demand, ...]:
+    if isinstance(traffic, (list, tuple)) and all(isinstance(d, Demand) for d in traffic):
+        return tuple(traffic)
+    return demands_of(traffic, mesh)  # pyright: ignore[reportArgumentType]
+
+
+def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | None, hosts: Sequence[str]) -> Launch:
+    if mesh is None or topology is None:
+        raise TopologyError("an array of device ids needs a mesh and a topology; a Launch brings its own")
+    mesh, topology = mesh_of("mesh", mesh), topology_of("topology", topology)
+    hosts = [border.text("a host's name", name) for name in border.items("hosts", hosts, "names of hosts")]
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        array = np.empty(0)
+    if array.dtype.kind not in "iu":
+        raise TopologyError(
+            f"ids is {shown(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape"
+        )
+    if array.shape not in (mesh.sizes, (mesh.size,)):
+        raise TopologyError(
+            f"ids of shape {array.shape} for mesh {mesh}; legal are {mesh.sizes}, and {(mesh.size,)} in mesh order"
+        )
+    return Launch(mesh, topology, tuple(int(i) for i in array.reshape(-1)), tuple(hosts))
+
+
+def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
+    """Price a demand as the library's own collective, its cheapest algorithm, all groups at once.
+
+    Args:
+        members: Topology ids `[G, k]`, in member order.
+        demand: Op, bytes and count.
+        fabric: The resources.
+
+    Returns:
+        Seconds of a step.
+    """
+    return demand.count * price(demand_pattern(demand.op, members, demand.nbytes), fabric).seconds
+
+
+def stock_ranking(
+    mesh: Mesh, topology: Topology, demands: Sequence[Demand]
+) -> list[tuple[Placement, tuple[float, ...]]]:
+    """Price the demands as stock collectives on every placement, groups in level-major order.
+
+    Args:
+        mesh: The axes.
+        topology: As many devices.
+        demands: What a step communicates.
+
+    Returns:
+        Placements with the seconds of each demand, the cheapest first.
+
+    Raises:
+        TopologyError: Sizes differ.
+    """
+    rows = rank(list(placements(mesh, topology)), demands, programs="stock")
+    return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
+
+
+def _best(
+    launch: Launch, findings: Findings, ranking: Sequence[tuple[Placement, tuple[float, ...]]]
+) -> tuple[Placement, tuple[float, ...]]:
+    """Of the cheapest that are equal take the one that asks least of the user."""
+    least = sum(ranking[0][1])
+    equal = [row for row in ranking if sum(row[1]) <= least * (1 + SAME)]
+    natural = np.arange(launch.mesh.size)
+
+    def effort(row: tuple[Placement, tuple[float, ...]]) -> int:
+        if row[0].matrix == findings.matrix:
+            return 0
+        return 1 if np.array_equal(renumbered(launch, row[0]).reshape(-1), natural) else 2
+
+    return min(equal, key=effort)
+
+
+def _row(launch: Launch, one: Ring) -> AxisRow:
+    groups = launch.groups(one.axes)
+    counts = spanned(groups, launch.topology)
+    shared = sharing(groups, launch.topology)
+    levels = launch.topology.levels
+    return AxisRow(
+        one.axes,
+        tuple((int(c.min()), int(c.max())) for c in counts),
+        tuple(math.ceil(n / level.uplinks) for n, level in zip(shared, levels, strict=True)),
+        one.detours,
+    )
+
+
+def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray[np.float64]]:
+    """Add up what leaves every unit in a step, by rings; all-to-all pair by pair.
+
+    Args:
+        members: Topology ids `[G, k]`, in member order.
+        demand: Op, bytes and count.
+        fabric: The resources.
+
+    Returns:
+        For each level bytes out of its units, `[units]`.
+    """
+    topology, k = fabric.topology, members.shape[1]
+    sums: list[NDArray[np.float64]] = []
+    if demand.op == "all_to_all":
+        each = demand.nbytes * demand.count / k
+        for stride in topology.strides:
+            units = (members // stride).reshape(-1)
+            lane = np.repeat(np.arange(len(members)), k) * topology.size + units
+            _, at, inside = np.unique(lane, return_inverse=True, return_counts=True)
+            sums.append(np.bincount(units, (k - inside[at]) * each, topology.size // stride).astype(np.float64))
+        return sums
+    # Every member but the last sends its bytes to the next, as down a chain.
+    op = "broadcast" if demand.op == "permute" else demand.op
+    flows = next(iter(ring(op, members, np.full(len(members), demand.nbytes * demand.count), fabric))).flows
+    for stride in topology.strides:
+        out = flows.sender // stride
+        moving = out != flows.receiver // stride
+        sums.append(np.bincount(out[moving], flows.nbytes[moving], topology.size // stride).astype(np.float64))
+    return sums
+
+
+def uplink_word(level: Level) -> str:
+    """Name an uplink of a level: that of a node is a NIC."""
+    if level.link != "switch":
+        return f"link of a {level.name}"
+    return "NIC" if level.name in ("node", "host") else f"uplink of a {level.name}"
+
+
+def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement) -> str:
+    """Say in one sentence why a demand is slow."""
+    axes, levels = worst.demand.axes, launch.topology.levels
+    names = ", ".join(f"`{axis}`" for axis in axes)
+    groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
+    here, there = ([int(c.max()) for c in spanned(g, launch.topology)] for g in (groups, target))
+    for stray in findings.strays:
+        if set(stray.axes) <= set(axes):
+            return findings.reason
+    rings = ring_of(launch, axes)
+    verb = "spans" if len(axes) == 1 else "together span"
+    for j, level in enumerate(levels):
+        if here[j] > there[j]:
+            spans = f"{names} {verb} {here[j]} {level.name}s"
+            n = math.ceil(sharing(groups, launch.topology)[j] / level.uplinks)
+            if n > 1:
+                return f"{spans}: {n} groups share each {uplink_word(level)}"
+            rate = format_rate(level.bandwidth)
+            return f"{spans}, each over {uplink_word(level)}s of {rate}; it could span {there[j]}"
+        if rings.detours[j]:
+            return detour_text(rings, launch.topology, j)
+        busy, idle = (sharing(g, launch.topology)[j] for g in (groups, target))
+        if busy > idle > 0:
+            return f"{names} {verb} {here[j]} {level.name}s: {busy} groups leave each {level.name}, where {idle} could"
+    if findings.verdict == "interleaved":
+        return findings.reason
+    return (
+        f"{worst.demand.op} over {names} of {format_bytes(worst.demand.nbytes)} takes "
+        f"{format_seconds(worst.seconds)}, {format_seconds(worst.best_seconds)} on the best matrix"
+    )

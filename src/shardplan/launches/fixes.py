@@ -1,0 +1,298 @@
+"""Fixes: how to launch a placement, as text that runs, for torch, JAX, Megatron, MPI and nccl-tests.
+
+torch and JAX keep where ranks run and renumber the mesh. MPI keeps what rank has what coordinate and moves ranks.
+Megatron numbers ranks by an order string, which is given where one fits where ranks run, else a rankfile for its
+default order. nccl-tests split the ranks of a launch host by host into the groups of the placement.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.core.mesh import Mesh
+from shardplan.errors import ParseError
+from shardplan.hardware.placement import Placement, divisors
+from shardplan.launches.hostfile import host_names, hostfile_text, rankfile_text
+from shardplan.launches.launch import Launch, ring_of
+from shardplan.launches.megatron import DEFAULT, fastest_first, name_of, order_ranks, orders_of
+from shardplan.launches.verdict import analyse
+
+Ints = NDArray[np.int64]
+# Arrays up to here are written out; longer ones as an expression where there is one.
+_LITERAL = 16
+_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """How to launch a placement.
+
+    Args:
+        placement: What is to be launched.
+        torch: Python that makes `mesh`, a `DeviceMesh`; the process group exists.
+        torch_note: Where torch needs more than that; else empty.
+        jax: Python that makes `mesh`, a `jax.sharding.Mesh`.
+        megatron: A call of `initialize_model_parallel`, or "not expressible" and why.
+        megatron_order: The order string of the call, None where there is none.
+        megatron_rankfile: Open MPI's rankfile that places Megatron's default order, where no string does.
+        rankfile: Open MPI's rankfile, for a program whose ranks have the coordinates they have now.
+        hostfile: The same as a hostfile, None where the order of hosts is not enough.
+        nccl_tests: For each tuple of axes the setting that makes nccl-tests run in its groups.
+    """
+
+    placement: Placement
+    torch: str
+    torch_note: str
+    jax: str
+    megatron: str
+    megatron_order: str | None
+    megatron_rankfile: str | None
+    rankfile: str
+    hostfile: str | None
+    nccl_tests: tuple[tuple[tuple[str, ...], str], ...]
+
+    def texts(self) -> dict[str, str]:
+        """Return the fix by framework: torch, jax, megatron, mpi and nccl-tests."""
+        mpi = "# rankfile; a slot is the device's number on its host\n" + self.rankfile
+        # Of the two forms Open MPI reads only this one in the order of its lines.
+        if self.hostfile is not None and " slots=" in self.hostfile:
+            mpi = "# hostfile, its order is enough\n" + self.hostfile
+        return {
+            "torch": self.torch + (f"# {self.torch_note}\n" if self.torch_note else ""),
+            "jax": self.jax,
+            "megatron": self.megatron + "\n" + (self.megatron_rankfile or ""),
+            "mpi": mpi,
+            "nccl-tests": "".join(f"{', '.join(axes)}: {split}\n" for axes, split in self.nccl_tests),
+        }
+
+
+def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]] = (), device: str = "cuda") -> Fix:
+    """Write how to launch a placement instead of what is launched now.
+
+    Args:
+        launch: Where ranks run, and which coordinates they have.
+        placement: Of the same axes on the same topology.
+        together: Further tuples of axes that nccl-tests should run over.
+        device: torch's device type.
+
+    Returns:
+        The texts.
+    """
+    order, call, default_ranks = _megatron(launch, placement)
+    ids = placement.device_mesh()
+    hosts = host_names(launch)
+    stay = dict(zip(launch.mesh.devices, ids.reshape(-1).tolist(), strict=True))
+    rankfile = None
+    if default_ranks is not None:
+        table = zip(default_ranks.reshape(-1).tolist(), ids.reshape(-1).tolist(), strict=True)
+        rankfile = rankfile_text(dict(table), hosts)
+    ranks = renumbered(launch, placement)
+    text, note = _torch(launch, ranks, device)
+    wide = [(axis,) for axis in launch.mesh.axes if launch.mesh.shape[axis] > 1]
+    canonical = Launch.of(placement)
+    splits = {axes: nccl_split(canonical.groups(axes)) for axes in [*wide, *together]}
+    return Fix(
+        placement,
+        text,
+        note,
+        _jax(placement, ranks),
+        call,
+        order,
+        rankfile,
+        rankfile_text(stay, hosts),
+        hostfile_text(stay, hosts),
+        tuple((axes, s or "not expressible") for axes, s in splits.items()),
+    )
+
+
+def renumbered(launch: Launch, placement: Placement) -> Ints:
+    """List the ranks that stand where a placement wants each coordinate.
+
+    Args:
+        launch: Where ranks run.
+        placement: On the same topology.
+
+    Returns:
+        Ranks in the mesh's shape: 0, 1, ... in row-major order where that is the placement up to renaming equal units.
+    """
+    natural = np.arange(launch.mesh.size).reshape(launch.mesh.sizes)
+    if _gives(launch, natural, placement):
+        return natural
+    rank_at = np.empty(launch.mesh.size, dtype=np.int64)
+    rank_at[list(launch.ids)] = launch.mesh.devices
+    return rank_at[placement.device_mesh()]
+
+
+def _gives(launch: Launch, ranks: Ints, placement: Placement) -> bool:
+    """Whether these ranks, where they run now, are the placement."""
+    table = launch.device_of_rank()
+    flat: list[int] = ranks.reshape(-1).tolist()
+    if any(r not in table for r in flat):
+        return False
+    if any(level.degraded for level in launch.topology.levels):
+        # Its units are not equal: another name is another placement.
+        return [table[r] for r in flat] == placement.device_mesh().reshape(-1).tolist()
+    mesh = Mesh(launch.mesh.shape, devices=flat)
+    found = analyse(Launch(mesh, launch.topology, tuple(table[r] for r in flat)))
+    return found.matrix == placement.matrix and found.verdict in ("canonical", "equivalent")
+
+
+def strided_text(ids: Ints, arange: str, permute: str) -> str | None:
+    """Write an array of numbers as a row of numbers with its digits in another order.
+
+    Args:
+        ids: A permutation of 0, 1, ..., any shape.
+        arange: Name of the function that counts.
+        permute: Name of the method that orders dims.
+
+    Returns:
+        An expression, None where there is none.
+
+    Example:
+        >>> strided_text(np.arange(6).reshape(2, 3).T, "np.arange", "transpose")
+        'np.arange(6).reshape(2, 3).transpose(1, 0).reshape(3, 2)'
+    """
+    flat = ids.reshape(-1)
+    digits: list[tuple[int, int]] = []  # size and step of the value, the fastest first
+    place = 1
+    for size in reversed(ids.shape):
+        left = size
+        while left > 1:
+            step = int(flat[place] - flat[0])
+            run = max(
+                r for r in divisors(left) if np.array_equal(flat[: r * place : place], flat[0] + step * np.arange(r))
+            )
+            if run == 1:
+                return None
+            digits.append((run, step))
+            place *= run
+            left //= run
+    digits.reverse()
+    order = sorted(range(len(digits)), key=lambda k: -digits[k][1])
+    shape = [digits[k][0] for k in order]
+    axes = [order.index(k) for k in range(len(digits))]
+    if not digits or not np.array_equal(np.arange(ids.size).reshape(shape).transpose(axes).reshape(ids.shape), ids):
+        return None
+    sizes, turn, last = (", ".join(map(str, x)) for x in (shape, axes, ids.shape))
+    return f"{arange}({ids.size}).reshape({sizes}).{permute}({turn}).reshape({last})"
+
+
+def _array_text(ids: Ints, arange: str, permute: str, literal: str) -> str:
+    """Write an array of numbers, a long one as an expression where there is one."""
+    text = strided_text(ids, arange, permute) if ids.size > _LITERAL else None
+    return text or f"{literal}({ids.tolist()})"
+
+
+def _names(mesh: Mesh) -> str:
+    return f"({', '.join(repr(a) for a in mesh.axes)}{',' if len(mesh.axes) == 1 else ''})"
+
+
+def _torch(launch: Launch, ranks: Ints, device: str) -> tuple[str, str]:
+    names, sizes = _names(launch.mesh), tuple(launch.mesh.sizes)
+    if np.array_equal(ranks.reshape(-1), np.arange(ranks.size)):
+        text = (
+            "from torch.distributed.device_mesh import init_device_mesh\n"
+            f'mesh = init_device_mesh("{device}", {sizes}, mesh_dim_names={names})\n'
+        )
+    else:
+        array = _array_text(ranks, "torch.arange", "permute", "torch.tensor")
+        text = (
+            "import torch\nfrom torch.distributed.device_mesh import DeviceMesh\n"
+            f'mesh = DeviceMesh("{device}", {array}, mesh_dim_names={names})\n'
+        )
+    table = launch.device_of_rank()
+    flat: list[int] = ranks.reshape(-1).tolist()
+    mesh = Mesh(launch.mesh.shape, devices=flat)
+    sorted_ranks = Launch(mesh, launch.topology, tuple(table[r] for r in flat), by_rank=True)
+    lost = [axis for axis in mesh.axes if any(ring_of(sorted_ranks, (axis,)).detours)]
+    note = ""
+    if lost:
+        note = (
+            f"torch sorts the ranks of a group, which interleaves the rings over {', '.join(lost)}: make their groups "
+            "with new_group(ranks, sort_ranks=False) in the order of mesh.mesh (pytorch#176126, #193224)"
+        )
+    return text, note
+
+
+def _jax(placement: Placement, ranks: Ints) -> str:
+    array = _array_text(ranks, "np.arange", "transpose", "np.array")
+    return (
+        "import jax\nimport numpy as np\nfrom jax.sharding import Mesh\n"
+        f"mesh = Mesh(np.array(jax.devices())[{array}], {_names(placement.mesh)})\n"
+    )
+
+
+def _megatron(launch: Launch, placement: Placement) -> tuple[str | None, str, Ints | None]:
+    """The order string, the call or why there is none, and then the ranks of the default order."""
+    mesh = launch.mesh
+    try:
+        default = order_ranks(mesh, fastest_first(DEFAULT, mesh))
+    except ParseError as error:
+        return None, f"not expressible: {str(error).split(': ', 1)[1]}", None
+    for order in _orders(launch, placement):
+        if _gives(launch, order_ranks(mesh, fastest_first(order, mesh)), placement):
+            sizes = {name_of(axis): size for axis, size in mesh.shape.items()}
+            degrees = "".join(f"{word}={sizes[name]}, " for name, word in _ARGUMENTS.items() if name in sizes)
+            return order, f'parallel_state.initialize_model_parallel({degrees}order="{order}")', None
+    return None, "not expressible as an order; with the default order use this rankfile", default
+
+
+def _orders(launch: Launch, placement: Placement) -> Iterator[str]:
+    """Candidates: those that give the matrix host by host, then, where ranks do not stand so, all others."""
+    first = orders_of(placement)
+    yield from first
+    if any(rank != device for rank, device in launch.device_of_rank().items()):
+        yield from (order for order in _every(launch.mesh) if order not in first)
+
+
+def _every(mesh: Mesh) -> Iterator[str]:
+    seen: set[tuple[str, ...]] = set()
+    for names in itertools.permutations(DEFAULT.split("-")):
+        text = "-".join(names)
+        wide = tuple(axis for axis in fastest_first(text, mesh) if mesh.shape[axis] > 1)
+        if wide not in seen:
+            seen.add(wide)
+            yield text
+
+
+def nccl_split(groups: Ints) -> str | None:
+    """Find the setting that makes nccl-tests split its ranks into groups.
+
+    Args:
+        groups: Ranks `[G, k]`, every rank once; ranks are numbered host by host.
+
+    Returns:
+        `NCCL_TESTS_SPLIT="..."`, or None where neither a division, nor a modulus, nor a mask splits so.
+
+    Source: NVIDIA/nccl-tests README: a rank's group is `rank / v`, `rank % v` or `rank & mask`.
+
+    Example:
+        >>> nccl_split(np.array([[0, 2], [1, 3]]))
+        'NCCL_TESTS_SPLIT="MOD 2"'
+    """
+    size, k = groups.size, groups.shape[1]
+    colour = np.empty(size, dtype=np.int64)
+    colour[groups] = np.arange(len(groups))[:, None]
+    ranks = np.arange(size)
+    varied = int(np.bitwise_or.reduce((groups ^ groups[:, :1]).reshape(-1)))
+    mask = ((1 << max(size - 1, 1).bit_length()) - 1) & ~varied
+    offers = [(f"DIV {k}", ranks // k), (f"MOD {size // k}", ranks % (size // k)), (f"AND {mask:#x}", ranks & mask)]
+    for text, split in offers:
+        if _same(split, colour):
+            return f'NCCL_TESTS_SPLIT="{text}"'
+    return None
+
+
+def _same(a: Ints, b: Ints) -> bool:
+    """Whether two colourings part the same ranks."""
+    return len(np.unique(a)) == len(np.unique(b)) == len(np.unique(np.stack([a, b]), axis=1).T)

@@ -1,0 +1,366 @@
+"""Hostfiles and rankfiles: which rank runs on which device, read and written.
+
+A host is a unit of a level, the level called `node` where there is one; the hosts' order in a hostfile is the order of
+the units. Read are Open MPI's hostfile (`host slots=n`, as DeepSpeed has it too; lines of one host add up), MPICH's
+(`host:n`) and plain lists (`host`), of which each line takes its ranks in turn, so a host may come again; and Open
+MPI's rankfile (`rank r=host slot=s`) or rows `rank host local_rank`. A slot is the number of a device on its host.
+Comments run from '#' to the end of the line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.errors import ParseError, TopologyError
+from shardplan.hardware.topology import Topology
+from shardplan.launches.launch import Launch
+
+_HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@-]*"
+_LINE = re.compile(rf"(?P<host>{_HOST})(?::(?P<count>\d+))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
+_WORD = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
+_RANK = re.compile(rf"rank\s+(?P<rank>\d+)\s*=\s*(?P<host>\+n\d+|{_HOST})\s+slots?\s*=\s*(?P<slot>\S+)")
+_ROW = re.compile(rf"(?P<rank>\d+)\s+(?P<host>{_HOST})\s+(?P<slot>\d+)")
+_LEGAL = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Which host every rank runs on, and as which of its ranks.
+
+    Args:
+        names: The hosts, each once.
+        slots: Slots of each host; 0 where the file does not say.
+        ranks: For every rank the number of its host and its device there; empty where the file leaves it open.
+        source: Name of the file, for messages.
+        order: Where the file leaves ranks open, the hosts in the order in which they take them, all their devices each;
+            that of `names` by default.
+    """
+
+    names: tuple[str, ...]
+    slots: tuple[int, ...]
+    ranks: tuple[tuple[int, int], ...]
+    source: str = "hostfile"
+    order: tuple[int, ...] = ()
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    rows = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
+    return [(number, line) for number, line in rows if line]
+
+
+def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = None) -> Hosts:
+    r"""Read a hostfile.
+
+    Args:
+        text: Of the file.
+        source: Its name, for messages.
+        hosts: Another hostfile that gives the hosts' order on the topology, where this one orders ranks only.
+
+    Returns:
+        The hosts, else in the order in which they are first named, and their ranks; no ranks where every line is a host
+        without a number and none comes twice: then each host takes as many as it has devices.
+
+    Raises:
+        ParseError: A line that is none of the forms, forms are mixed, or a host that the other hostfile does not name;
+            it names the line and says what is legal.
+        TopologyError: Hosts of the other hostfile are left out.
+
+    Example:
+        >>> parse_hostfile("b slots=2\na slots=2").ranks
+        ((0, 0), (0, 1), (1, 0), (1, 1))
+        >>> parse_hostfile("a:1\nb:1\na:1\nb:1").ranks
+        ((0, 0), (1, 0), (0, 1), (1, 1))
+    """
+    found: list[tuple[int, str, str, int]] = []
+    for number, line in _lines(text):
+        where = f"{source}, line {number}"
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ParseError(f"{where}: {line!r} is no host; legal: {_LEGAL}")
+        words = dict(_WORD.findall(match["words"]))
+        for word in words:
+            if word.replace("-", "_") not in ("slots", "max_slots", "port"):
+                raise ParseError(f"{where}: {word!r} is unknown; legal: slots, max_slots, port")
+        form, count = ("plain", "1")
+        if "slots" in words:
+            form, count = "slots=", words["slots"]
+        elif match["count"] is not None:
+            form, count = ":n", match["count"]
+        if not count.isdigit() or int(count) < 1:
+            raise ParseError(f"{where}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
+        if found and found[0][2] != form:
+            first = found[0]
+            raise ParseError(
+                f"{where}: {line!r} is of the form {form!r}, line {first[0]} of the form {first[2]!r}; legal is one "
+                f"form in a file: {_LEGAL}"
+            )
+        if hosts is not None and match["host"] not in hosts.names:
+            raise ParseError(f"{where}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+        found.append((number, match["host"], form, int(count)))
+    if not found:
+        raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
+    named = tuple(dict.fromkeys(host for _, host, _, _ in found))
+    names = named if hosts is None else hosts.names
+    if found[0][2] == "plain" and len(named) == len(found):
+        if len(named) < len(names) and hosts is not None:
+            raise TopologyError(
+                f"{source} names {len(named)} of the {len(names)} hosts of {hosts.source}; legal are all of them, each "
+                "once, or a line for every rank"
+            )
+        return Hosts(names, (0,) * len(names), (), source, tuple(names.index(name) for name in named))
+    total = dict.fromkeys(named, 0)
+    for _, host, _, n in found:
+        total[host] += n
+    runs = list(total.items()) if found[0][2] == "slots=" else [(host, n) for _, host, _, n in found]
+    ranks: list[tuple[int, int]] = []
+    used = dict.fromkeys(names, 0)
+    place = {name: k for k, name in enumerate(names)}
+    for host, n in runs:
+        ranks += [(place[host], used[host] + k) for k in range(n)]
+        used[host] += n
+    return Hosts(names, tuple(total.get(name, 0) for name in names), tuple(ranks), source)
+
+
+def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = None) -> Hosts:
+    r"""Read a rank order: for every rank its host and its device there.
+
+    Args:
+        text: Lines `rank r=host slot=s`, where `+n2` is the third host of the hostfile; or `rank host local_rank`.
+        source: Name of the file, for messages.
+        hosts: What a hostfile says; it gives the hosts' order, else the order in which ranks name them does.
+
+    Returns:
+        The hosts, with the ranks in order.
+
+    Raises:
+        ParseError: A line of another form, a rank or a slot that stands twice, a rank that is missing, or a host that
+            the hostfile does not name; it names the line and says what is legal.
+
+    Example:
+        >>> parse_rankfile("rank 1=a slot=0\nrank 0=b slot=0").names
+        ('b', 'a')
+    """
+    legal = "'rank 0=host slot=0' or '0 host 0', slot a device's number on its host"
+    table: dict[int, tuple[int, str, int]] = {}
+    holder: dict[tuple[str, int], int] = {}
+    for number, line in _lines(text):
+        where = f"{source}, line {number}"
+        match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
+        if match is None:
+            raise ParseError(f"{where}: {line!r} places no rank; legal: {legal}")
+        rank, host, slot = int(match["rank"]), match["host"], match["slot"]
+        if not slot.isdigit():
+            raise ParseError(f"{where}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
+        if host.startswith("+n"):
+            if hosts is None or int(host[2:]) >= len(hosts.names):
+                have = f"has {len(hosts.names)} hosts" if hosts is not None else "is not given"
+                raise ParseError(
+                    f"{where}: {host!r} counts hosts of the hostfile, which {have}; legal is a host's name"
+                )
+            host = hosts.names[int(host[2:])]
+        if rank in table:
+            raise ParseError(f"{where}: rank {rank} stands in line {table[rank][0]} already; each rank stands once")
+        if hosts is not None and host not in hosts.names:
+            raise ParseError(f"{where}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+        other = holder.setdefault((host, int(slot)), rank)
+        if other != rank:
+            raise ParseError(
+                f"{where}: slot {slot} of {host!r} holds rank {other} (line {table[other][0]}) already; legal is one "
+                "rank a slot"
+            )
+        table[rank] = (number, host, int(slot))
+    if not table:
+        raise ParseError(f"{source}: places no rank; legal: {legal}")
+    missing = next((r for r in range(len(table)) if r not in table), None)
+    if missing is not None:
+        raise ParseError(f"{source}: rank {missing} is missing of {len(table)}; legal are the ranks 0 to n - 1")
+    rows = [table[r] for r in range(len(table))]
+    names = hosts.names if hosts is not None else tuple(dict.fromkeys(host for _, host, _ in rows))
+    number = {name: k for k, name in enumerate(names)}
+    slots = [0] * len(names)
+    for _, host, slot in rows:
+        slots[number[host]] = max(slots[number[host]], slot + 1)
+    return Hosts(names, tuple(slots), tuple((number[host], slot) for _, host, slot in rows), source)
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def host_level(topology: Topology, hosts: int | None = None) -> int:
+    """Find the level whose units are hosts.
+
+    Args:
+        topology: The hardware.
+        hosts: How many hosts there are, where that is known.
+
+    Returns:
+        The level called `node` or `host`, else the last but one; -1 where the whole topology is one host. Where that
+        has not as many units as there are hosts, the innermost level that has.
+
+    Raises:
+        TopologyError: No level has that many units.
+
+    Example:
+        >>> host_level(Topology.load("dgx-a100"))
+        0
+    """
+    names = [level.name for level in topology.levels]
+    named = next((j for j, name in enumerate(names) if name in ("node", "host")), len(names) - 2)
+    if hosts is None or _units(topology, named) == hosts:
+        return named
+    others = [j for j in range(-1, len(names)) if _units(topology, j) == hosts]
+    if others:
+        return others[-1]
+    raise TopologyError(
+        f"{hosts} hosts, but topology {topology.name!r} has {_units(topology, named)} "
+        f"{names[named] if named >= 0 else 'host'}s ({topology.describe()}); legal is a host for each: give the "
+        f"topology its size, as {names[max(named, 0)]}s={hosts}"
+    )
+
+
+def _units(topology: Topology, j: int) -> int:
+    return 1 if j < 0 else topology.size // topology.strides[j]
+
+
+def devices_of(hosts: Hosts, topology: Topology) -> tuple[int, ...]:
+    r"""Map ranks to devices.
+
+    Args:
+        hosts: What a hostfile or rankfile says.
+        topology: As many devices as ranks.
+
+    Returns:
+        Topology id of every rank.
+
+    Raises:
+        TopologyError: Hosts, slots or ranks do not suit the topology.
+
+    Example:
+        >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
+        (0, 2, 1, 3)
+    """
+    j = host_level(topology, len(hosts.names))
+    room = topology.size if j < 0 else topology.strides[j]
+    if not hosts.ranks:
+        return tuple(host * room + k for host in hosts.order or range(len(hosts.names)) for k in range(room))
+    if len(hosts.ranks) != topology.size:
+        raise TopologyError(
+            f"{hosts.source} places {len(hosts.ranks)} ranks, topology {topology.name!r} has {topology.size} devices "
+            f"({topology.describe()}); legal is a rank for each"
+        )
+    for rank, (host, slot) in enumerate(hosts.ranks):
+        if slot >= room:
+            raise TopologyError(
+                f"{hosts.source} puts rank {rank} on device {slot} of {hosts.names[host]!r}, which has {room} "
+                f"({topology.describe()}); legal are 0 to {room - 1}"
+            )
+    return tuple(host * room + slot for host, slot in hosts.ranks)
+
+
+def launch_of(
+    mesh: Mesh,
+    topology: Topology,
+    hosts: Hosts | None = None,
+    ranks: np.ndarray | None = None,
+    by_rank: bool = False,
+) -> Launch:
+    r"""Make a launch of a program that numbers its mesh itself.
+
+    Args:
+        mesh: The axes; its device ids are the ranks at the coordinates, row-major unless `devices` says otherwise.
+        topology: The hardware.
+        hosts: Where the ranks run; host by host by default.
+        ranks: The rank at every coordinate, in the mesh's shape, such as `megatron.order_ranks`; the mesh's by default.
+        by_rank: Whether groups list their members by rank, see `Launch`.
+
+    Returns:
+        The launch.
+
+    Raises:
+        TopologyError: The hosts do not suit the topology, or the mesh does not.
+
+    Example:
+        >>> topology = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+        >>> launch_of(Mesh(data=2, tensor=2), topology, parse_hostfile("a:1\nb:1\na:1\nb:1")).ids
+        (0, 2, 1, 3)
+    """
+    if ranks is not None:
+        mesh = Mesh(mesh.shape, devices=ranks.reshape(-1).tolist())
+    if mesh.size == topology.size and max(mesh.devices) >= topology.size:
+        raise TopologyError(
+            f"rank {max(mesh.devices)} of mesh {mesh} runs nowhere: topology {topology.name!r} has {topology.size} "
+            f"devices; legal are the ranks 0 to {topology.size - 1}"
+        )
+    table = tuple(range(topology.size)) if hosts is None else devices_of(hosts, topology)
+    if mesh.size != topology.size:
+        return Launch(mesh, topology, mesh.devices)  # refuses, and says why
+    names = hosts.names if hosts is not None else ()
+    return Launch(mesh, topology, tuple(table[r] for r in mesh.devices), names, by_rank)
+
+
+def host_names(launch: Launch) -> tuple[str, ...]:
+    """Name the hosts in the order of their units: those of the launch, else after the level: node0, node1, ..."""
+    j = host_level(launch.topology, len(launch.hosts) or None)
+    word = launch.topology.levels[j].name if j >= 0 else "host"
+    return launch.hosts or tuple(f"{word}{k}" for k in range(_units(launch.topology, j)))
+
+
+def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str:
+    """Write an Open MPI rankfile.
+
+    Args:
+        device_of_rank: Topology id of every rank.
+        hosts: Names in the order of the units, all of one size.
+
+    Returns:
+        A line for every rank, in order; `parse_rankfile` reads it.
+
+    Example:
+        >>> print(rankfile_text({0: 0, 1: 2, 2: 1, 3: 3}, ("a", "b")), end="")
+        rank 0=a slot=0
+        rank 1=b slot=0
+        rank 2=a slot=1
+        rank 3=b slot=1
+    """
+    room = len(device_of_rank) // len(hosts)
+    rows = sorted(device_of_rank.items())
+    return "".join(f"rank {rank}={hosts[device // room]} slot={device % room}\n" for rank, device in rows)
+
+
+def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str | None:
+    """Write a hostfile that gives ranks their hosts, where its order alone can.
+
+    Args:
+        device_of_rank: Topology id of every rank.
+        hosts: Names in the order of the units, all of one size.
+
+    Returns:
+        `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
+        some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
+
+    Example:
+        >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
+        b slots=2
+        a slots=2
+    """
+    room = len(device_of_rank) // len(hosts)
+    devices = [device for _, device in sorted(device_of_rank.items())]
+    runs: list[tuple[int, int]] = []
+    used = [0] * len(hosts)
+    for device in devices:
+        host, slot = divmod(device, room)
+        if slot != used[host]:
+            return None
+        used[host] += 1
+        if runs and runs[-1][0] == host:
+            runs[-1] = (host, runs[-1][1] + 1)
+        else:
+            runs.append((host, 1))
+    form = " slots={}" if len(runs) == len(hosts) else ":{}"
+    return "".join(f"{hosts[host]}{form.format(n)}\n" for host, n in runs)

@@ -1,0 +1,210 @@
+"""Launches: where an existing job put its mesh, and how the rings of its groups pass from unit to unit.
+
+A launch is one array, mesh coordinate -> topology device id; readers (`hostfile`, `megatron`, `frameworks`) all
+make it. What it is as a placement is found in `verdict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.core import border
+from shardplan.core.mesh import Mesh
+from shardplan.errors import TopologyError, shown
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A mesh on the devices where it runs.
+
+    Invariants: the mesh has as many devices as the topology, and every device of it stands once.
+
+    Args:
+        mesh: Its device ids are the ranks (or a framework's device numbers), in mesh order.
+        topology: The hardware.
+        ids: Topology ids in mesh order.
+        hosts: Names of the hosts in the order of the topology's units; empty where unknown.
+        by_rank: Whether groups list their members by rank and not by coordinate, as torch's `new_group` does.
+
+    Raises:
+        TopologyError: An invariant is broken.
+
+    Example:
+        >>> launch = Launch(Mesh(data=4, tensor=2), Topology.load("nominal"), (0, 2, 4, 6, 1, 3, 5, 7))
+        >>> launch.groups(("tensor",)).tolist()
+        [[0, 2], [4, 6], [1, 3], [5, 7]]
+    """
+
+    mesh: Mesh
+    topology: Topology
+    ids: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+    by_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh) or not isinstance(self.topology, Topology):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(
+                f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology"
+            )
+        ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
+        ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
+        object.__setattr__(self, "ids", ids)
+        topology, places = self.topology, len(self.ids)
+        if places != self.mesh.size:
+            raise TopologyError(f"{places} device ids for mesh {self.mesh}; legal is one for each of {self.mesh.size}")
+        if places != topology.size:
+            raise TopologyError(
+                f"mesh {self.mesh} has {places} devices, topology {topology.name!r} has {topology.size} "
+                f"({topology.describe()}); a launch covers its topology: give the topology the launch's size, as in "
+                f"Topology.load(..., {topology.levels[0].name}s=...)"
+                + (" or with --nodes" if topology.levels[0].name == "node" else "")
+            )
+        topology.checked(self.ids)
+        if len(set(self.ids)) != places:
+            twice = next(d for k, d in enumerate(self.ids) if d in self.ids[:k])
+            first, second = [k for k, d in enumerate(self.ids) if d == twice][:2]
+            raise TopologyError(
+                f"device {twice} stands at the coordinates {self.mesh.coordinates(first)} and "
+                f"{self.mesh.coordinates(second)} of mesh {self.mesh}; each device stands once"
+            )
+
+    @staticmethod
+    def of(placement: Placement) -> Launch:
+        """Launch a placement as its `device_mesh()` says."""
+        return Launch(placement.mesh, placement.topology, tuple(placement.device_mesh().reshape(-1).tolist()))
+
+    @property
+    def array(self) -> Ints:
+        """Topology ids in the mesh's shape."""
+        return np.array(self.ids, dtype=np.int64).reshape(self.mesh.sizes)
+
+    def places(self, axes: Sequence[str]) -> Ints:
+        """List the groups over axes as places in mesh order.
+
+        Args:
+            axes: Names of axes; groups vary over them, the first major.
+
+        Returns:
+            Places `[G, k]` in member order.
+
+        Raises:
+            LayoutError: The mesh has no such axis.
+        """
+        places = self.mesh.group_places(axes)
+        if self.by_rank:
+            ranks = self.mesh.ids[places]
+            places = np.take_along_axis(places, np.argsort(ranks, axis=1), axis=1)
+        return places
+
+    def groups(self, axes: Sequence[str]) -> Ints:
+        """List the groups over axes as topology ids `[G, k]` in member order; arguments and errors as for `places`."""
+        return np.array(self.ids, dtype=np.int64)[self.places(axes)]
+
+    def device_of_rank(self) -> dict[int, int]:
+        """Map ranks to topology ids."""
+        return dict(zip(self.mesh.devices, self.ids, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How the groups over some axes pass from unit to unit in member order, closing the ring.
+
+    Args:
+        axes: The axes, major first.
+        crossings: For each level, the pairs of neighbours in different units, over all groups.
+        contiguous: The same if every group visited a unit once: the least possible.
+    """
+
+    axes: tuple[str, ...]
+    crossings: tuple[int, ...]
+    contiguous: tuple[int, ...]
+
+    @property
+    def detours(self) -> tuple[int, ...]:
+        """Crossings too many, for each level."""
+        return tuple(a - b for a, b in zip(self.crossings, self.contiguous, strict=True))
+
+
+def spanned(groups: Ints, topology: Topology) -> Ints:
+    """Count the distinct units of every group.
+
+    Args:
+        groups: Topology ids, `[G, k]`.
+        topology: The hardware.
+
+    Returns:
+        Counts `[L, G]`.
+
+    Example:
+        >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
+        [[2, 1], [3, 3]]
+    """
+    ordered = np.sort(groups, axis=1)
+    units = [ordered // stride for stride in topology.strides]
+    return np.array([1 + np.count_nonzero(np.diff(u, axis=1), axis=1) for u in units])
+
+
+def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
+    """Count the groups that leave the busiest unit of each level.
+
+    Args:
+        groups: Topology ids, `[G, k]`.
+        topology: The hardware.
+
+    Returns:
+        For each level the most groups with members inside one unit and outside it: they share its uplinks.
+
+    Example:
+        >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
+        (8, 1)
+    """
+    most: list[int] = []
+    for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True):
+        units = topology.size // stride
+        leaving = groups[spans > 1] // stride
+        pairs = np.unique(leaving + np.arange(len(leaving))[:, None] * units)
+        most.append(int(np.bincount(pairs % units, minlength=1).max()) if pairs.size else 0)
+    return tuple(most)
+
+
+def ring_of(launch: Launch, axes: Sequence[str]) -> Ring:
+    """Follow the rings over axes.
+
+    Args:
+        launch: The launch.
+        axes: Axes, major first.
+
+    Returns:
+        Crossings for each level beside the least possible.
+
+    Raises:
+        LayoutError: The mesh has no such axis.
+    """
+    topology, groups = launch.topology, launch.groups(axes)
+    spans = spanned(groups, topology)
+    crossings = [int(np.count_nonzero(g != np.roll(g, -1, axis=1))) for g in (groups // s for s in topology.strides)]
+    return Ring(tuple(axes), tuple(crossings), tuple(int(u[u > 1].sum()) for u in spans))
+
+
+def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:
+    """Say where rings pass between units too often, at the outermost level from `first` on; empty if nowhere."""
+    for j, level in list(enumerate(topology.levels))[first:]:
+        if ring.detours[j]:
+            return (
+                f"the rings over {quoted(ring.axes)} pass between {level.name}s {ring.crossings[j]} times, "
+                f"{ring.contiguous[j]} would do"
+            )
+    return ""
+
+
+def quoted(axes: Sequence[str]) -> str:
+    """Name axes in a sentence."""
+    return ", ".join(f"`{axis}`" for axis in axes)

@@ -1,0 +1,221 @@
+"""Verdicts: what a launch is as a placement, and where it is none, which of its groups do not fit.
+
+The matrix is read backwards (arXiv 2110.10548): the units that every group spans give the rows. The order of a group's
+members tells whether its ring visits a unit once. The verdict is about how units nest and link; how fast they are
+(`degraded`) is the business of seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.hardware.placement import Matrix, Placement, matrix_of
+from shardplan.hardware.topology import Topology
+from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
+
+Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A group that keeps a launch from being a placement.
+
+    Args:
+        axes: The axes it varies over.
+        level: Name of the level where it does not fit.
+        ranks: Its members.
+        spans: Units of the level that it spans.
+        expected: Units that it would span in a placement.
+    """
+
+    axes: tuple[str, ...]
+    level: str
+    ranks: tuple[int, ...]
+    spans: int
+    expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a launch is as a placement.
+
+    Args:
+        verdict: `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh
+            also the order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an
+            order that costs rings, or algorithms that halve and double, more; or `not a placement`.
+        matrix: The placement's, None where there is none.
+        spans: For each axis and level the least and the greatest number of units that its groups span.
+        rings: One for each axis, and for each tuple of axes that was asked for.
+        strays: The offending groups, of the smallest set of axes that has some.
+        reason: Why it is interleaved or no placement, one sentence; else empty.
+    """
+
+    verdict: Verdict
+    matrix: Matrix | None
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    rings: tuple[Ring, ...]
+    strays: tuple[Stray, ...]
+    reason: str
+
+
+def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
+    """Say what a launch is as a placement.
+
+    Args:
+        launch: The launch.
+        together: Further tuples of axes whose rings to follow; the verdict takes no notice of them.
+
+    Returns:
+        Verdict, matrix, spans, rings, offending groups.
+
+    Raises:
+        LayoutError: `together` names an axis that the mesh has not.
+
+    Source: arXiv 2110.10548, read backwards.
+
+    Example:
+        >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
+        'canonical'
+    """
+    mesh, topology = launch.mesh, launch.topology
+    counts = [spanned(launch.groups((axis,)), topology) for axis in mesh.axes]
+    spans = tuple(tuple((int(row.min()), int(row.max())) for row in count) for count in counts)
+    rings = tuple(ring_of(launch, axes) for axes in [*((axis,) for axis in mesh.axes), *together])
+    matrix = matrix_of(launch.array, topology)
+    if matrix is None:
+        reason, strays = _strays(launch)
+        return Findings("not a placement", None, spans, rings, strays, reason)
+    placed = Placement(mesh, topology, matrix).device_mesh()
+    reason = _detour(rings[: len(mesh.axes)], topology) or _long_way(launch, matrix) or _turned(launch, placed)
+    if reason:
+        return Findings("interleaved", matrix, spans, rings, (), reason)
+    canonical = np.array_equal(launch.array, placed)
+    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "")
+
+
+def _detour(rings: Sequence[Ring], topology: Topology) -> str:
+    found = [ring for ring in rings if any(ring.detours)]
+    if not found:
+        return ""
+    # The outermost level first: there a detour costs most.
+    outermost = min(found, key=lambda ring: next(j for j, n in enumerate(ring.detours) if n))
+    return detour_text(outermost, topology)
+
+
+def _turned(launch: Launch, placed: Ints) -> str:
+    """Find the outermost level whose units are not those of the numbering under other names."""
+    renamed = np.empty(placed.size, dtype=np.int64)
+    renamed[placed.reshape(-1)] = launch.ids
+    for level, stride in zip(launch.topology.levels, launch.topology.strides, strict=True):
+        units = renamed.reshape(-1, stride) // stride
+        if bool((units != units[:, :1]).any()):
+            return (
+                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, algorithms "
+                "that halve and double do"
+            )
+    return ""
+
+
+def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
+    """Find the smallest set of axes whose groups fit no matrix, and those groups."""
+    mesh, levels = launch.mesh, launch.topology.levels
+    counts = {axis: spanned(launch.groups((axis,)), launch.topology) for axis in mesh.axes}
+    for axis in mesh.axes:
+        for j in range(len(levels)):
+            # What most groups span, the fewest of equally frequent numbers.
+            expected = int(np.bincount(counts[axis][j]).argmax())
+            if bool((counts[axis][j] != expected).any()):
+                return _told(launch, (axis,), j, counts[axis][j], expected)
+    for axis in mesh.axes:
+        row = [1, *(int(found[0]) for found in counts[axis])]
+        for j, level in enumerate(levels):
+            if row[j + 1] % row[j]:
+                reason = (
+                    f"every group over `{axis}` spans {row[j]} {levels[j - 1].name}s but {row[j + 1]} {level.name}s, "
+                    "which is no multiple"
+                )
+                return reason, _listed(launch, (axis,), level.name, counts[axis][j], row[j])
+    for size in range(2, len(mesh.axes) + 1):
+        for axes in itertools.combinations(mesh.axes, size):
+            joint = spanned(launch.groups(axes), launch.topology)
+            for j in range(len(levels)):
+                expected = math.prod(int(counts[axis][j][0]) for axis in axes)
+                if bool((joint[j] != expected).any()):
+                    return _told(launch, axes, j, joint[j], expected)
+    # All counts are products of the rows, so the whole mesh, too, spans them; its sizes are the topology's.
+    raise AssertionError("a launch without a matrix has an offending group")
+
+
+def _told(launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: int) -> tuple[str, tuple[Stray, ...]]:
+    name, wrong = launch.topology.levels[j].name, found[found != expected]
+    some = f"{len(wrong)} of the {len(found)} groups" if len(found) > 1 else "the group"
+    reason = (
+        f"{some} over {quoted(axes)} {'span' if len(wrong) > 1 else 'spans'} {_range(wrong)} {name}s where a "
+        f"placement has {expected}"
+    )
+    return reason, _listed(launch, axes, name, found, expected)
+
+
+def _listed(launch: Launch, axes: tuple[str, ...], level: str, found: Ints, expected: int) -> tuple[Stray, ...]:
+    ranks = launch.mesh.ids[launch.places(axes)]
+    return tuple(
+        Stray(axes, level, tuple(ranks[g].tolist()), int(found[g]), expected)
+        for g in np.flatnonzero(found != expected).tolist()
+    )
+
+
+def _range(numbers: Ints) -> str:
+    low, high = int(numbers.min()), int(numbers.max())
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _long_way(launch: Launch, matrix: Matrix) -> str:
+    """Compare hops on rings, toruses and meshes with those of the numbering, in the best order of its digits."""
+    mesh, topology = launch.mesh, launch.topology
+    for j, level in enumerate(topology.levels):
+        if level.link == "switch" or level.size < 4:  # of three or fewer, every order is as good
+            continue
+        found = [_hops(launch, axis, j) for axis in mesh.axes]
+        orders = [Launch(mesh, topology, ids, (), False) for ids in _numberings(mesh, topology, matrix, j)]
+        offers = [[_hops(one, axis, j) for axis in mesh.axes] for one in orders]
+        if not any(all(a <= b for a, b in zip(found, offer, strict=True)) for offer in offers):
+            best = min(offers, key=sum)
+            i = max(range(len(found)), key=lambda k: found[k] - best[k])
+            return (
+                f"the rings over `{mesh.axes[i]}` take {found[i]} hops between {level.name}s on their {level.link}, "
+                f"{best[i]} would do"
+            )
+    return ""
+
+
+def _hops(launch: Launch, axis: str, j: int) -> int:
+    level, stride = launch.topology.levels[j], launch.topology.strides[j]
+    out = launch.groups((axis,)) // stride
+    into = np.roll(out, -1, axis=1)
+    keep = out // level.size == into // level.size
+    start = np.array(np.unravel_index(out[keep] % level.size, level.extents))
+    end = np.array(np.unravel_index(into[keep] % level.size, level.extents))
+    ahead = np.abs(end - start)
+    if level.link != "mesh":
+        ahead = np.minimum(ahead, np.array(level.extents)[:, None] - ahead)
+    return int(ahead.sum())
+
+
+def _numberings(mesh: Mesh, topology: Topology, matrix: Matrix, j: int) -> Iterator[tuple[int, ...]]:
+    """Number the devices as `device_mesh()` does, but for level j with its column's digits in every order."""
+    m, depth = len(mesh.axes), len(topology.levels)
+    several = [i for i in range(m) if matrix[i][j] > 1]
+    for order in itertools.permutations(several):
+        digits = [(level, i) for level in range(depth) for i in range(m) if level != j or matrix[i][j] == 1]
+        at = next((k for k, (level, _) in enumerate(digits) if level > j), len(digits))
+        digits[at:at] = [(j, i) for i in order]
+        shape = [matrix[i][level] for level, i in digits]
+        axes = [digits.index((level, i)) for i in range(m) for level in range(depth)]
+        yield tuple(np.arange(topology.size).reshape(shape).transpose(axes).reshape(-1).tolist())

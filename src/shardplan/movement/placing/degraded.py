@@ -1,0 +1,102 @@
+"""Degraded links: what the choice of the healthy cluster would cost, and whether renaming devices helps.
+
+A slow unit may be swapped with a sibling, so that the programs' roots and chains meet it elsewhere. Every group of an
+axis across units meets each of them, so this seldom helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+from shardplan.movement.placing.demand import demand_plan
+from shardplan.movement.placing.place import Ranking, rank
+from shardplan.plans.pricing import step_prices
+
+# Devices up to which renamings around a degraded unit are tried.
+MOST_RENAMED = 1024
+
+
+@dataclass(frozen=True)
+class Degraded:
+    """What a slow unit costs.
+
+    Args:
+        units: Names of the degraded units, such as `node[2]`.
+        healthy: The placement that is best without the degradation.
+        regret: Its seconds over those of the best, with the degradation.
+        renaming: Topology id to use in place of each, `[devices]`: swaps a degraded unit with a sibling. None where no
+            swap helps.
+        gain: Seconds of the best placement over those after the renaming.
+    """
+
+    units: tuple[str, ...]
+    healthy: Placement
+    regret: float
+    renaming: tuple[int, ...] | None
+    gain: float
+
+
+def degraded(ranking: Ranking) -> Degraded | None:
+    """Say what the degraded units of a ranking's topology cost; None where there are none.
+
+    Args:
+        ranking: Placements, priced with the degradation.
+
+    Returns:
+        The regret of the healthy choice, and a renaming of devices where one helps.
+    """
+    best = ranking[0]
+    topology = best.placement.topology
+    slow = [(level, unit) for level in topology.levels for unit, _ in level.degraded]
+    if not slow:
+        return None
+    levels = tuple(replace(level, degraded=()) for level in topology.levels)
+    sound = replace(topology, levels=levels)
+    demands = [share.demand for share in best.shares]
+    places = [replace(row.placement, topology=sound) for row in ranking]
+    first = rank(places, demands, best.programs, best.algorithm)[0].placement.matrix
+    healthy = next(row for row in ranking if row.placement.matrix == first)
+    names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
+    renaming, saved = None, 0.0
+    if topology.size <= MOST_RENAMED:
+        plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d.count) for d in demands]
+
+        def total(ids: NDArray[np.int64]) -> float:
+            """Seconds of the programs after a renaming; what has no program is left out."""
+            fabric = Fabric(topology, ids[best.placement.position()])
+            return sum(
+                count * sum(p.seconds for p in step_prices(plan.program, fabric, best.algorithm))
+                for plan, count in plans
+                if plan is not None
+            )
+
+        now = total(np.arange(topology.size))
+        for ids in _swaps(topology):
+            gained = now - total(ids)
+            if gained > max(saved, 1e-9 * now):
+                renaming, saved = tuple(ids.tolist()), gained
+    regret = healthy.seconds / best.seconds if best.seconds > 0 else 1.0
+    gain = best.seconds / (best.seconds - saved) if best.seconds > saved else 1.0
+    return Degraded(names, healthy.placement, regret, renaming, gain)
+
+
+def _swaps(topology: Topology) -> Iterator[NDArray[np.int64]]:
+    """Yield renamings of devices that swap a degraded unit with one of its siblings."""
+    ids = np.arange(topology.size)
+    for level, stride in zip(topology.levels, topology.strides, strict=True):
+        for unit, _ in level.degraded:
+            parent = unit // level.size * level.size
+            for sibling in range(parent, parent + level.size):
+                if sibling == unit:
+                    continue
+                swapped = ids.copy()
+                one, two = (slice(u * stride, (u + 1) * stride) for u in (unit, sibling))
+                swapped[one], swapped[two] = ids[two], ids[one]
+                yield swapped

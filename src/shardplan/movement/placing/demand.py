@@ -1,0 +1,144 @@
+"""One demand of a job's traffic on a placement: its price as one collective, its program, its lower bound."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.core.ops import AllToAll
+from shardplan.core.pattern import Groups, Messages, Pattern
+from shardplan.core.tensor import TensorType
+from shardplan.hardware.alpha_beta import alpha_beta, offsets
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.level_factors import LevelFactor, factors
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+from shardplan.movement.placing.traffic import OPS, Demand
+from shardplan.movement.redistribution.choice import chain
+from shardplan.movement.reductions.instructions import Grouping, Instruction
+from shardplan.movement.reductions.payload import payload
+from shardplan.movement.reductions.reduce import check_path
+from shardplan.movement.reductions.shortest_path import cheapest_path
+from shardplan.plans.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
+from shardplan.plans.certificate import issue
+from shardplan.plans.plan import Plan
+
+Programs = Literal["best", "stock"]
+ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
+
+
+def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
+    """Price a demand as the one collective that it is.
+
+    Args:
+        found: The factors of its axes on a placement.
+        topology: The hardware.
+        demand: The collective; its count is not applied.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        Seconds.
+    """
+    digits = tuple(d for f in found for d in f.digits)
+    members = math.prod(d.size for d in digits)
+    if members == 1:
+        return 0.0
+    if OPS[demand.op] is None:
+        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
+        return fixed + rate * demand.nbytes
+    return alpha_beta(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: str) -> tuple[float, float]:
+    """Seconds of an all-to-all, or of a shift to the next member, at 0 bytes, and a byte."""
+    ids = np.arange(topology.size)
+    for size, stride in digits:
+        ids = ids[ids // stride % size == 0]
+    members = ids[:, None] + offsets(digits)
+    one = price(demand_pattern(op, members, 1.0), Fabric(topology))
+    return one.alpha, one.transfer
+
+
+def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
+    """Return the communication of an op over all groups at once.
+
+    Args:
+        op: One of `traffic.OPS`; a permute sends to the next member.
+        members: Device ids `[G, k]`, in member order.
+        nbytes: Bytes that a member holds before.
+
+    Returns:
+        What `hardware.cost.price` takes.
+    """
+    if op == "permute":
+        sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
+        return Messages(sender, receiver, np.full(len(sender), nbytes))
+    return Groups(op, members, np.full(len(members), nbytes))
+
+
+def demand_plan(
+    placement: Placement, demand: Demand, programs: Programs = "best", algorithm: str = "auto"
+) -> Plan | None:
+    """Return the program of a demand on a placement; None for a permute, which is one message.
+
+    Args:
+        placement: Where.
+        demand: The collective.
+        programs: `"best"`, or `"stock"` for the one collective.
+        algorithm: As for `hardware.cost.price`.
+
+    Returns:
+        A plan on the types of the payload.
+    """
+    members = math.prod(placement.mesh.span(a).size for a in demand.axes)
+    if demand.op == "permute":
+        return None
+    letters = OPS[demand.op]
+    if letters is None:
+        mesh = placement.mesh_split()
+        each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
+        others = tuple(a for a in mesh.axes if a not in demand.axes)
+        groups = mesh.size // members
+        axes = tuple(a for f in factors(placement, demand.axes) for a in f.axes)
+        source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
+        ops = [AllToAll(0, 1, axes)] if members > 1 else []
+        program = chain(ops, source)
+        return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
+    view = payload(placement, demand.axes, demand.payload(members))
+    before, after = (letter * len(view.factors) for letter in letters)
+    source, target = view.type(before), view.type(after)
+    if programs == "stock" and view.factors:
+        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
+    else:
+        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
+        if letters[0] == "P":
+            check_path(view, path, after)
+        ops = view.path_ops(path)
+    program = chain(ops, source)
+    return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
+
+
+def demand_bound(placement: Placement, demand: Demand) -> float:
+    """Return a lower bound in seconds of a demand, all groups together, by cut, count and gather; see `bounds`."""
+    fabric = Fabric(placement.topology)
+    ids = placement.device_mesh()
+    at = [placement.mesh.axes.index(a) for a in demand.axes]
+    rest = [i for i in range(ids.ndim) if i not in at]
+    members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
+    nbytes = np.full(len(members), demand.nbytes)
+    match demand.op:
+        case "all_reduce":
+            least = all_reduce_bound(members, nbytes, fabric)
+        case "reduce_scatter":
+            least = reduce_scatter_bound(members, nbytes, fabric)
+        case "all_gather":
+            least = all_gather_bound(members, nbytes, fabric)
+        case _:
+            return 0.0
+    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0

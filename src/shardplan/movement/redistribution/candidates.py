@@ -1,0 +1,190 @@
+"""Candidate op sequences for one tensor on one mesh; each is costed by one function and the cheapest kept.
+
+Families: the exact shortest path over the state graph (typed ops, group exchanges, cutting permutes and the direct
+exchange are all its edges), variants of it under other objectives where the objective cannot be priced exactly on the
+graph (uneven dims, topologies), the direct exchange itself, and reduce-then-exchange as what always exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
+from shardplan.core.tensor import TensorType, live_reduction, same
+from shardplan.movement.redistribution.closed_form import closed_form
+from shardplan.movement.redistribution.emit import direct, ops_of_path
+from shardplan.movement.redistribution.problem import Problem, common, problem
+from shardplan.movement.redistribution.search import STEP, Objective, shortest, tightest
+
+SMALL = 200  # states of a graph that is searched under every bound on a step, though no limit is set
+ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the candidates must respect."""
+
+    bound: int  # bytes of the largest shard allowed between steps
+    limit: int | None = None  # bytes of operand + result of a step (a necessary part of a memory limit)
+    portable: bool = False
+    rates: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence of ops; `exact` when nothing cheaper exists in a graph that holds every type."""
+
+    ops: tuple[Op, ...]
+    exact: bool = False
+
+
+def is_portable(op: Op, mesh: Mesh) -> bool:
+    """Say whether an op is no exchange over more than half of the devices."""
+    if not isinstance(op, Exchange):
+        return True
+    return 2 * math.prod(mesh.span(a).size for a in (op.axes or mesh.axes)) <= mesh.size
+
+
+def priced_on_graph(s: TensorType, t: TensorType) -> bool:
+    """Say whether the graph's costs are exact: even dims only."""
+    return s.all_even and t.all_even
+
+
+def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
+    """Yield candidates from `s` to `t`; the first is the best of the graph, and the only one where that is exact."""
+    if p is not None:
+        allowed, tiled = p.legal(request.bound)
+        # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
+        priced = priced_on_graph(s, t)
+        whole = not priced or bool(np.array_equal(allowed, tiled))
+        a, b = p.node(s), p.node(t)
+        bound = request.bound / p.nbytes
+        scale = 1.0 / bound
+        base = Objective(byte=scale, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
+        budget = 400 if len(p.graph.types) <= 1500 else 40
+        timed = request.rates is not None
+        first = replace(base, byte=p.nbytes, turn=0.0, step=1e-9, rates=request.rates) if timed else base
+        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
+        if timed or not whole:
+            others.insert(0, base)
+        # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
+        bounded = request.limit is not None or not (whole or len(p.graph.types) > SMALL)
+        limits: list[float | None] = [None] if request.limit is None else []
+        for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
+            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
+            if path is not None:
+                settled = path.exact and p.countable and priced and whole and not timed
+                yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
+                if settled:
+                    if limit is None:
+                        return
+                    continue
+            for objective in others:
+                path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
+                if path is not None:
+                    yield Candidate(tuple(ops_of_path(p, path.nodes)))
+        if request.limit is not None:
+            yield from _tightest(p, request.bound, request.portable)
+    yield from plain(s, t)
+
+
+@lru_cache(maxsize=64)
+def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
+    """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
+    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
+    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
+
+
+def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float]:
+    """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
+
+    Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
+    bounds are tried as well, which also makes more memory never cost more.
+    """
+    sizes = np.unique(p.graph.size[allowed])
+    sums = np.unique((sizes[:, None] + sizes[None, :]).round(15))
+    least = float(max(p.graph.size[a], p.graph.size[b]))
+    most = math.inf if limit is None else limit / p.nbytes * (1 + 1e-9)
+    return [float(x) for x in sums[::-1] if least < x <= most]
+
+
+def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+    """Yield the sequences that need no search: direct exchange, permute, gather then slice, reduce then exchange."""
+    source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
+    roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
+    if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
+        yield Candidate(tuple(direct(s, t)))
+        if s.all_even and t.all_even:
+            yield Candidate(tuple(closed_form(s, t)))
+            yield from _swap_then_exchange(s, t)
+        yield Candidate(tuple(_gather_then_slice(s, t)))
+    yield Candidate((Permute(t.layout),))
+    yield Candidate(tuple(_settle_partial(s, t)))
+
+
+def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+    """Put one axis of the target in its final place by a permute, so that the exchange needs a smaller group."""
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
+            continue
+        swap = {ours[0]: theirs[0], theirs[0]: ours[0]}
+        dims = tuple(s.mesh.fold(tuple(swap.get(a, a) for a in run)) for run in s.atoms)
+        if set(s.mesh.expand((*s.layout.partial, *s.layout.root))) & set(swap):
+            continue
+        middle = s.with_layout(replace(s.layout, dims=dims))
+        if middle != s:
+            yield Candidate((Permute(middle.layout), *direct(middle, t)))
+
+
+def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
+    ops: list[Op] = []
+    mesh = s.mesh
+    dims: list[int] = []
+    axes: list[str] = []
+    grown: list[Op] = []
+    for d, (a, b) in enumerate(zip(s.layout.dims, t.layout.dims, strict=True)):
+        stay = len(common(a, b))
+        gone, new = (tuple(x for x in names[stay:] if mesh.span(x).size > 1) for names in (a, b))
+        dims += [d] * len(gone)
+        axes += gone
+        if new:
+            grown.append(Slice(d, new))
+    if axes:
+        ops.append(AllGather(dims[0] if len(set(dims)) == 1 else tuple(dims), tuple(axes)))
+    return ops + grown
+
+
+def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:
+    """Reduce what the target does not leave partial, exchange, then make partial what the source did not have."""
+    mesh = s.mesh
+    source, target = (mesh.expand(x.layout.partial) for x in (s, t))
+    keep = set(source) & set(target) if s.layout.reduction == t.layout.reduction else set[int]()
+    ops: list[Op] = []
+    if done := tuple(a for a in source if a not in keep):
+        ops.append(AllReduce(mesh.fold(done), s.layout.reduction or "sum"))
+    root_s, root_t = (mesh.expand(x.layout.root) for x in (s, t))
+    if spread := tuple(a for a in root_s if a not in root_t):
+        ops.append(Broadcast(mesh.fold(spread)))
+    current = s
+    for op in ops:
+        current = op.infer(current)[0]
+    layout = replace(current.layout, dims=tuple(mesh.fold(run) for run in t.atoms))  # without axes of size 1
+    if not same(current, middle := s.with_layout(layout)):
+        ops.append(Exchange(middle.layout))
+    if new := tuple(a for a in target if a not in keep):
+        ops.append(ToPartial(mesh.fold(new), t.layout.reduction or "sum"))
+    if rooted := tuple(a for a in root_t if a not in root_s):
+        ops.append(ToPartial(mesh.fold(rooted), "root"))
+    return ops
+
+
+def make_problem(s: TensorType, t: TensorType) -> Problem | None:
+    """Return the problem over units for two types on one mesh that carry at most one reduction."""
+    kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
+    return problem(s, t) if len(kinds) <= 1 else None

@@ -1,0 +1,220 @@
+"""Choosing among candidates: price, bound, memory limit. One function prices all of them.
+
+Under a limit a candidate is tried with at most 64 chunks a step, and with any number of them: a plan of more chunks is
+taken only where no candidate fits with fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardplan.core.accounting import MANY_CHUNKS, Account, account
+from shardplan.core.ops import Collective, Exchange, Op, Permute
+from shardplan.core.program import Program, Step
+from shardplan.core.tensor import TensorType, same
+from shardplan.core.text import op_text
+from shardplan.errors import Infeasible, LayoutError, TypingError
+from shardplan.hardware.cost import Fabric
+from shardplan.hardware.placement import Placement
+from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
+from shardplan.plans.pricing import priced
+
+TIE = 1e-9  # relative: prices closer than this are equal
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a plan must satisfy and how it is priced."""
+
+    bound: int
+    limit: int | None = None  # bytes of workspace on every device
+    portable: bool = False
+    fabric: Fabric | None = None
+    place: Placement | None = None  # what the fabric was made of, where it was a placement
+    keep: bool = False  # the inputs are the caller's: live to the end
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A program that satisfies the rules, and its price."""
+
+    program: Program
+    books: Account
+    exact: bool
+    price: float
+    rank: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Pick:
+    """Of programs whose steps run in at most `most` chunks: the cheapest that keeps the limit, and the tightest."""
+
+    most: float
+    best: Chosen | None = None
+    least_bytes: float = math.inf
+    least: Program | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """The picks so far; `many` holds a best only of programs that do not keep the limit in few chunks."""
+
+    few: Pick = field(default_factory=lambda: Pick(MANY_CHUNKS))
+    many: Pick = field(default_factory=lambda: Pick(math.inf))
+
+
+def chain(ops: Sequence[Op], source: TensorType) -> Program:
+    """Return the program that applies the ops one after another."""
+    steps = [Step(op, (str(k),), (str(k + 1),)) for k, op in enumerate(ops)]
+    return Program({"0": source}, steps, (str(len(ops)),))
+
+
+def keeping(program: Program, names: Iterable[str]) -> Program:
+    """Return the program that keeps these inputs: they are outputs too, behind the others."""
+    return Program(program.inputs, program.steps, (*program.outputs, *names))
+
+
+def price(program: Program, books: Account, rules: Rules) -> float:
+    """Return the charged bytes of a program (section 4, objective), or its seconds where there is a topology."""
+    if rules.fabric is not None:
+        return priced(program, rules.fabric)[0]
+    return sum(books.step_received) + ROUND_CHARGE * rules.bound * sum(books.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """What a step needs beside its staging, its staging by the number of chunks, and how many chunks it can have."""
+
+    base: int
+    staged: Callable[[int], int]
+    top: int
+
+    @staticmethod
+    def of(op: Op, operands: Sequence[TensorType], base: int) -> Staging:
+        """Return the stage of an op; one that does not come in chunks has one."""
+        if not isinstance(op, Collective) or not hasattr(op, "chunks"):
+            need = op.staging(*operands)
+            return Staging(base, lambda chunks: need, 1)
+        top = max(math.prod(t.local_shape()) for t in (*operands, *op.infer(*operands)))
+        return Staging(base, op.staged(*operands), top)
+
+    def chunks(self, limit: float, most: float) -> int:
+        """Return the fewest chunks, at most `most`, that keep the limit, or that come closest to it if none do."""
+        top = int(min(most, self.top))
+        room = max(limit - self.base, min(self.staged(1), self.staged(top)))
+        if self.staged(1) <= room:
+            return 1
+        low, high = 2, top
+        while low < high:  # from 2 chunks on staging never rises
+            middle = (low + high) // 2
+            if self.staged(middle) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A program that can be cut into chunks, step by step."""
+
+    program: Program
+    start: int
+    stages: tuple[Staging, ...]
+
+    @staticmethod
+    def of(program: Program, books: Account) -> Cuts:
+        """Return the cuts of a program with this account."""
+        stages: list[Staging] = []
+        for step, used in zip(program.steps, books.step_workspaces, strict=True):
+            operands = program.step_types(step)[0]
+            stages.append(Staging.of(step.op, operands, used - step.op.staging(*operands)))
+        return Cuts(program, books.input_bytes, tuple(stages))
+
+    def chunks(self, limit: float, most: float) -> tuple[int, ...]:
+        """Return the fewest chunks of every step, at most `most`, with which the limit is kept, or nearly."""
+        return tuple(stage.chunks(limit, most) for stage in self.stages)
+
+    def workspace(self, chunks: Sequence[int]) -> int:
+        """Return the workspace with these numbers of chunks."""
+        return max([self.start, *(x.base + x.staged(k) for x, k in zip(self.stages, chunks, strict=True))])
+
+    def cut(self, chunks: Sequence[int]) -> Program:
+        """Return the program with these numbers of chunks."""
+        if all(getattr(s.op, "chunks", 1) == k for s, k in zip(self.program.steps, chunks, strict=True)):
+            return self.program
+        steps = [
+            Step(replace(s.op, chunks=k), s.operands, s.results) if hasattr(s.op, "chunks") else s  # pyright: ignore
+            for s, k in zip(self.program.steps, chunks, strict=True)
+        ]
+        return Program(self.program.inputs, steps, self.program.outputs)
+
+
+def consider(choice: Choice, found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> None:
+    """Keep the cheapest of `found` that types, ends in `target`, and respects the rules."""
+    seen: set[tuple[Op, ...]] = set()
+    for candidate in found:
+        if candidate.ops in seen:
+            continue
+        seen.add(candidate.ops)
+        try:
+            program = chain(candidate.ops, source)
+        except (TypingError, LayoutError):
+            continue
+        if not same(program.output_types[0], target):
+            continue
+        offer(choice, program, candidate.exact, rules)
+
+
+def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
+    """Keep `program` if it respects the rules and beats the choice."""
+    if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]].mesh) for s in program.steps):
+        return
+    books = account(program)
+    if books.peak_bytes > rules.bound:
+        return
+    if rules.limit is None:
+        _compete(choice.few, program, books, exact, rules)
+        return
+    if rules.keep:
+        program = keeping(program, (name for name, _ in program.inputs))
+        books = account(program)
+    cuts = Cuts.of(program, books)
+    for pick in (choice.few, choice.many):
+        tightest = cuts.chunks(0, pick.most)
+        if (least := cuts.workspace(tightest)) < pick.least_bytes:
+            pick.least_bytes, pick.least = least, cuts.cut(tightest)
+    for pick in (choice.few, choice.many):
+        chunks = cuts.chunks(rules.limit, pick.most)
+        if cuts.workspace(chunks) <= rules.limit:
+            program = cuts.cut(chunks)
+            _compete(pick, program, account(program), exact, rules)
+            return
+
+
+def _compete(pick: Pick, program: Program, books: Account, exact: bool, rules: Rules) -> None:
+    """Make `program` the best of the pick if it is cheaper, or as cheap and simpler."""
+    cost = price(program, books, rules)
+    best = pick.best
+    if best is not None and cost > best.price * (1 + TIE):
+        return
+    moving = sum(r > 0 for r in books.rounds)
+    # a permute has one peer on both sides, and a slice none
+    many = sum(2 * isinstance(s.op, Exchange) + isinstance(s.op, Permute) for s in program.steps)
+    text = tuple(op_text(s.op, s.operands) for s in program.steps)
+    rank = (moving, len(program.steps), sum(books.rounds), many, text)
+    if best is None or cost < best.price * (1 - TIE) or rank < best.rank:
+        pick.best = Chosen(program, books, exact, cost, rank)
+
+
+def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:
+    """Return the refusal of a limit: the least that works in few chunks, and the least at all."""
+    beyond = f", or {absolute} bytes with more than {MANY_CHUNKS} chunks a step" if absolute < least else ""
+    return Infeasible(
+        f"{asked} within {limit} bytes a device: no plan; the least that works is {least} bytes{beyond}",
+        least,
+        absolute,
+    )

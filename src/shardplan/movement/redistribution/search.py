@@ -1,0 +1,181 @@
+"""Shortest paths over a state graph: exact A* while the budget lasts.
+
+The heuristic is what a device still lacks of its destination box, which every path must deliver; it is admissible and,
+because one op's cost is priced on the worst device, consistent in the sense A* needs (a step never pays for more than
+it brings). Pure functions on a `Space`; nothing here knows devices, dtypes or programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.movement.redistribution.space import (
+    ALL_TO_ALL,
+    GATHER,
+    LOCAL,
+    MOVE,
+    REDUCE_ALL,
+    RENAME,
+    SCATTER,
+    Edges,
+    Space,
+)
+
+STEP = 1e-7  # breaks ties towards fewer steps, in units of the bound
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a step costs: `byte` per fraction of the array, `turn` per round, plus rates per covering group if given."""
+
+    byte: float
+    turn: float
+    step: float
+    portable: bool = False
+    direct: bool = True  # whether moves priced as messages (Exchange, cutting Permute) are edges at all
+    rates: dict[str, tuple[np.ndarray, np.ndarray]] | None = None  # kind -> (seconds, seconds per byte) by unit mask
+
+    def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the cost of every edge; inf where it is not allowed."""
+        if self.rates is None:
+            cost = e.bytes * self.byte + e.rounds * self.turn
+        else:
+            cost = self._timed(e, graph, sources, targets)
+        cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
+        if self.portable:
+            cost = np.where(e.portable, cost, np.inf)
+        if not self.direct:
+            cost = np.where(e.kind == MOVE, np.inf, cost)
+        return cost
+
+    def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        assert self.rates is not None
+        gone = graph.used[sources] & ~graph.used[targets]
+        reduced = graph.partial[sources] & ~graph.partial[targets]
+        held = graph.size[sources] * self.byte
+        moved = np.where(np.isfinite(e.bytes), e.bytes, 0.0) * self.byte
+        cost = np.full(np.shape(e.bytes), np.inf)
+        for kind, name, mask, amount in (
+            (GATHER, "all_gather", gone, held),
+            (SCATTER, "reduce_scatter", reduced, held),
+            (REDUCE_ALL, "all_reduce", reduced, held),
+            (ALL_TO_ALL, "messages", e.moved, moved),
+            (MOVE, "messages", e.moved, moved),
+            (RENAME, "messages", e.moved, moved),
+        ):
+            fixed, rate = self.rates[name]
+            cost = np.where(e.kind == kind, fixed[mask] + rate[mask] * amount, cost)
+        known = np.isin(e.kind, (GATHER, SCATTER, REDUCE_ALL, ALL_TO_ALL, MOVE, RENAME))
+        cost = np.where(known, cost, moved * self.rates["messages"][1].max())
+        return np.where(e.kind == LOCAL, 0.0, np.where(np.isfinite(e.bytes), cost, np.inf))
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A sequence of types (indices into the space), its cost, and whether nothing cheaper exists in the graph."""
+
+    nodes: tuple[int, ...]
+    cost: float
+    exact: bool
+
+
+def lacking(graph: Space, t: int) -> np.ndarray:
+    """Return, for every type, the fraction of the array that the worst device still lacks of `t`: a lower bound."""
+    e = graph.column(t)
+    same = (graph.partial == graph.partial[t]) & (graph.root == graph.root[t])
+    left = np.where(same & np.isfinite(e.bytes), e.bytes, 0.0)
+    to_reduce = (graph.partial & ~graph.partial[t]) > 0
+    no_partial = graph.partial[t] == 0
+    return np.where(to_reduce & no_partial & (graph.root == graph.root[t]), graph.size[t], left)
+
+
+def shortest(
+    graph: Space,
+    s: int,
+    t: int,
+    objective: Objective,
+    allowed: np.ndarray,
+    limit: float | None = None,
+    budget: int = 400,
+) -> Path | None:
+    """Return the cheapest path from `s` to `t` through `allowed` types, or None.
+
+    `limit` bounds the sum of a step's operand and result (fraction of the array). After `budget` expansions the best
+    path found so far is returned, marked inexact.
+    """
+    everyone = np.arange(len(graph.types))
+    rate = objective.byte if objective.rates is None else objective.byte * _least_rate(objective)
+    bound = lacking(graph, t) * rate
+    column = objective.price(graph.column(t), graph, everyone, np.array(t))
+    if limit is not None:
+        column = np.where(graph.size + graph.size[t] <= limit * (1 + 1e-12), column, np.inf)
+    reach = np.full(len(graph.types), np.inf)
+    parent = np.full(len(graph.types), -1, dtype=np.int64)
+    closed = ~allowed
+    reach[s] = 0.0
+    best, last = np.inf, -1
+    node, expansions = s, 0
+    while True:
+        if reach[node] + column[node] < best - 1e-15:
+            best, last = float(reach[node] + column[node]), node
+        closed[node] = True
+        e = graph.row(node)
+        cost = objective.price(e, graph, np.array(node), everyone) + reach[node]
+        if limit is not None:
+            cost = np.where(graph.size[node] + graph.size <= limit * (1 + 1e-12), cost, np.inf)
+        better = (cost < reach) & ~closed & (cost + bound < best)
+        reach[better] = cost[better]
+        parent[better] = node
+        through = np.where(better, cost + column, np.inf)
+        k = int(np.argmin(through))
+        if through[k] < best - 1e-15:
+            best, last = float(through[k]), k
+        expansions += 1
+        score = np.where(closed, np.inf, reach + bound)
+        node = int(np.argmin(score))
+        exact = score[node] >= best - 1e-15
+        if exact or expansions >= budget:
+            break
+    if not np.isfinite(best):
+        return None
+    nodes = [t]
+    while last != -1:
+        nodes.append(last)
+        last = int(parent[last]) if last != s else -1
+    nodes.reverse()
+    return Path(tuple(nodes), best, bool(exact))
+
+
+def _least_rate(objective: Objective) -> float:
+    assert objective.rates is not None
+    positive = [rate[rate > 0].min() for _, rate in objective.rates.values() if np.any(rate > 0)]
+    return float(min(positive, default=0.0)) * 0.25
+
+
+def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) -> Path | None:
+    """Return the path whose largest (operand + result) is least: what a memory limit asks for at the very least."""
+    reach = np.full(len(graph.types), np.inf)
+    parent = np.full(len(graph.types), -1, dtype=np.int64)
+    closed = ~allowed
+    closed[t] = False
+    reach[s] = 0.0
+    for _ in range(len(graph.types)):
+        score = np.where(closed, np.inf, reach)
+        node = int(np.argmin(score))
+        if not np.isfinite(score[node]) or node == t:
+            break
+        closed[node] = True
+        e = graph.row(node)
+        legal = np.isfinite(e.bytes) & (e.portable if portable else True)
+        # the tiny last term prefers fewer steps among equals
+        cost = np.where(legal, np.maximum(reach[node], graph.size[node] + graph.size), np.inf) + 1e-9
+        better = (cost < reach) & ~closed
+        reach[better], parent[better] = cost[better], node
+    if not np.isfinite(reach[t]):
+        return None
+    nodes = [t]
+    while nodes[-1] != s:
+        nodes.append(int(parent[nodes[-1]]))
+    return Path(tuple(reversed(nodes)), float(reach[t]), True)

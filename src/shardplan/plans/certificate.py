@@ -1,0 +1,221 @@
+"""`Certificate`: what is proved of a plan, and re-checked without the planner that made it.
+
+Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by the rest of
+this room. `status` is `floor` (bytes at the worst device equal the lower bound), `exact` (nothing cheaper in
+the planner's graph of types: the one statement a check cannot prove) or `heuristic`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType, same
+from shardplan.errors import CertificateError, ShardplanError
+from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.plans.nominal import nominal_bound, nominal_step
+from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
+
+STATUSES = ("floor", "exact", "heuristic")
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """The claims of a plan; `check()` re-derives every one of them from `program`.
+
+    Bytes are per device, by ascending id over all meshes. `peak_bytes` is the largest live shard (of a batch: sum of
+    live shards) between steps, `bound_bytes` the larger of source and destination, `workspace_bytes` input + output +
+    staging of the worst step. Without a limit the peak of one tensor keeps the bound; that of a batch of which no order
+    was found that keeps it is above it. Outputs behind the destinations are inputs that the caller keeps.
+    `level_bytes` sums over devices, outermost level first, () without a topology. Steps are priced under `algorithm`:
+    `auto`, the cheapest for each, or ring, tree or halving-doubling.
+    """
+
+    program: Program
+    sources: tuple[TensorType, ...]
+    destinations: tuple[TensorType, ...]
+    where: Where | None
+    memory_limit: int | None
+    status: str
+    types: tuple[TensorType, ...]
+    peak_bytes: int
+    bound_bytes: int
+    workspace_bytes: int
+    received_bytes: tuple[int, ...]
+    lower_bound_bytes: tuple[int, ...]
+    total_lower_bound_bytes: int
+    rounds: int
+    level_bytes: tuple[float, ...]
+    seconds: float
+    lower_bound_seconds: float
+    algorithm: str = "auto"
+
+    @property
+    def gap(self) -> float:
+        """Bytes at the worst device over the lower bound there; 1 when both are 0, infinite when only the bound is."""
+        got, least = max(self.received_bytes, default=0), max(self.lower_bound_bytes, default=0)
+        return got / least if least else math.inf if got else 1.0
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The inputs that the caller keeps: outputs behind those of the destinations."""
+        return self.program.outputs[len(self.destinations) :]
+
+    def check(self) -> None:
+        """Re-derive every claim from the program; raises `CertificateError` naming the first that does not follow."""
+        try:
+            claims = derive(self.program, self.sources, self.destinations, self.where, algorithm=self.algorithm)
+        except CertificateError:
+            raise
+        except ShardplanError as error:
+            raise CertificateError(f"the program does not type or cannot be priced: {error}") from None
+        for name, value in claims.items():
+            claimed = getattr(self, name)
+            if not _equal(claimed, value):
+                raise CertificateError(f"{name} is claimed to be {_short(claimed)}, but follows to be {_short(value)}")
+        if self.memory_limit is None:
+            if self.peak_bytes > self.bound_bytes and len(self.sources) == 1:
+                raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
+        elif self.workspace_bytes > self.memory_limit:
+            raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
+        legal = ALGORITHM_NAMES if self.where is not None else ("auto",)
+        if self.algorithm not in legal:
+            raise CertificateError(f"unknown algorithm {self.algorithm!r}; legal are {', '.join(legal)}")
+        if self.status not in STATUSES:
+            raise CertificateError(f"unknown status {self.status!r}; legal are {', '.join(STATUSES)}")
+        if self.status == "floor" and self.gap != 1.0:
+            raise CertificateError(
+                f"status floor is claimed, but the worst device receives {self.gap:.4f} of the bound"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the claims as plain values: types and programs as text."""
+        from shardplan.plans.plan_file import certificate_dict
+
+        return certificate_dict(self)
+
+
+def derive(
+    program: Program,
+    sources: Sequence[TensorType],
+    destinations: Sequence[TensorType],
+    where: Where | None,
+    books: Account | None = None,
+    algorithm: str = "auto",
+) -> dict[str, Any]:
+    """Return every claim that follows from a program; raises `CertificateError` when its ends are not those asked for.
+
+    `books` is the account of a program that was typed and booked a moment ago; without it both are done from scratch.
+    """
+    if books is None:
+        program = Program(program.inputs, program.steps, program.outputs)
+        books = account(program)
+    if program.input_types != tuple(sources):
+        raise CertificateError(f"the program starts from {_texts(program.input_types)}, not from {_texts(sources)}")
+    kept = program.outputs[len(destinations) :]
+    if len(program.outputs) < len(destinations) or not set(kept) <= {name for name, _ in program.inputs}:
+        raise CertificateError(f"the program has {len(program.outputs)} outputs, not {len(destinations)}")
+    if len(set(kept)) < len(kept):
+        raise CertificateError(f"the program keeps an input twice: {', '.join('%' + name for name in kept)}")
+    for found, asked in zip(program.output_types, destinations, strict=False):
+        if not same(found, asked):
+            raise CertificateError(f"the program ends in {found}, which is not {asked}")
+    devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
+    if not set(books.devices) <= set(devices):
+        raise CertificateError("the program uses devices of neither end")
+    received = books.received
+    if books.devices != devices:
+        received = np.zeros(len(devices), dtype=books.received.dtype)
+        received[np.searchsorted(devices, books.devices)] = books.received
+    bounds = [lower_bound(s, t, devices) for s, t in zip(sources, destinations, strict=True)]
+    least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
+    total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
+    if where is None:
+        work = zip(program.steps, books.rounds, books.step_received, strict=True)
+        seconds = sum(nominal_step(step.op, rounds, got) for step, rounds, got in work)
+        levels: tuple[float, ...] = ()
+        floor = nominal_bound(int(least.max(initial=0)))
+    else:
+        fabric = fabric_of(where, program.meshes)
+        seconds, levels = priced(program, fabric, algorithm)
+        floor = seconds_bound(sources, destinations, fabric)
+    return {
+        "types": tuple(program.types[r] for step in program.steps for r in step.results),
+        "peak_bytes": books.peak_bytes,
+        "bound_bytes": bound_bytes(sources, destinations),
+        "workspace_bytes": books.workspace_bytes,
+        "received_bytes": tuple(received.tolist()),
+        "lower_bound_bytes": tuple(least.tolist()),
+        "total_lower_bound_bytes": total,
+        "rounds": sum(books.rounds),
+        "level_bytes": levels,
+        "seconds": seconds,
+        "lower_bound_seconds": floor,
+    }
+
+
+def total_bound(s: TensorType, t: TensorType, least: np.ndarray) -> int:
+    """Return the bytes that all devices together must receive.
+
+    One addend an element: the sum of the devices' bounds. k > 1 addends reduced for R destination devices: k + R - 2
+    an element (k - 1 merges before the first complete value, then one delivery for each other destination).
+    """
+    gone = set(s.mesh.expand(s.layout.partial)) - (set(t.mesh.expand(t.layout.partial)) if s.mesh == t.mesh else set())
+    addends = math.prod(s.mesh.atoms[a].size for a in gone)
+    if addends == 1 or t.layout.partial:
+        return int(least.sum())
+    parts = math.prod(t.mesh.span(n).size for d in t.layout.dims for n in d)
+    rooted = math.prod(t.mesh.span(n).size for n in t.layout.root)
+    return (addends + t.mesh.size // (parts * rooted) - 2) * t.nbytes
+
+
+def issue(
+    program: Program,
+    sources: Sequence[TensorType],
+    destinations: Sequence[TensorType],
+    where: Where | None,
+    memory_limit: int | None,
+    exact: bool,
+    books: Account | None = None,
+    algorithm: str = "auto",
+) -> Certificate:
+    """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists."""
+    claims = derive(program, sources, destinations, where, books, algorithm)
+    got, least = max(claims["received_bytes"], default=0), max(claims["lower_bound_bytes"], default=0)
+    status = "floor" if got == least else "exact" if exact else "heuristic"
+    return Certificate(
+        program=program,
+        sources=tuple(sources),
+        destinations=tuple(destinations),
+        where=where,
+        memory_limit=memory_limit,
+        status=status,
+        algorithm=algorithm,
+        **claims,
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
+    if isinstance(a, tuple) and a and isinstance(a[0], float):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))  # pyright: ignore
+    return bool(a == b)
+
+
+def _short(value: Any) -> str:
+    text = _texts(value) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
+    return text if len(text) < 120 else text[:117] + "..."
+
+
+def _texts(types: Sequence[Any]) -> str:
+    return "(" + ", ".join(map(str, types)) + ")"
+
+
+CLAIMS = tuple(f.name for f in fields(Certificate))

@@ -1,0 +1,62 @@
+"""`Plan`: a program with its certificate and predicted seconds: what redistribute and reduce return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardplan.core.program import Program
+from shardplan.errors import ShardplanError, shown
+from shardplan.plans.certificate import Certificate
+
+
+def path_of(value: object) -> Path:
+    """Return a path, given as one or as text; raises `ShardplanError` for any other value."""
+    if isinstance(value, (str, Path)) and "\0" not in str(value) and Path(value).name:
+        return Path(value)
+    raise ShardplanError(f"the path of a plan file is {shown(value)}; legal is a path, or its text")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program, what is proved of it, and how long it is predicted to take."""
+
+    program: Program
+    certificate: Certificate
+
+    def __post_init__(self) -> None:
+        """Refuse what is no program or no certificate."""
+        if not isinstance(self.program, Program) or not isinstance(self.certificate, Certificate):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ShardplanError(
+                f"a plan of {shown(self.program)} and {shown(self.certificate)}; "
+                "legal are a Program and its Certificate"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds; without a topology those of the nominal switch."""
+        return self.certificate.seconds
+
+    @property
+    def types(self) -> tuple[object, ...]:
+        """The types after each step."""
+        return self.certificate.types
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan file (JSON), atomically; raises `ShardplanError` where that cannot be."""
+        from shardplan.plans.plan_file import save_plan
+
+        save_plan(self, path_of(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file; its claims are as written: call `certificate.check()`. Raises `ParseError`."""
+        from shardplan.plans.plan_file import load_plan
+
+        return load_plan(path_of(path))
+
+    def __str__(self) -> str:
+        """Return the program with bytes and seconds beside every step."""
+        from shardplan.plans.plan_file import annotated
+
+        return annotated(self)

@@ -1,0 +1,95 @@
+"""Where a program runs: from a topology or placement and the meshes of a program to the fabric that prices it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardplan.core.accounting import lower_bound
+from shardplan.core.mesh import Mesh
+from shardplan.core.messages import at_root
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TopologyError, shown
+from shardplan.hardware.cost import Fabric, Price, price
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology, topology_of
+from shardplan.plans.bounds import batch_lower_bound_seconds, most_over
+from shardplan.plans.reduction_bound import reduction_bound
+
+Where = Topology | Placement
+
+
+def where_of(what: str, value: object) -> Where | None:
+    """Return a topology, given as one or as text, a placement, or None; raises `TopologyError` for any other value."""
+    return value if value is None or isinstance(value, Placement) else topology_of(what, value)
+
+
+def placement_of(what: str, value: object) -> Placement:
+    """Return a placement; raises `TopologyError` for any other value."""
+    if not isinstance(value, Placement):
+        raise TopologyError(
+            f"{what} is {shown(value)}; legal is a Placement, such as placements(mesh, topology) or place() gives"
+        )
+    return value
+
+
+def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
+    """Return the fabric: device ids are topology positions, or, under a placement, lie where it lays them.
+
+    A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
+    and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
+    """
+    for mesh in meshes:
+        if isinstance(where, Placement) and (strange := sorted(set(mesh.devices) - set(where.mesh.devices))):
+            raise TopologyError(
+                f"the mesh {mesh} has device {strange[0]}, which the placement of {where.mesh} does not place; "
+                "legal are the device ids of that mesh"
+            )
+    if isinstance(where, Placement):
+        return Fabric(where.topology, where.position())
+    last = max((d for mesh in meshes for d in mesh.devices), default=0)
+    if last >= where.size:
+        raise TopologyError(
+            f"device {last} is not on the topology {where.name or '(unnamed)'} of {where.size} devices; "
+            f"legal ids are 0 to {where.size - 1}"
+        )
+    return Fabric(where)
+
+
+def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
+    """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
+    prices = step_prices(program, fabric, algorithm)
+    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in prices)], axis=0)
+    return sum(p.seconds for p in prices), tuple(levels.tolist())
+
+
+def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> list[Price]:
+    """Return the price of every step."""
+    return [price(step.op.pattern(*program.step_types(step)[0]), fabric, algorithm) for step in program.steps]
+
+
+def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
+    """Return a lower bound in seconds.
+
+    The largest of what each device must receive of all tensors over its own ports, of the cut bounds over every unit
+    of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced.
+    """
+    ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
+    least = sum(
+        (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
+    )
+    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)])
+    best = worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+    moves: list[tuple[np.ndarray, np.ndarray, float]] = []
+    for s, t in zip(sources, destinations, strict=True):
+        if s.layout.partial or t.layout.partial:
+            best = max(best, reduction_bound(s, t, fabric))
+            continue
+        boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
+        for side, x in zip(boxes, (s, t), strict=True):
+            held = at_root(x)
+            side[np.searchsorted(ids, x.mesh.ids)[held]] = x.boxes()[held]
+        moves.append((boxes[0], boxes[1], s.itemsize))
+    return max(best, batch_lower_bound_seconds(moves, ids, fabric))

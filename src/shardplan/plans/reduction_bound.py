@@ -1,0 +1,129 @@
+"""Lower bounds in seconds for a move that reduces: addends on many devices become values where the target wants them.
+
+For every *class* of devices that hold addends of the same elements: a unit in which an addend is missing must take in
+every element wanted there (cut); a unit that alone holds an addend must give out every element wanted elsewhere; and at
+a level where the addends lie in n units, an element that w units want crosses at least n + w - 2 times, n - 1 to be
+combined and w - 1 to be handed out (count). All classes load the wires together. The bounds hold for point-to-point
+algorithms; where a level reduces in the network there is no count bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.core.messages import at_root
+from shardplan.core.tensor import TensorType
+from shardplan.hardware.fabric import Fabric, Floats, Ints
+from shardplan.plans.bounds import all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Demand:
+    """Who holds which addend of which class, and who wants which part of it.
+
+    `addends` and `wants` are unique rows of (class, addend, place) and (part, place); `label` and `nbytes` are class
+    and bytes of every part, `need` the addends of every class.
+    """
+
+    addends: Ints
+    wants: Ints
+    label: Ints
+    nbytes: Floats
+    need: Ints
+
+
+def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> float:
+    """Bound a reducing move from below.
+
+    Args:
+        source: A type with addends.
+        target: A type on the same mesh.
+        fabric: The resources.
+
+    Returns:
+        Seconds; 0 where nothing is claimed: the target keeps all addends, or lies on another mesh.
+
+    Source: arXiv 2110.10548 for the problem; cut and count as in `bounds`.
+    """
+    mesh = source.mesh
+    kept = set(mesh.expand(target.layout.partial)) if target.mesh == mesh else set(mesh.expand(mesh.axes))
+    gone = mesh.fold(tuple(sorted(set(mesh.expand(source.layout.partial)) - kept)))
+    if not gone:
+        return 0.0
+    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.place(mesh.ids))
+    single = len(demand.addends) == int(demand.need.sum())
+    worst = 0.0
+    for j, wires in enumerate(fabric.wires):
+        worst = max(worst, most_over(_cut(demand, wires.stride, wires.units), fabric.capacity(j)))
+        if single and not any(w.level.reduces for w in fabric.wires):
+            worst = max(worst, _count(demand, j, fabric))
+    if single and not source.layout.root and not target.layout.root:
+        # The plain collectives have bounds of their own, which also cut rings into arcs.
+        places = mesh.group_places(gone)
+        nbytes = (source.elements()[places].min(axis=1) * source.itemsize).astype(np.float64)
+        if target.layout.dims == source.layout.dims:
+            worst = max(worst, all_reduce_bound(mesh.ids[places], nbytes, fabric))
+        elif len(demand.label) == mesh.size and source.all_even and target.all_even:
+            worst = max(worst, reduce_scatter_bound(mesh.ids[places], nbytes, fabric))
+    return worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+
+
+def _number(rows: Ints) -> Ints:
+    """Number equal rows alike."""
+    return np.unique(rows.reshape(len(rows), -1), axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept: tuple[str, ...], at: Ints) -> _Demand:
+    mesh = source.mesh
+    # One class: equal boxes, and equal coordinates along what stays partial.
+    label = _number(np.stack([_number(source.boxes()), mesh.index(kept)], axis=1))
+    held = at_root(source)
+    addends = np.unique(np.stack([label, mesh.index(gone), at], axis=1)[held], axis=0)
+    ours, theirs = source.boxes(), target.boxes()
+    part = np.stack([np.maximum(ours[..., 0], theirs[..., 0]), np.minimum(ours[..., 1], theirs[..., 1])], axis=-1)
+    volume = np.maximum(part[..., 1] - part[..., 0], 0).prod(axis=1) * source.itemsize
+    wanting = np.flatnonzero(at_root(target) & (volume > 0))
+    number = _number(np.stack([label, _number(part)], axis=1)[wanting])
+    _, first = np.unique(number, return_index=True)
+    wants = np.unique(np.stack([number, at[wanting]], axis=1), axis=0)
+    need = np.bincount(np.unique(addends[:, :2], axis=0)[:, 0], minlength=int(label.max()) + 1)
+    return _Demand(addends, wants, label[wanting][first], volume[wanting][first].astype(np.float64), need)
+
+
+def _cut(d: _Demand, stride: int, units: int) -> Floats:
+    """Bytes that must enter or leave every unit, the larger."""
+    classes = len(d.need)
+    pairs = np.unique(np.stack([d.wants[:, 0], d.wants[:, 1] // stride], axis=1), axis=0)
+    part, unit = pairs[:, 0], pairs[:, 1]
+    holds = np.unique(np.stack([d.addends[:, 2] // stride, d.addends[:, 0], d.addends[:, 1]], axis=1), axis=0)
+    key, present = np.unique(holds[:, 0] * classes + holds[:, 1], return_counts=True)
+    asked = unit * classes + d.label[part]
+    spot = np.minimum(np.searchsorted(key, asked), len(key) - 1)
+    there = np.where(key[spot] == asked, present[spot], 0)
+    enter = np.bincount(unit, np.where(there < d.need[d.label[part]], d.nbytes[part], 0.0), units)
+    # A unit that alone holds an addend gives out what is wanted, but for parts that only it wants.
+    _, first, owners = np.unique(holds[:, 1:], axis=0, return_index=True, return_counts=True)
+    alone = np.unique(holds[first[owners == 1], 0] * classes + holds[first[owners == 1], 1])
+    total = np.bincount(d.label, d.nbytes, classes)
+    leave = np.bincount(alone // classes, total[alone % classes], units)
+    own = (np.bincount(part)[part] == 1) & np.isin(asked, alone)
+    leave = leave - np.bincount(unit[own], d.nbytes[part[own]], units)
+    return np.maximum(enter, leave)
+
+
+def _count(d: _Demand, j: int, fabric: Fabric) -> float:
+    """Seconds of what crosses a level in total over the summed capacity of the units concerned."""
+    stride = fabric.wires[j].stride
+    holds = np.unique(np.stack([d.addends[:, 0], d.addends[:, 2] // stride], axis=1), axis=0)
+    spans = np.bincount(holds[:, 0], minlength=len(d.need))
+    pairs = np.unique(np.stack([d.wants[:, 0], d.wants[:, 1] // stride], axis=1), axis=0)
+    times = np.bincount(pairs[:, 0], minlength=len(d.label)) + spans[d.label] - 2
+    crossing = float((np.maximum(times, 0) * d.nbytes).sum())
+    if crossing <= 0:
+        return 0.0
+    busy = times > 0
+    classes = np.unique(d.label[busy])
+    involved = [holds[np.isin(holds[:, 0], classes)][:, 1], pairs[busy[pairs[:, 0]]][:, 1]]
+    return crossing / summed_capacity(fabric, j, np.unique(np.concatenate(involved)))
