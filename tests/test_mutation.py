@@ -17,8 +17,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, movement, reduction
 from shardplan.core.program import Program, Step
 from shardplan.movement import redistribute
-from shardplan.movement.redistribution import choice as fit
-from shardplan.movement.redistribution import emit, search
+from shardplan.movement.redistribution import choice, emit, search, single
 from shardplan.plans import certificate
 
 Set = Callable[..., None]
@@ -37,7 +36,18 @@ def cases() -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
 
 def clear() -> None:
     """Forget every plan and box that was cached."""
-    for module in (redistribute, tensor, messages, accounting, fit, search, certificate, movement, reference):
+    for module in (
+        redistribute,
+        single,
+        tensor,
+        messages,
+        accounting,
+        choice,
+        search,
+        certificate,
+        movement,
+        reference,
+    ):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -131,17 +141,17 @@ def permute_shifted(patch: Set) -> None:
 
 def permute_dropped(patch: Set) -> None:
     """A planner that forgets its permutes, and a `same` that does not notice."""
-    old = fit.chain
+    old = choice.chain
 
     def chain(ops: Any, source: Any) -> Program:
         return old(tuple(op for op in ops if not isinstance(op, Permute)), source)
 
-    patch(fit, "chain", chain)
+    patch(choice, "chain", chain)
     same_always(patch)
 
 
 def same_always(patch: Set) -> None:
-    for module in (tensor, fit, redistribute, certificate):
+    for module in (tensor, choice, single, certificate):
         if hasattr(module, "same"):
             patch(module, "same", lambda t, u: t.shape == u.shape)
 
@@ -234,7 +244,7 @@ MUTATIONS = [
 def planner_takes_anything(patch: Set) -> None:
     """With a `same` that always agrees, a planner that stops at its first type."""
     same_always(patch)
-    patch(fit, "chain", lambda ops, source: Program({"0": source}, (), ("0",)))
+    patch(choice, "chain", lambda ops, source: Program({"0": source}, (), ("0",)))
 
 
 @pytest.mark.parametrize("mutate", [*MUTATIONS, planner_takes_anything], ids=lambda f: f.__name__)

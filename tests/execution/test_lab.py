@@ -144,7 +144,7 @@ def test_a_placement_says_which_links_are_used(lab: Lab) -> None:
 @needs_lab
 def test_a_script_is_replayed_byte_for_byte(lab: Lab) -> None:
     own = [script_of(p, name) for name, p in LARGE.items()]
-    text = {f.stem: f.read_text() for f in sorted((HERE / "lab_hlo").glob("*.txt"))}
+    text = {f.stem: f.read_text() for f in sorted((HERE.parent / "interop" / "hlo").glob("*.txt"))}
     parsed = {f"hlo {name}": parse_hlo(t, 8) for name, t in text.items()}
     scripts = [*own, *(hlo_script(found, name) for name, found in parsed.items())]
     for script, m in zip(scripts, lab.measure(scripts, 1), strict=True):

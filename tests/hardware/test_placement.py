@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import renaming
 from hardware.topologies import switches
+from launches.systems import renaming
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Placement, Topology, count, matrix_of, placements

@@ -32,7 +32,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     assert dist.get_world_size() == RANKS
-    from shardplan.interop.exports import torch_calls as export_torch_calls
+    from shardplan.interop.exports import torch_calls
 
     wrong: list[str] = []
     made: dict = {}
@@ -54,12 +54,12 @@ def main() -> None:
             wrong += differs(f"{case.name}, bound", bound(payload), want)
             wrong += differs(f"{case.name}, text", text["reduce_payload"](payload, text_groups), want)
         try:
-            export_torch_calls.dist = Older()
+            torch_calls.dist = Older()
             bound = bind(case.program, older)
             if place is not None:
                 wrong += differs(f"{case.name}, older", bound(payload), want)
         finally:
-            export_torch_calls.dist = dist
+            torch_calls.dist = dist
         if not torch.equal(payload, before):
             wrong.append(f"{case.name}: the payload was written to")
     orders = [dist.get_process_group_ranks(group) == list(members) for members, group in made.items()

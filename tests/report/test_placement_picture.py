@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import placed, plain_groups
 from hardware.topologies import switches
+from launches.systems import placed, plain_groups
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import Fabric, Placement, Topology
 from shardplan.launches.audit import leaving_bytes

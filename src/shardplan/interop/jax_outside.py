@@ -2,8 +2,8 @@
 
 Where both shardings list the same devices in the same order, one executable takes the array and gives the result, as a
 call of `jit` does. Else the plan runs on the array's shards, as `execution.jax.run` runs any program. An array of at
-most `SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's memory is
-the host's there, and to wake a thread for each device takes longer than the copies.
+most `SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's
+memory is the host's there, and to wake a thread for each device takes longer than the copies.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from shardplan.execution.mpi.world import start
 from shardplan.hardware.placement import Placement
 from shardplan.interop.exports.recipe import Recipe, RecipeStep, heading, pasted, recipe, shape_text, turn_text
 
-CALLS = Path(__file__).with_name("export_mpi_calls.py")
+CALLS = Path(__file__).with_name("mpi_calls.py")
 
 
 class MpiReduction:
@@ -41,7 +41,7 @@ class MpiReduction:
         start()
         from mpi4py import MPI
 
-        from shardplan.interop.exports import mpi_calls as export_mpi_calls
+        from shardplan.interop.exports import mpi_calls
 
         self.recipe = r = recipe(program)
         world = MPI.COMM_WORLD if world is None else world
@@ -50,8 +50,8 @@ class MpiReduction:
                 f"the program runs on device {max(r.ranks)}, but there are {world.Get_size()} ranks; device ids are "
                 f"ranks"
             )
-        self.calls = export_mpi_calls
-        self.groups = export_mpi_calls.make_groups(_digits(r), list(r.sizes), list(r.ranks), world)
+        self.calls = mpi_calls
+        self.groups = mpi_calls.make_groups(_digits(r), list(r.sizes), list(r.ranks), world)
 
     def __call__(self, payload: np.ndarray) -> np.ndarray:
         """Return the reduced payload, flat; the payload itself is left as it is.

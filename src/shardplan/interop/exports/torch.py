@@ -19,7 +19,7 @@ from shardplan.interop.exports.recipe import Recipe, RecipeStep, heading, pasted
 if TYPE_CHECKING:
     import torch
 
-CALLS = Path(__file__).with_name("export_torch_calls.py")
+CALLS = Path(__file__).with_name("torch_calls.py")
 
 
 class TorchReduction:
@@ -42,7 +42,7 @@ class TorchReduction:
         optional("torch", "torch")
         import torch.distributed as dist
 
-        from shardplan.interop.exports import torch_calls as export_torch_calls
+        from shardplan.interop.exports import torch_calls
 
         self.recipe = recipe(program)
         if not dist.is_available() or not dist.is_initialized():
@@ -55,8 +55,8 @@ class TorchReduction:
                 f"the program runs on device {max(self.recipe.ranks)}, but there are {dist.get_world_size()} ranks; "
                 f"device ids are global ranks"
             )
-        self.calls = export_torch_calls
-        self.groups = export_torch_calls.make_groups(_members(self.recipe), {} if groups is None else groups)
+        self.calls = torch_calls
+        self.groups = torch_calls.make_groups(_members(self.recipe), {} if groups is None else groups)
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the reduced payload, flat; the payload itself is left as it is.

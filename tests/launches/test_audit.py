@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import placed, plain_groups, renaming, systems
-from hardware.rank_generator import rank_groups
 from hardware.topologies import switches
-from movement.fixes import executed, split_by
+from launches.fixes import executed, split_by
+from launches.rank_generator import rank_groups
+from launches.systems import placed, plain_groups, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Placement, Topology, count, placements

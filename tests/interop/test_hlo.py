@@ -12,7 +12,7 @@ from shardplan.errors import ParseError
 from shardplan.interop.hlo import HloCollective, hlo_script, parse_hlo
 from shardplan.interop.hlo_groups import parse_groups
 
-TEXTS = Path(__file__).parent / "lab_hlo"
+TEXTS = Path(__file__).parent / "hlo"
 A = ((0, 4), (1, 5), (2, 6), (3, 7))
 B = ((0, 1, 2, 3), (4, 5, 6, 7))
 

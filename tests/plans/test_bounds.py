@@ -7,17 +7,13 @@ from hypothesis import strategies as st
 
 from hardware.topologies import GB, any_topology, grouped, switches
 from shardplan.core.pattern import Groups, Messages
-from shardplan.hardware import (
-    Fabric,
-    Level,
-    Topology,
+from shardplan.hardware import Fabric, Level, Topology, price, seconds
+from shardplan.plans.bounds import (
     all_gather_bound,
     all_reduce_bound,
     entry_bytes,
     lower_bound_seconds,
-    price,
     reduce_scatter_bound,
-    seconds,
 )
 
 BOUNDS = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import systems
-from hardware.rank_generator import rank_groups
 from hardware.topologies import switches
+from launches.rank_generator import rank_groups
+from launches.systems import systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Placement, matrix_of, placements

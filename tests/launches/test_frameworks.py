@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import factorisations
 from hardware.topologies import switches
+from launches.systems import factorisations
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
 from shardplan.hardware import placements

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.launches import plain_detour, plain_groups, plain_matrix, plain_renaming, renaming, systems
 from hardware.topologies import any_topology, switches
+from launches.systems import plain_detour, plain_groups, plain_matrix, plain_renaming, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
 from shardplan.hardware import Level, Placement, Topology, placements
