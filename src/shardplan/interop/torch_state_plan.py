@@ -133,12 +133,13 @@ def _left(limit: int | None, taken: int) -> int | None:
 def _with(error: Infeasible, name: str, taken: int) -> Infeasible:
     """Return the error in bytes of the whole state's limit."""
     if not taken or error.least_bytes is None:
-        return Infeasible(f"{name}{error}", error.least_bytes)
+        return Infeasible(f"{name}{error}", error.least_bytes, error.absolute_least_bytes)
     least = error.least_bytes + taken
     return Infeasible(
         f"{name}{error}, beside {taken} bytes that the rest of the state keeps; the least limit that works for both is "
         f"{least} bytes",
         least,
+        None if error.absolute_least_bytes is None else error.absolute_least_bytes + taken,
     )
 
 
