@@ -58,7 +58,7 @@ class Script:
         title: For people: where it comes from.
 
     Example:
-        >>> swap = {0: (Round(((1, 8),), ((1, 8),)),), 1: (Round(((0, 8),), ((0, 8),)),)}
+        >>> swap = {0: (ScriptRound(((1, 8),), ((1, 8),)),), 1: (ScriptRound(((0, 8),), ((0, 8),)),)}
         >>> Script((Stage(0, swap),), ("swap",), ("permute",)).payload()
         {(0, 1): 8, (1, 0): 8}
     """
