@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import shardplan as sp
+
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
 HERE = Path(__file__).parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -92,3 +94,15 @@ def test_a_result_that_nobody_uses_does_not_break_the_exit():
     """The child leaves such a move under way: its sums need every rank to go on, and no rank may hang or crash."""
     found = checks()
     assert found["status"] == 0, found["err"]
+
+
+def test_addends_that_stay_are_moved_by_themselves() -> None:
+    """A plan over the whole mesh is cheaper here, and leaves other addends."""
+    from shardplan.interop.torch_layout import apart
+
+    mesh = sp.Mesh(a=2, b=4)
+    s, t = (sp.TensorType.parse(text, mesh) for text in ("f32[5, 10]{+a,+b}", "f32[5, 10]{+a}"))
+    assert "to_partial" in [step.op.name for step in sp.redistribute(s, t).program.steps]
+    part = sp.Mesh(b=4, devices=range(4, 8))
+    found = apart(s, [0], (1, 2)), apart(t, [0], (1, 2))
+    assert found == (sp.TensorType.parse("f32[5, 10]{+b}", part), sp.TensorType.parse("f32[5, 10]", part))

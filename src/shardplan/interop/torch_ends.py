@@ -25,7 +25,7 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, name_of
-from shardplan.interop.torch_layout import check_known, reduction_of, respec, text_of, type_of
+from shardplan.interop.torch_layout import apart, check_known, reduction_of, respec, text_of, type_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +96,10 @@ class Ends:
         meta = source.tensor_meta._replace(dtype=carrier)
         before, after = respec(source, source.placements, meta), respec(target, there, meta)
         types = type_of(before), type_of(after)
+        stays_partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial) and k not in ends]
+        coordinate = source.mesh.get_coordinate()
+        if coordinate is not None and 0 < len(stays_partial) < source.mesh.ndim:
+            types = tuple(None if t is None else apart(t, stays_partial, coordinate) for t in types)
         averaged = [source.mesh.size(k) for k, p in ends.items() if p.reduce_op == "avg"]
         masking = tuple((k, p) for k, p in begins.items() if isinstance(p, _MaskPartial))
         divided, blank = _partition({k: p for k, p in begins.items() if (k, p) not in masking}, target, dtype)
@@ -103,7 +107,7 @@ class Ends:
             source=before,
             target=after,
             types=None if types[0] is None or types[1] is None else (types[0], types[1]),
-            masks=masks if source.mesh.get_coordinate() is not None else (),
+            masks=masks if coordinate is not None else (),
             spares=any(
                 isinstance(p, _MaskPartial) and source.placements[k + 1 :] != target.placements[k + 1 :]
                 for k, p in enumerate(source.placements)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, ShardOrderEntry, TensorMeta
@@ -141,6 +142,20 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
         if strided and shape[entry.tensor_dim] % math.prod(mesh.size(k) for k in entry.mesh_dims):
             return None
     return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
+
+
+def apart(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
+    """Return the type on the devices at this coordinate of the mesh dims `kept`, over which it stays partial.
+
+    DTensor moves the addends of each coordinate by themselves. A plan over the whole mesh may combine them and make the
+    value partial anew: the same value, in other addends.
+    """
+    mesh = t.mesh
+    ids = np.array(mesh.devices).reshape(mesh.sizes)
+    here = tuple(coordinate[k] if k in kept else slice(None) for k in range(len(mesh.axes)))
+    axes = {a: n for k, (a, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)) if k not in kept}
+    partial = {a: t.layout.reduction or "sum" for a in t.layout.partial if a in axes}
+    return TensorType(t.dtype, t.shape, t.layout.dims, Mesh(axes, devices=ids[here].reshape(-1).tolist()), partial)
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...] | None:

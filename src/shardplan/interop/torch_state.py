@@ -255,7 +255,10 @@ def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], t
 def _check_shard(name: str, x: DTensor) -> None:
     """Raise `LayoutError` where this rank's shard is not what the tensor's spec says."""
     spec, local = x._spec, local_of(x)  # pyright: ignore[reportPrivateUsage]
-    shape = local_shape(spec)
+    try:
+        shape = local_shape(spec)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from None
     if shape is None or spec.tensor_meta is None:
         return
     need = Need(shape, spec.tensor_meta.dtype, f"{text_of(spec.placements)} of {tuple(spec.shape)}")
