@@ -1,0 +1,172 @@
+"""Faults planted in the package, one at a time, and the tests that must then fail.
+
+`faults.toml` lists them: a function of the package, a piece of its source, what stands there instead, and the tests
+that guard it. A fault is planted in a forked child: its function is compiled again from the altered source and takes
+the place of the old one's code, so that everybody who imported it has it; then pytest runs the tests there.
+
+`python -m tests.planted` tries all of them and lists those that survive; names select some.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import inspect
+import io
+import os
+import sys
+import textwrap
+import tomllib
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CAUGHT, SURVIVED, NOT_RUN = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `name` is the module and the qualified name of a function, or of a constant."""
+
+    name: str
+    says: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def listed() -> tuple[Fault, ...]:
+    """Return the faults of the table."""
+    raw = tomllib.loads((Path(__file__).parent / "faults.toml").read_text())
+    return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw["fault"])
+
+
+def home(name: str) -> tuple[ModuleType, str]:
+    """Return the module of a fault, and the name inside it."""
+    parts = name.split(".")
+    for k in range(len(parts) - 1, 0, -1):
+        try:
+            return import_module(".".join(parts[:k])), ".".join(parts[k:])
+        except ModuleNotFoundError:
+            continue
+    raise LookupError(f"no module holds {name}")
+
+
+def function_of(module: ModuleType, inner: str) -> FunctionType | None:
+    """Return the plain function behind a name: of a method, a property, a cached or decorated function."""
+    found: Any = module
+    for part in inner.split("."):
+        found = inspect.getattr_static(found, part)
+    while not isinstance(found, FunctionType):
+        for attribute in ("fget", "__func__", "__wrapped__"):
+            if hasattr(found, attribute):
+                found = getattr(found, attribute)
+                break
+        else:
+            return None
+    return found
+
+
+def code_of(altered: str, function: FunctionType, module: ModuleType) -> CodeType:
+    """Compile the altered source of a function, with the free variables that it had."""
+    node = ast.parse(altered).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    node.decorator_list = []
+    body: list[ast.stmt] = [node]
+    if free := function.__code__.co_freevars:  # they are free only inside another function
+        maker = ast.parse(f"def make({', '.join(free)}): ...").body[0]
+        assert isinstance(maker, ast.FunctionDef)
+        maker.body, body = body, [maker]
+    whole = ast.fix_missing_locations(ast.Module(body, []))
+    made = compile(whole, module.__file__ or "?", "exec", __future__.annotations.compiler_flag, dont_inherit=True)
+    while made.co_name != node.name:
+        made = next(c for c in made.co_consts if isinstance(c, CodeType) and c.co_name in ("make", node.name))
+    return made
+
+
+def plant(fault: Fault) -> None:
+    """Alter the package in this process, and forget whatever it has remembered."""
+    module, inner = home(fault.name)
+    function = None if inner.isupper() else function_of(module, inner)
+    if function is None:
+        value = getattr(module, inner)
+        if repr(value) != fault.old:
+            raise LookupError(f"{fault.name} is {value!r}, not {fault.old}")
+        for other in package():
+            if other.__dict__.get(inner) is value:
+                setattr(other, inner, eval(fault.new, vars(module)))
+    else:
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(fault.old) != 1:
+            raise LookupError(f"{fault.name} has {source.count(fault.old)} times {fault.old!r}")
+        function.__code__ = code_of(source.replace(fault.old, fault.new), function, module)
+    for other in package():
+        for value in (*vars(other).values(), *(m for c in vars(other).values() for m in members(c))):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def members(value: Any) -> tuple[Any, ...]:
+    """Return what a class of the package holds."""
+    return tuple(vars(value).values()) if inspect.isclass(value) and value.__module__.startswith("shardplan") else ()
+
+
+def package() -> list[ModuleType]:
+    """Return the modules of the package that are loaded."""
+    return [m for name, m in sys.modules.items() if name.split(".")[0] == "shardplan"]
+
+
+def outcome(fault: Fault) -> tuple[int, str]:
+    """Plant a fault in a forked child and run its tests there: what came of it, and what pytest printed."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reader)
+        status, said = NOT_RUN, io.StringIO()
+        try:
+            with redirect_stdout(said), redirect_stderr(said):
+                os.chdir(ROOT)
+                plant(fault)
+                tests = [str(ROOT / t) for t in fault.tests]
+                options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line"]
+                ended = pytest.main([*options, *tests])
+                status = {pytest.ExitCode.OK: SURVIVED, pytest.ExitCode.TESTS_FAILED: CAUGHT}.get(ended, NOT_RUN)
+                if ended in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
+                    status = NOT_RUN
+        except BaseException:
+            said.write(traceback.format_exc())
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(said.getvalue()[-20_000:])
+        os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said_there = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said_there
+
+
+def main(chosen: list[str]) -> int:
+    """Try the faults and print what became of each; returns how many were not caught."""
+    faults = [f for f in listed() if not chosen or any(c in f.name or c in f.says for c in chosen)]
+    left = 0
+    for fault in faults:
+        status, said = outcome(fault)
+        word = {CAUGHT: "caught", SURVIVED: "SURVIVED"}.get(status, "NOT RUN")
+        print(f"{word:9} {fault.name}: {fault.says}", flush=True)
+        if status not in (CAUGHT, SURVIVED):
+            print(textwrap.indent(said[-1500:], "    "), flush=True)
+        left += status != CAUGHT
+    print(f"{len(faults)} faults, {left} not caught")
+    return left
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.exit(bool(main(sys.argv[1:])))
