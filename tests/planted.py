@@ -1,7 +1,8 @@
 """Faults planted in the package, one at a time, and the tests that must then fail.
 
-`faults.toml` lists them: a function of the package, a piece of its source, what stands there instead, and the tests
-that guard it. A fault is planted in a forked child: its function is compiled again from the altered source and takes
+`faults/` lists them, a file a room: what is altered (`in`: a function, or a constant), a piece of its source that stands
+there once (`old`; a constant's repr), what stands there instead (`new`), what that is (`says`), and the tests that must
+fail then (`tests`). A fault is planted in a forked child: its function is compiled again from the altered source and takes
 the place of the old one's code, so that everybody who imported it has it; then pytest runs the tests there.
 
 `python -m tests.planted` tries all of them and lists those that survive; names select some.
@@ -44,9 +45,10 @@ class Fault:
 
 
 def listed() -> tuple[Fault, ...]:
-    """Return the faults of the table."""
-    raw = tomllib.loads((Path(__file__).parent / "faults.toml").read_text())
-    return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw["fault"])
+    """Return the faults of the tables, room by room."""
+    tables = sorted((Path(__file__).parent / "faults").glob("*.toml"))
+    raw = [f for table in tables for f in tomllib.loads(table.read_text())["fault"]]
+    return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw)
 
 
 def home(name: str) -> tuple[ModuleType, str]:

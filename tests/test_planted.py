@@ -1,4 +1,4 @@
-"""Every fault of `faults.toml` is caught by the tests that it names: they hold what they say, and hold it tightly."""
+"""Every fault of `faults/` is caught by the tests that it names: they hold what they say, and hold it tightly."""
 
 import pytest
 
