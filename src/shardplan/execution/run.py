@@ -1,6 +1,6 @@
 """`run`: a program on shards, by a backend named in one explicit table.
 
-A backend is one file of this room with a function `run_program`, and one line here. Under a launcher (torchrun,
+A backend is a folder of this room whose `run.py` has a function `run_program`, and one line here. Under a launcher (torchrun,
 mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
 """
 
@@ -96,6 +96,6 @@ def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: fl
         outputs: list[list[Any]] = reference(program, inputs)
     else:
         needed(backend)
-        found = cast("Backend", import_module(f"shardplan.execution.{backend}").run_program)
+        found = cast("Backend", import_module(f"shardplan.execution.{backend}.run").run_program)
         outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs
