@@ -127,13 +127,13 @@ def test_t8_counterexamples(sizes: dict[str, int], source: str, target: str, por
     assert cost == pytest.approx(best, rel=1e-9)
 
 
-def whole_units(mesh: sp.Mesh, ndim: int, n: int, allowed: Marks) -> Problem:
-    """A problem whose units are the whole axes, whatever their primes."""
+def whole_axes(mesh: sp.Mesh, ndim: int, n: int, allowed: Marks) -> Problem:
+    """A problem whose runs are the whole axes, whatever their primes."""
     spec = [None] * ndim
     s = sp.TensorType("f32", (n,) * ndim, spec, mesh, partial=dict.fromkeys(sorted(allowed[0]), "sum"))
     t = sp.TensorType("f32", (n,) * ndim, spec, mesh, root=tuple(sorted(allowed[1])))
-    units = tuple(mesh.span(a).atoms for a in mesh.axes)
-    return Problem(s, t, units, tuple(True for _ in units), all(len(u) == 1 for u in units))
+    runs = tuple(mesh.span(a).atoms for a in mesh.axes)
+    return Problem(s, t, runs, tuple(True for _ in runs), all(len(r) == 1 for r in runs))
 
 
 GRAPHS = [
@@ -148,7 +148,7 @@ GRAPHS = [
 @pytest.mark.parametrize(("sizes", "ndim", "allowed"), GRAPHS, ids=label)
 def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim: int, allowed: Marks) -> None:
     n = 2 * math.prod(sizes.values())
-    p = whole_units(sp.Mesh(sizes), ndim, n, allowed)
+    p = whole_axes(sp.Mesh(sizes), ndim, n, allowed)
     graph = p.graph
     types = [p.type(k) for k in range(len(graph.types))]
     assert len(set(types)) == len(types)
@@ -195,7 +195,7 @@ def test_a_type_lost_between_uneven_ones_is_found() -> None:
     assert oracle.cost(plan.program, oracle.bound(s, t)) == pytest.approx(40.256)
 
 
-def test_a_sub_axis_beside_an_unused_one_is_a_unit_of_its_own() -> None:
+def test_a_sub_axis_beside_an_unused_one_is_a_run_of_its_own() -> None:
     """An unused atom and the first atom of the first dim are no neighbours."""
     mesh = sp.Mesh(a=8)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("i32[2]{+a}", "i32[2@a.2]{+a.0}"))
@@ -204,11 +204,11 @@ def test_a_sub_axis_beside_an_unused_one_is_a_unit_of_its_own() -> None:
     assert oracle.unsound(plan.program, [t]) is None
 
 
-def test_units_keep_what_stands_together_whole() -> None:
+def test_runs_keep_what_stands_together_whole() -> None:
     mesh = sp.Mesh(a=64, b=32, c=32)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[65536@(a,b), 1024@c]", "f32[65536@(a,b), 1024]"))
     p = problem(s, t)
-    assert p is not None and len(p.units) <= 8
+    assert p is not None and len(p.runs) <= 8
     plan = sp.redistribute(s, t)
     assert [step.op.name for step in plan.program.steps] == ["all_gather"]
 

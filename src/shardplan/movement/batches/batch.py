@@ -20,7 +20,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import Cuts, Rules, chain, keeping, price, too_little
 from shardplan.movement.redistribution.emit import direct
-from shardplan.movement.redistribution.single import best_program, spots
+from shardplan.movement.redistribution.single import best_program, priced_on
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, fabric_of
@@ -206,7 +206,7 @@ def _one_place(
     """The placement of the largest tensor: a batch runs on one placement."""
     if where is None or not sources:
         return where
-    if len(list(spots(where, sources[0], destinations[0]))) == 1:
+    if len(list(priced_on(where, sources[0], destinations[0]))) == 1:
         return where
     largest = max(range(len(sources)), key=lambda k: sources[k].nbytes)
     return best_program(sources[largest], destinations[largest], where, None, False)[1]
