@@ -38,64 +38,40 @@ SAME = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """What the groups over some axes cross.
+    """What the groups over some axes cross."""
 
-    Args:
-        axes: The axes.
-        spans: For each level the least and the greatest number of units that a group spans.
-        per_uplink: For each level the groups that share an uplink of the busiest unit.
-        detours: For each level the ring's crossings beyond the least possible, over all groups.
-    """
-
-    axes: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
-    per_uplink: tuple[int, ...]
-    detours: tuple[int, ...]
+    axes: tuple[str, ...]  # the axes
+    spans: tuple[tuple[int, int], ...]  # for each level the least and the greatest number of units that a group spans
+    per_uplink: tuple[int, ...]  # for each level the groups that share an uplink of the busiest unit
+    detours: tuple[int, ...]  # for each level the ring's crossings beyond the least possible, over all groups
 
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
-    """What one demand costs.
+    """What one demand costs."""
 
-    Args:
-        demand: The collective.
-        seconds: A step's, as launched.
-        best_seconds: A step's, on the best matrix.
-        uplink_bytes: For each level the bytes that leave its busiest unit in a step, on rings.
-    """
-
-    demand: Demand
-    seconds: float
-    best_seconds: float
-    uplink_bytes: tuple[float, ...]
+    demand: Demand  # the collective
+    seconds: float  # A step's, as launched
+    best_seconds: float  # A step's, on the best matrix
+    uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step, on rings
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found.
+    """What an audit found."""
 
-    Args:
-        launch: What was audited.
-        findings: Verdict, matrix, offending groups.
-        rows: One for each axis of more than one device, and one for each tuple of axes with traffic.
-        shares: One for each demand; none without traffic.
-        seconds: Of all demands, as launched; None without traffic.
-        best: The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are.
-            Without traffic this launch's matrix, None where it has none.
-        best_seconds: Of all demands there; None without traffic.
-        causes: Sentences, one for each demand that loses, the worst first; else the one that says why none does.
-        fix: How to launch `best`; None where nothing is to be gained and no ring is interleaved.
-    """
-
-    launch: Launch
-    findings: Findings
-    rows: tuple[AxisRow, ...]
-    shares: tuple[CostShare, ...]
-    seconds: float | None
+    launch: Launch  # what was audited
+    findings: Findings  # verdict, matrix, offending groups
+    rows: tuple[AxisRow, ...]  # one for each axis of more than one device, and one for each tuple of axes with traffic
+    shares: tuple[CostShare, ...]  # one for each demand; none without traffic
+    seconds: float | None  # of all demands, as launched; None without traffic
+    # The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are. Without
+    # traffic this launch's matrix, None where it has none.
     best: Placement | None
-    best_seconds: float | None
+    best_seconds: float | None  # of all demands there; None without traffic
+    # Sentences, one for each demand that loses, the worst first; else the one that says why none does
     causes: tuple[str, ...]
-    fix: Fix | None
+    fix: Fix | None  # how to launch `best`; None where nothing is to be gained and no ring is interleaved
 
     @property
     def placement(self) -> Placement | None:
@@ -159,11 +135,10 @@ def audit(
             one of the two is missing.
         LayoutError: Traffic names an axis that the mesh has not, or is malformed; an argument is of another kind.
 
-    Example:
-        >>> topology = Topology.load("gcp-a100x16", nodes=2)
-        >>> found = audit(range(32), Mesh(tensor=2, data=16), topology, {"tensor": 2e9, "data": 1e6})
-        >>> found.verdict, found.cause
-        ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
+    >>> topology = Topology.load("gcp-a100x16", nodes=2)
+    >>> found = audit(range(32), Mesh(tensor=2, data=16), topology, {"tensor": 2e9, "data": 1e6})
+    >>> found.verdict, found.cause
+    ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
     """
     launch = ids if isinstance(ids, Launch) else _launch(ids, mesh, topology, hosts)
     if ids is launch and (mesh is not None or topology is not None or hosts):

@@ -35,30 +35,18 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """How to launch a placement.
+    """How to launch a placement."""
 
-    Args:
-        placement: What is to be launched.
-        torch: Python that makes `mesh`, a `DeviceMesh`; the process group exists.
-        torch_note: Where torch needs more than that; else empty.
-        jax: Python that makes `mesh`, a `jax.sharding.Mesh`.
-        megatron: A call of `initialize_model_parallel`, or "not expressible" and why.
-        megatron_order: The order string of the call, None where there is none.
-        megatron_rankfile: Open MPI's rankfile that places Megatron's default order, where no string does.
-        rankfile: Open MPI's rankfile, for a program whose ranks have the coordinates they have now.
-        hostfile: The same as a hostfile, None where the order of hosts is not enough.
-        nccl_tests: For each tuple of axes the setting that makes nccl-tests run in its groups.
-    """
-
-    placement: Placement
-    torch: str
-    torch_note: str
-    jax: str
-    megatron: str
-    megatron_order: str | None
-    megatron_rankfile: str | None
-    rankfile: str
-    hostfile: str | None
+    placement: Placement  # what is to be launched
+    torch: str  # Python that makes `mesh`, a `DeviceMesh`; the process group exists
+    torch_note: str  # where torch needs more than that; else empty
+    jax: str  # Python that makes `mesh`, a `jax.sharding.Mesh`
+    megatron: str  # A call of `initialize_model_parallel`, or "not expressible" and why
+    megatron_order: str | None  # the order string of the call, None where there is none
+    megatron_rankfile: str | None  # Open MPI's rankfile that places Megatron's default order, where no string does
+    rankfile: str  # Open MPI's rankfile, for a program whose ranks have the coordinates they have now
+    hostfile: str | None  # the same as a hostfile, None where the order of hosts is not enough
+    # For each tuple of axes the setting that makes nccl-tests run in its groups
     nccl_tests: tuple[tuple[tuple[str, ...], str], ...]
 
     def texts(self) -> dict[str, str]:
@@ -158,9 +146,8 @@ def strided_text(ids: Ints, arange: str, permute: str) -> str | None:
     Returns:
         An expression, None where there is none.
 
-    Example:
-        >>> strided_text(np.arange(6).reshape(2, 3).T, "np.arange", "transpose")
-        'np.arange(6).reshape(2, 3).transpose(1, 0).reshape(3, 2)'
+    >>> strided_text(np.arange(6).reshape(2, 3).T, "np.arange", "transpose")
+    'np.arange(6).reshape(2, 3).transpose(1, 0).reshape(3, 2)'
     """
     flat = ids.reshape(-1)
     digits: list[tuple[int, int]] = []  # size and step of the value, the fastest first
@@ -276,9 +263,8 @@ def nccl_split(groups: Ints) -> str | None:
 
     Source: NVIDIA/nccl-tests README: a rank's group is `rank / v`, `rank % v` or `rank & mask`.
 
-    Example:
-        >>> nccl_split(np.array([[0, 2], [1, 3]]))
-        'NCCL_TESTS_SPLIT="MOD 2"'
+    >>> nccl_split(np.array([[0, 2], [1, 3]]))
+    'NCCL_TESTS_SPLIT="MOD 2"'
     """
     size, k = groups.size, groups.shape[1]
     colour = np.empty(size, dtype=np.int64)

@@ -30,21 +30,15 @@ _LEGAL = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Which host every rank runs on, and as which of its ranks.
+    """Which host every rank runs on, and as which of its ranks."""
 
-    Args:
-        names: The hosts, each once.
-        slots: Slots of each host; 0 where the file does not say.
-        ranks: For every rank the number of its host and its device there; empty where the file leaves it open.
-        source: Name of the file, for messages.
-        order: Where the file leaves ranks open, the hosts in the order in which they take them, all their devices each;
-            that of `names` by default.
-    """
-
-    names: tuple[str, ...]
-    slots: tuple[int, ...]
+    names: tuple[str, ...]  # the hosts, each once
+    slots: tuple[int, ...]  # slots of each host; 0 where the file does not say
+    # For every rank the number of its host and its device there; empty where the file leaves it open
     ranks: tuple[tuple[int, int], ...]
-    source: str = "hostfile"
+    source: str = "hostfile"  # name of the file, for messages
+    # Where the file leaves ranks open, the hosts in the order in which they take them, all their devices each; that of
+    # `names` by default
     order: tuple[int, ...] = ()
 
 
@@ -70,11 +64,10 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
             it names the line and says what is legal.
         TopologyError: Hosts of the other hostfile are left out.
 
-    Example:
-        >>> parse_hostfile("b slots=2\na slots=2").ranks
-        ((0, 0), (0, 1), (1, 0), (1, 1))
-        >>> parse_hostfile("a:1\nb:1\na:1\nb:1").ranks
-        ((0, 0), (1, 0), (0, 1), (1, 1))
+    >>> parse_hostfile("b slots=2\na slots=2").ranks
+    ((0, 0), (0, 1), (1, 0), (1, 1))
+    >>> parse_hostfile("a:1\nb:1\na:1\nb:1").ranks
+    ((0, 0), (1, 0), (0, 1), (1, 1))
     """
     found: list[tuple[int, str, str, int]] = []
     for number, line in _lines(text):
@@ -141,9 +134,8 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
         ParseError: A line of another form, a rank or a slot that stands twice, a rank that is missing, or a host that
             the hostfile does not name; it names the line and says what is legal.
 
-    Example:
-        >>> parse_rankfile("rank 1=a slot=0\nrank 0=b slot=0").names
-        ('b', 'a')
+    >>> parse_rankfile("rank 1=a slot=0\nrank 0=b slot=0").names
+    ('b', 'a')
     """
     legal = "'rank 0=host slot=0' or '0 host 0', slot a device's number on its host"
     table: dict[int, tuple[int, str, int]] = {}
@@ -206,9 +198,8 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     Raises:
         TopologyError: No level has that many units.
 
-    Example:
-        >>> host_level(Topology.load("dgx-a100"))
-        0
+    >>> host_level(Topology.load("dgx-a100"))
+    0
     """
     names = [level.name for level in topology.levels]
     named = next((j for j, name in enumerate(names) if name in ("node", "host")), len(names) - 2)
@@ -241,9 +232,8 @@ def devices_of(hosts: Hosts, topology: Topology) -> tuple[int, ...]:
     Raises:
         TopologyError: Hosts, slots or ranks do not suit the topology.
 
-    Example:
-        >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
-        (0, 2, 1, 3)
+    >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
+    (0, 2, 1, 3)
     """
     j = host_level(topology, len(hosts.names))
     room = topology.size if j < 0 else topology.strides[j]
@@ -285,10 +275,9 @@ def launch_of(
     Raises:
         TopologyError: The hosts do not suit the topology, or the mesh does not.
 
-    Example:
-        >>> topology = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
-        >>> launch_of(Mesh(data=2, tensor=2), topology, parse_hostfile("a:1\nb:1\na:1\nb:1")).ids
-        (0, 2, 1, 3)
+    >>> topology = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+    >>> launch_of(Mesh(data=2, tensor=2), topology, parse_hostfile("a:1\nb:1\na:1\nb:1")).ids
+    (0, 2, 1, 3)
     """
     if ranks is not None:
         mesh = Mesh(mesh.shape, devices=ranks.reshape(-1).tolist())
@@ -321,12 +310,11 @@ def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
     Returns:
         A line for every rank, in order; `parse_rankfile` reads it.
 
-    Example:
-        >>> print(rankfile_text({0: 0, 1: 2, 2: 1, 3: 3}, ("a", "b")), end="")
-        rank 0=a slot=0
-        rank 1=b slot=0
-        rank 2=a slot=1
-        rank 3=b slot=1
+    >>> print(rankfile_text({0: 0, 1: 2, 2: 1, 3: 3}, ("a", "b")), end="")
+    rank 0=a slot=0
+    rank 1=b slot=0
+    rank 2=a slot=1
+    rank 3=b slot=1
     """
     room = len(device_of_rank) // len(hosts)
     rows = sorted(device_of_rank.items())
@@ -344,10 +332,9 @@ def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
         `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
         some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
 
-    Example:
-        >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
-        b slots=2
-        a slots=2
+    >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
+    b slots=2
+    a slots=2
     """
     room = len(device_of_rank) // len(hosts)
     devices = [device for _, device in sorted(device_of_rank.items())]

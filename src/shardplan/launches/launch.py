@@ -27,26 +27,19 @@ class Launch:
 
     Invariants: the mesh has as many devices as the topology, and every device of it stands once.
 
-    Args:
-        mesh: Its device ids are the ranks (or a framework's device numbers), in mesh order.
-        topology: The hardware.
-        ids: Topology ids in mesh order.
-        hosts: Names of the hosts in the order of the topology's units; empty where unknown.
-        by_rank: Whether groups list their members by rank and not by coordinate, as torch's `new_group` does.
-
     Raises:
         TopologyError: An invariant is broken.
 
-    Example:
-        >>> launch = Launch(Mesh(data=4, tensor=2), Topology.load("nominal"), (0, 2, 4, 6, 1, 3, 5, 7))
-        >>> launch.groups(("tensor",)).tolist()
-        [[0, 2], [4, 6], [1, 3], [5, 7]]
+    >>> launch = Launch(Mesh(data=4, tensor=2), Topology.load("nominal"), (0, 2, 4, 6, 1, 3, 5, 7))
+    >>> launch.groups(("tensor",)).tolist()
+    [[0, 2], [4, 6], [1, 3], [5, 7]]
     """
 
-    mesh: Mesh
-    topology: Topology
-    ids: tuple[int, ...]
-    hosts: tuple[str, ...] = ()
+    mesh: Mesh  # its device ids are the ranks (or a framework's device numbers), in mesh order
+    topology: Topology  # the hardware
+    ids: tuple[int, ...]  # topology ids in mesh order
+    hosts: tuple[str, ...] = ()  # names of the hosts in the order of the topology's units; empty where unknown
+    # Whether groups list their members by rank and not by coordinate, as torch's `new_group` does
     by_rank: bool = False
 
     def __post_init__(self) -> None:
@@ -115,17 +108,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the groups over some axes pass from unit to unit in member order, closing the ring.
+    """How the groups over some axes pass from unit to unit in member order, closing the ring."""
 
-    Args:
-        axes: The axes, major first.
-        crossings: For each level, the pairs of neighbours in different units, over all groups.
-        contiguous: The same if every group visited a unit once: the least possible.
-    """
-
-    axes: tuple[str, ...]
-    crossings: tuple[int, ...]
-    contiguous: tuple[int, ...]
+    axes: tuple[str, ...]  # the axes, major first
+    crossings: tuple[int, ...]  # for each level, the pairs of neighbours in different units, over all groups
+    contiguous: tuple[int, ...]  # the same if every group visited a unit once: the least possible
 
     @property
     def detours(self) -> tuple[int, ...]:
@@ -143,9 +130,8 @@ def spanned(groups: Ints, topology: Topology) -> Ints:
     Returns:
         Counts `[L, G]`.
 
-    Example:
-        >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
-        [[2, 1], [3, 3]]
+    >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
+    [[2, 1], [3, 3]]
     """
     ordered = np.sort(groups, axis=1)
     units = [ordered // stride for stride in topology.strides]
@@ -162,9 +148,8 @@ def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
     Returns:
         For each level the most groups with members inside one unit and outside it: they share its uplinks.
 
-    Example:
-        >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
-        (8, 1)
+    >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
+    (8, 1)
     """
     most: list[int] = []
     for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True):

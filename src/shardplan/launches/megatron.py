@@ -36,9 +36,8 @@ DEFAULT = "-".join(NAMES)
 def name_of(axis: str) -> str | None:
     """Return Megatron's name of an axis, None where it has none.
 
-    Example:
-        >>> name_of("tensor")
-        'tp'
+    >>> name_of("tensor")
+    'tp'
     """
     return next((name for name, words in NAMES.items() if axis in words), None)
 
@@ -56,9 +55,8 @@ def fastest_first(order: str, mesh: Mesh) -> tuple[str, ...]:
     Raises:
         ParseError: A name is unknown or stands twice, or an axis of the mesh is missing.
 
-    Example:
-        >>> fastest_first("tp-dp", Mesh(data=4, tensor=2))
-        ('tensor', 'data')
+    >>> fastest_first("tp-dp", Mesh(data=4, tensor=2))
+    ('tensor', 'data')
     """
     table: dict[str, str] = {}
     for axis in mesh.axes:
@@ -95,9 +93,8 @@ def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
     Returns:
         Ranks in the mesh's shape.
 
-    Example:
-        >>> order_ranks(Mesh(data=2, tensor=3), ("data", "tensor")).tolist()
-        [[0, 2, 4], [1, 3, 5]]
+    >>> order_ranks(Mesh(data=2, tensor=3), ("data", "tensor")).tolist()
+    [[0, 2, 4], [1, 3, 5]]
     """
     slowest = list(reversed(fastest))
     grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in slowest])
@@ -121,9 +118,8 @@ def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Mat
 
     Source: NVIDIA/Megatron-LM `RankGenerator`, read on levels.
 
-    Example:
-        >>> greedy_matrix(Mesh(data=4, tensor=4), Topology.load("dgx-a100", nodes=2), ("tensor", "data"))
-        ((2, 2), (1, 4))
+    >>> greedy_matrix(Mesh(data=4, tensor=4), Topology.load("dgx-a100", nodes=2), ("tensor", "data"))
+    ((2, 2), (1, 4))
     """
     if mesh.size != topology.size:
         raise TopologyError(
@@ -164,12 +160,11 @@ def order_of(placement: Placement) -> str | None:
         All five names, of several strings the one that permutes the last names of Megatron's default; None where no
         string gives the matrix or an axis has no name there.
 
-    Example:
-        >>> topology = Topology.load("dgx-a100", nodes=2)
-        >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
-        'tp-cp-ep-dp-pp'
-        >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
-        'cp-ep-dp-tp-pp'
+    >>> topology = Topology.load("dgx-a100", nodes=2)
+    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
+    'tp-cp-ep-dp-pp'
+    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
+    'cp-ep-dp-tp-pp'
     """
     return next(iter(orders_of(placement)), None)
 

@@ -25,44 +25,29 @@ Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A group that keeps a launch from being a placement.
+    """A group that keeps a launch from being a placement."""
 
-    Args:
-        axes: The axes it varies over.
-        level: Name of the level where it does not fit.
-        ranks: Its members.
-        spans: Units of the level that it spans.
-        expected: Units that it would span in a placement.
-    """
-
-    axes: tuple[str, ...]
-    level: str
-    ranks: tuple[int, ...]
-    spans: int
-    expected: int
+    axes: tuple[str, ...]  # the axes it varies over
+    level: str  # name of the level where it does not fit
+    ranks: tuple[int, ...]  # its members
+    spans: int  # units of the level that it spans
+    expected: int  # units that it would span in a placement
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a launch is as a placement.
+    """What a launch is as a placement."""
 
-    Args:
-        verdict: `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh
-            also the order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an
-            order that costs rings, or algorithms that halve and double, more; or `not a placement`.
-        matrix: The placement's, None where there is none.
-        spans: For each axis and level the least and the greatest number of units that its groups span.
-        rings: One for each axis, and for each tuple of axes that was asked for.
-        strays: The offending groups, of the smallest set of axes that has some.
-        reason: Why it is interleaved or no placement, one sentence; else empty.
-    """
-
+    # `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh also the
+    # order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an order that costs
+    # rings, or algorithms that halve and double, more; or `not a placement`
     verdict: Verdict
-    matrix: Matrix | None
+    matrix: Matrix | None  # the placement's, None where there is none
+    # For each axis and level the least and the greatest number of units that its groups span
     spans: tuple[tuple[tuple[int, int], ...], ...]
-    rings: tuple[Ring, ...]
-    strays: tuple[Stray, ...]
-    reason: str
+    rings: tuple[Ring, ...]  # one for each axis, and for each tuple of axes that was asked for
+    strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
+    reason: str  # why it is interleaved or no placement, one sentence; else empty
 
 
 def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
@@ -80,9 +65,8 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
 
     Source: arXiv 2110.10548, read backwards.
 
-    Example:
-        >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
-        'canonical'
+    >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
+    'canonical'
     """
     mesh, topology = launch.mesh, launch.topology
     counts = [spanned(launch.groups((axis,)), topology) for axis in mesh.axes]

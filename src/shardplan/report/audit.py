@@ -41,18 +41,17 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     Raises:
         LayoutError: No such framework.
 
-    Example:
-        >>> topology = Topology.load("gcp-a100x16", nodes=2)
-        >>> print(audit_text(audit(range(32), Mesh(data=2, tensor=16), topology)))
-        verdict  canonical
-        matrix   data=[2, 1], tensor=[1, 16]
-        on       gcp-a100x16: node=2 x gpu=16, 32 devices
-        <BLANKLINE>
-        axes    node  gpu  groups a NIC
-        data       2    1            16
-        tensor     1   16             -
-        <BLANKLINE>
-        cause    no traffic is given, so nothing is known to be better than this matrix
+    >>> topology = Topology.load("gcp-a100x16", nodes=2)
+    >>> print(audit_text(audit(range(32), Mesh(data=2, tensor=16), topology)))
+    verdict  canonical
+    matrix   data=[2, 1], tensor=[1, 16]
+    on       gcp-a100x16: node=2 x gpu=16, 32 devices
+    <BLANKLINE>
+    axes    node  gpu  groups a NIC
+    data       2    1            16
+    tensor     1   16             -
+    <BLANKLINE>
+    cause    no traffic is given, so nothing is known to be better than this matrix
     """
     if framework not in FRAMEWORKS:
         raise LayoutError(f"fix for {framework!r} is unknown; legal: {', '.join(FRAMEWORKS)}")

@@ -67,11 +67,10 @@ def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]
     Returns:
         For the inputs and for each step up to `MOST_VALUES` frames.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
-        >>> [h.box for h in frame.held]
-        [((0, 2),), ((2, 4),)]
+    >>> from shardplan.core.mesh import Mesh
+    >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
+    >>> [h.box for h in frame.held]
+    [((0, 2),), ((2, 4),)]
     """
     if isinstance(subject, TensorType):
         devices = tuple(sorted(subject.mesh.devices))[:most_devices]

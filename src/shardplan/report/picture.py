@@ -32,15 +32,14 @@ def text_picture(subject: Program | TensorType) -> str:
     Returns:
         Lines of text, with a legend of the marks that were used.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> print(text_picture(TensorType.parse("f32[4@x]", Mesh(x=2))))
-        f32[4@x]
-          device 0 (0)  device 1 (1)
-          0 1 . .       . . 2 3
-        <BLANKLINE>
-        0, 1, ...     elements of the array, numbered in row-major order
-        device 1 (1)  the device with the id 1, at x=1
+    >>> from shardplan.core.mesh import Mesh
+    >>> print(text_picture(TensorType.parse("f32[4@x]", Mesh(x=2))))
+    f32[4@x]
+      device 0 (0)  device 1 (1)
+      0 1 . .       . . 2 3
+    <BLANKLINE>
+    0, 1, ...     elements of the array, numbered in row-major order
+    device 1 (1)  the device with the id 1, at x=1
     """
     drawn = frames(subject, MOST_LISTED)
     lines = cuts(drawn)

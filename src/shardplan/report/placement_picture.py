@@ -49,25 +49,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture of a placement shows.
+    """What a picture of a placement shows."""
 
-    Args:
-        launch: What is drawn.
-        findings: What it is as a placement.
-        demands: What a step communicates.
-        level: The level whose units are boxes; None where all devices are in one.
-        boxes: The hosts drawn: the first ones and the last.
-        hidden: Hosts left out before the last box.
-        crossing: For each axis and level the groups that leave the busiest unit.
-    """
-
-    launch: Launch
-    findings: Findings
-    demands: tuple[Demand, ...]
-    level: Level | None
-    boxes: tuple[Box, ...]
-    hidden: int
-    crossing: tuple[tuple[int, ...], ...]
+    launch: Launch  # what is drawn
+    findings: Findings  # what it is as a placement
+    demands: tuple[Demand, ...]  # what a step communicates
+    level: Level | None  # the level whose units are boxes; None where all devices are in one
+    boxes: tuple[Box, ...]  # the hosts drawn: the first ones and the last
+    hidden: int  # hosts left out before the last box
+    crossing: tuple[tuple[int, ...], ...]  # for each axis and level the groups that leave the busiest unit
 
 
 def scene(
@@ -171,24 +161,23 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
     Raises:
         LayoutError: Traffic is malformed.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> from shardplan.hardware.topology import Topology
-        >>> small = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
-        >>> print(text_placement(Placement(Mesh(data=2, tensor=2), small, ((2, 1), (1, 2)))))
-        data=2, tensor=2 on dgx-a100 (node=2 x gpu=2): canonical
-        <BLANKLINE>
-        axis    node  gpu
-        data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
-        tensor     1    2  stays inside
-        <BLANKLINE>
-        + node 0 ------+
-        | 0:0,0  1:0,1 |
-        +--------------+
-        + node 1 ------+
-        | 2:1,0  3:1,1 |
-        +--------------+
-        a cell is rank:data,tensor
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> small = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+    >>> print(text_placement(Placement(Mesh(data=2, tensor=2), small, ((2, 1), (1, 2)))))
+    data=2, tensor=2 on dgx-a100 (node=2 x gpu=2): canonical
+    <BLANKLINE>
+    axis    node  gpu
+    data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
+    tensor     1    2  stays inside
+    <BLANKLINE>
+    + node 0 ------+
+    | 0:0,0  1:0,1 |
+    +--------------+
+    + node 1 ------+
+    | 2:1,0  3:1,1 |
+    +--------------+
+    a cell is rank:data,tensor
     """
     drawn = scene(subject, traffic)
     mesh = drawn.launch.mesh

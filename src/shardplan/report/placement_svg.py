@@ -55,11 +55,10 @@ def svg_placement(
     Raises:
         LayoutError: Traffic is malformed.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> from shardplan.hardware.topology import Topology
-        >>> svg_placement(Placement(Mesh(x=8), Topology.load("nominal"), ((8,),)))[:11]
-        '<svg xmlns='
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> svg_placement(Placement(Mesh(x=8), Topology.load("nominal"), ((8,),)))[:11]
+    '<svg xmlns='
     """
     return _PlacementPage(scene(subject, traffic, MOST_BOXES)).document(title)
 

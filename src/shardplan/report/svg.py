@@ -44,10 +44,9 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
     Returns:
         An SVG document with no references to anything outside it.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> svg_picture(TensorType.parse("f32[4@x]", Mesh(x=2)))[:11]
-        '<svg xmlns='
+    >>> from shardplan.core.mesh import Mesh
+    >>> svg_picture(TensorType.parse("f32[4@x]", Mesh(x=2)))[:11]
+    '<svg xmlns='
     """
     drawn = frames(subject, MOST_DEVICES)
     meshes = (subject.mesh,) if isinstance(subject, TensorType) else subject.meshes

@@ -37,15 +37,14 @@ def timeline_text(timeline: Timeline) -> str:
     Returns:
         Lines of text: the steps, then the makespan, what the critical path consists of, idle time, memory.
 
-    Example:
-        >>> from shardplan.simulation.interval import Interval
-        >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
-        predicted
-        step  op              devices   min  median   max  received
-           0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
-        makespan       2 us
-        critical path  all_gather 100 %
-        idle           0 s, bubbles 0 s, each at its worst device
+    >>> from shardplan.simulation.interval import Interval
+    >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
+    predicted
+    step  op              devices   min  median   max  received
+       0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
+    makespan       2 us
+    critical path  all_gather 100 %
+    idle           0 s, bubbles 0 s, each at its worst device
     """
     rows = [["step", "op", "devices", "min", "median", "max", "received"]]
     for row in _rows(timeline):
@@ -88,13 +87,12 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
     Raises:
         TimelineError: A step is another op in one than in the other.
 
-    Example:
-        >>> from shardplan.simulation.interval import Interval
-        >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
-        >>> print(comparison_text(*both))
-        step  op           predicted  measured min  median   max  ratio
-           0  permute(%0)       2 us          3 us    3 us  3 us   1.50
-              makespan          2 us                  3 us         1.50
+    >>> from shardplan.simulation.interval import Interval
+    >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
+    >>> print(comparison_text(*both))
+    step  op           predicted  measured min  median   max  ratio
+       0  permute(%0)       2 us          3 us    3 us  3 us   1.50
+          makespan          2 us                  3 us         1.50
     """
     sides = [{row.step if row.step is not None else row.kind: row for row in _rows(t)} for t in (predicted, measured)]
     order = {row: None for side in sides for row in side}

@@ -44,19 +44,12 @@ MOST = 1e100  # bytes of a demand in a step: any sum over devices is finite
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One collective of a step.
+    """One collective of a step."""
 
-    Args:
-        axes: The axes it runs over, in mesh order.
-        op: A member of `OPS`.
-        nbytes: Bytes a member holds before it.
-        count: How often a step runs it.
-    """
-
-    axes: tuple[str, ...]
-    op: str
-    nbytes: float
-    count: float = 1.0
+    axes: tuple[str, ...]  # the axes it runs over, in mesh order
+    op: str  # A member of `OPS`
+    nbytes: float  # bytes a member holds before it
+    count: float = 1.0  # how often a step runs it
 
     def __str__(self) -> str:
         """Say the demand in a line."""
@@ -82,9 +75,8 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
     Raises:
         LayoutError: An axis is unknown or stands twice, an op is unknown, bytes or a count are no number of 0 or more.
 
-    Example:
-        >>> [str(d) for d in demands_of({("data",): 2e9}, Mesh(data=4, tensor=2))]
-        ['all_reduce over data: 2 GB']
+    >>> [str(d) for d in demands_of({("data",): 2e9}, Mesh(data=4, tensor=2))]
+    ['all_reduce over data: 2 GB']
     """
     found: list[Demand] = []
     if isinstance(traffic, str):
@@ -128,9 +120,8 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, flo
     Raises:
         ParseError: A term is malformed, its unit or its op unknown; it points at the term.
 
-    Example:
-        >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
-        {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
+    >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
+    {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
     """
     found: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
     border.text("traffic", text, ParseError)

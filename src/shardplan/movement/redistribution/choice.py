@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
@@ -47,7 +48,7 @@ class Simplicity(NamedTuple):
     text: tuple[str, ...]  # says nothing of the programs, but makes plans deterministic
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chosen:
     """A program that satisfies the rules, and its price."""
 
@@ -56,9 +57,9 @@ class Chosen:
     exact: bool
     price: float
 
-    @property
+    @cached_property
     def simplicity(self) -> Simplicity:
-        """How simple the program is; computed when asked, since most prices differ."""
+        """How simple the program is: only asked where prices tie."""
         steps, rounds = self.program.steps, self.books.rounds
         return Simplicity(
             sum(r > 0 for r in rounds),
