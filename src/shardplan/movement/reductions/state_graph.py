@@ -88,7 +88,7 @@ def explore(sizes: Sequence[int], owner: Sequence[int] | None = None) -> Explora
         raise Infeasible(f"states of {members} members are not explored; at most {MOST_EXPLORED} are")
     groups = np.zeros(members, dtype=np.int64) if owner is None else np.asarray(owner)
     rows = int(np.bincount(groups).max())
-    dtype = np.uint16 if members <= 16 else np.uint64  # of four digits a quarter of the memory
+    dtype = np.uint16 if members <= 16 else np.uint64  # a bit a member; the narrow ones take a quarter
     own = np.left_shift(1, np.arange(members, dtype=np.uint64)).astype(dtype)
     start = np.repeat(own[:, None], rows, axis=1)
     whole = np.array([np.bitwise_or.reduce(own[groups == g]) for g in groups], dtype=dtype)
