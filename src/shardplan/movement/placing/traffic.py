@@ -21,8 +21,8 @@ from shardplan.core.program import Program
 from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.hardware.units import format_bytes, parse_bytes
 
-# Of each op the letters of every factor before and after (see `reductions.type_graph`); None where it is no reduction. A
-# permute sends to the next member.
+# Of each op the letters of every factor before and after (see `reductions.type_graph`); None where it is no reduction.
+# A permute sends to the next member.
 OPS: dict[str, tuple[str, str] | None] = {
     "all_reduce": ("P", "U"),
     "reduce_scatter": ("P", "S"),
