@@ -43,17 +43,12 @@ def name_of(axis: str) -> str | None:
 
 
 def fastest_first(order: str, mesh: Mesh) -> tuple[str, ...]:
-    """Read an order string.
+    """Return all axes of a mesh in the order that an order string says, the fastest first.
 
-    Args:
-        order: Such as `"tp-cp-ep-dp-pp"`; names of degree 1 may be left out.
-        mesh: The degrees: axes are called tp, cp, ep, dp, pp, or tensor, context, expert, data, pipeline.
+    The string is such as `"tp-cp-ep-dp-pp"`; names of degree 1 may be left out. Axes are called tp, cp, ep, dp, pp, or
+    tensor, context, expert, data, pipeline (`NAMES` has all).
 
-    Returns:
-        All axes of the mesh, the fastest first.
-
-    Raises:
-        ParseError: A name is unknown or stands twice, or an axis of the mesh is missing.
+    Raises `ParseError` where a name is unknown or stands twice, or an axis of the mesh is missing.
 
     >>> fastest_first("tp-dp", Mesh(data=4, tensor=2))
     ('tensor', 'data')
@@ -84,14 +79,9 @@ def fastest_first(order: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
-    """Number the ranks of a mesh in an order of its axes.
+    """Return the ranks of a mesh numbered in an order of its axes, int64 in the mesh's shape.
 
-    Args:
-        mesh: The axes; the devices it names play no part.
-        fastest: All its axes, fastest first.
-
-    Returns:
-        Ranks in the mesh's shape.
+    `fastest` holds all its axes, the fastest first; the devices that the mesh names play no part.
 
     >>> order_ranks(Mesh(data=2, tensor=3), ("data", "tensor")).tolist()
     [[0, 2, 4], [1, 3, 5]]
@@ -102,19 +92,10 @@ def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
 
 
 def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Matrix:
-    """Fill the levels from the innermost out with axes in an order.
+    """Return the matrix that fills the levels from the innermost out with axes in an order, the fastest first.
 
-    Args:
-        mesh: The axes.
-        topology: As many devices.
-        fastest: All axes, fastest first.
-
-    Returns:
-        The matrix.
-
-    Raises:
-        TopologyError: An axis ends inside a unit whose boundary it does not divide: the order is no placement; or
-            sizes differ.
+    Raises `TopologyError` where an axis ends inside a unit whose boundary it does not divide, so that the order is no
+    placement, or where sizes differ.
 
     Source: NVIDIA/Megatron-LM `RankGenerator`, read on levels.
 
@@ -151,14 +132,10 @@ def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Mat
 
 
 def order_of(placement: Placement) -> str | None:
-    """Find the order string that gives a placement's matrix on ranks that stand host by host.
+    """Return the order string that gives a placement's matrix on ranks that stand host by host.
 
-    Args:
-        placement: Its axes bear names that Megatron knows, see `fastest_first`.
-
-    Returns:
-        All five names, of several strings the one that permutes the last names of Megatron's default; None where no
-        string gives the matrix or an axis has no name there.
+    It has all five names; of several strings it is the one that permutes the last names of Megatron's default. None
+    where no string gives the matrix, or an axis has no name there (see `fastest_first`).
 
     >>> topology = Topology.load("dgx-a100", nodes=2)
     >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
@@ -170,7 +147,7 @@ def order_of(placement: Placement) -> str | None:
 
 
 def orders_of(placement: Placement) -> tuple[str, ...]:
-    """List the order strings that give a placement's matrix, those that differ only in degrees of 1 once."""
+    """Return the order strings that give a placement's matrix, those that differ only in degrees of 1 once."""
     mesh, topology = placement.mesh, placement.topology
     names = [name_of(axis) for axis in mesh.axes]
     if None in names or len(set(names)) < len(names):
