@@ -177,8 +177,8 @@ def audit(
     as_json: Json = False,
 ) -> int:
     """Say how a launch that exists is placed, what that costs, and how to do better."""
+    from shardplan.cli.audit import audit_command
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.audit import audit_command
     from shardplan.report.text import json_text
 
     check_writable(svg)
