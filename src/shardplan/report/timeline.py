@@ -29,13 +29,10 @@ class _Row:
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """Return a table of a timeline: per step its seconds over the devices, and the bytes at the worst device.
+    """Return a timeline as a table: per step its seconds over the devices, and the bytes at the worst device.
 
-    Args:
-        timeline: Predicted or measured. Intervals without a step are gathered by kind.
-
-    Returns:
-        Lines of text: the steps, then the makespan, what the critical path consists of, idle time, memory.
+    Below stand the makespan, what the critical path consists of, idle time and memory. Intervals without a step are
+    gathered by kind.
 
     >>> from shardplan.simulation.interval import Interval
     >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
@@ -74,18 +71,12 @@ def timeline_text(timeline: Timeline) -> str:
 
 
 def comparison_text(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of two timelines of one program: per step the seconds of both, and their ratio.
+    """Return two timelines of one program as a table: per step the seconds of both, and their ratio.
 
-    Args:
-        predicted: Its seconds are the medians over devices.
-        measured: Its seconds are smallest, median and largest over devices; waiting for peers inside an op is in them.
-
-    Returns:
-        Lines of text; the ratio is measured over predicted, of medians and, on the last line, of makespans. A step that
-        only one side has, and a ratio to a prediction of 0, is a dash.
-
-    Raises:
-        TimelineError: A step is another op in one than in the other.
+    Predicted seconds are medians over devices; measured ones smallest, median and largest, with the waiting for peers
+    inside an op. The ratio is measured over predicted, of medians and, on the last line, of makespans. A step that only
+    one side has, and a ratio to a prediction of 0, is a dash. Raises `TimelineError` where a step is another op in one
+    than in the other.
 
     >>> from shardplan.simulation.interval import Interval
     >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
