@@ -12,7 +12,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.launches.launch import Launch
 from shardplan.movement.placing.traffic import Demand, Traffic
 from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas
-from shardplan.report.placement_picture import HostBox, Cell, Scene, box_name, crossed, heading, load_text, scene
+from shardplan.report.placement_picture import Cell, HostBox, Scene, box_name, crossed, heading, load_text, scene
 
 MARGIN = 24
 MOST_BOXES = 8

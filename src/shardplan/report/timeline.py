@@ -14,7 +14,7 @@ WIDEST = 60  # characters of an op's text
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _StepRow:
     """One step: its seconds on every device that took part (all its intervals there), and the most bytes received."""
 
     step: int | None
@@ -112,7 +112,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
     return "\n".join(_table(rows))
 
 
-def _rows(timeline: Timeline) -> list[_Row]:
+def _rows(timeline: Timeline) -> list[_StepRow]:
     """The steps in order, then what has no step, by kind."""
     found: dict[int | str, list[Interval]] = {}
     for interval in timeline.intervals:
@@ -121,7 +121,7 @@ def _rows(timeline: Timeline) -> list[_Row]:
     return [_row(found[k]) for k in [*numbered, *(k for k in found if isinstance(k, str))]]
 
 
-def _row(intervals: Sequence[Interval]) -> _Row:
+def _row(intervals: Sequence[Interval]) -> _StepRow:
     seconds: dict[int, float] = {}
     received: dict[int, int] = {}
     for interval in intervals:
@@ -129,10 +129,10 @@ def _row(intervals: Sequence[Interval]) -> _Row:
         received[interval.device] = received.get(interval.device, 0) + interval.received_bytes
     first = intervals[0]
     name = first.kind if first.step is None else first.name
-    return _Row(first.step, name, first.kind, tuple(seconds.values()), max(received.values()))
+    return _StepRow(first.step, name, first.kind, tuple(seconds.values()), max(received.values()))
 
 
-def _number(row: _Row) -> str:
+def _number(row: _StepRow) -> str:
     return "-" if row.step is None else str(row.step)
 
 

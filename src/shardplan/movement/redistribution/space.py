@@ -41,7 +41,7 @@ class Edges:
     portable: np.ndarray  # no exchange over more than half of the devices
 
 
-class _Ends(NamedTuple):
+class _EdgeEnd(NamedTuple):
     """The types at one end of edges: masks of runs, and the size of a shard."""
 
     partial: np.ndarray
@@ -205,10 +205,10 @@ class Space:
             return self._reductions(found, relation, before, after)
         return found
 
-    def _ends(self, types: np.ndarray) -> _Ends:
-        return _Ends(self.partial[types], self.root[types], self.used[types], self.size[types])
+    def _ends(self, types: np.ndarray) -> _EdgeEnd:
+        return _EdgeEnd(self.partial[types], self.root[types], self.used[types], self.size[types])
 
-    def _reductions(self, found: Edges, relation: _Relation, before: _Ends, after: _Ends) -> Edges:
+    def _reductions(self, found: Edges, relation: _Relation, before: _EdgeEnd, after: _EdgeEnd) -> Edges:
         """Return the edges with the ops that change the partial or root runs, of which there are none yet.
 
         Each such op is legal only where it alone explains the difference between the types, so no two are on one edge.
