@@ -28,7 +28,7 @@ from shardplan.launches.fixes import Fix, fix, renumbered
 from shardplan.launches.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
-from shardplan.movement.placing.place import rank
+from shardplan.movement.placing.placed import ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
@@ -260,7 +260,7 @@ def stock_ranking(
     Raises:
         TopologyError: Sizes differ.
     """
-    rows = rank(list(placements(mesh, topology)), demands, programs="stock")
+    rows = ranked(list(placements(mesh, topology)), demands, programs="stock")
     return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
 
 
