@@ -1,98 +1,77 @@
-"""The ranks of torch as threads of this process: bound steps on queues instead of sockets, every message counted.
+"""The devices of a program as threads of this process, with queues for connections, every message counted.
 
-What stands in for `TorchWire` takes the same calls. A message arrives where it is received next from its sender, as on
-one connection, and must have the size of the buffer it is received into.
+A backend's tests bring what stands in for its wire and takes the same calls. What one device sends another arrives in
+the order in which it is sent.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from shardplan.core.program import Program
-from shardplan.execution.torch.dtypes import to_numpy, to_torch
-from shardplan.execution.torch.run import TorchExecutable, finish
 
 PATIENCE = 60.0  # seconds: only against a hang
-Posted = list[tuple[int, Any]]
+Shards = list[np.ndarray]
 
 
 class Network:
     """What is under way between devices, and the bytes of every message, by (sender, receiver), in order."""
 
     def __init__(self) -> None:
-        self.wires: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
         self.sent: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.lock = threading.Lock()
+        self._wires: dict[tuple[int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+        self._lock = threading.Lock()  # of the tables: each queue has its own
 
-    def between(self, sender: int, receiver: int) -> queue.Queue[torch.Tensor]:
-        with self.lock:  # a defaultdict is no place for two threads at once
-            return self.wires[sender, receiver]
+    def send(self, sender: int, receiver: int, data: bytes) -> None:
+        with self._lock:
+            self.sent[sender, receiver].append(len(data))
+            wire = self._wires[sender, receiver]
+        wire.put(data)
 
+    def receive(self, sender: int, receiver: int) -> bytes:
+        with self._lock:
+            wire = self._wires[sender, receiver]
+        return wire.get(timeout=PATIENCE)
 
-@dataclass
-class ThreadWire:
-    """The traffic of one device."""
+    def received(self, receiver: int) -> int:
+        """The bytes that a device was sent in all."""
+        return sum(sum(sizes) for (_, other), sizes in self.sent.items() if other == receiver)
 
-    network: Network
-    me: int
-    received: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    awaited: dict[int, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
-
-    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(elements, dtype=dtype)
-
-    def post(
-        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
-    ) -> tuple[Posted, Posted]:
-        for peer, x in receives:
-            self.awaited[peer].append(x)
-            self.received += x.nbytes
-        for peer, x in sends:
-            with self.network.lock:
-                self.network.sent[self.me, peer].append(x.nbytes)
-            self.network.between(self.me, peer).put(x.clone())
-        return [(peer, x) for peer, x in receives], [(peer, None) for peer, _ in sends]
-
-    def wait(self, pending: Posted) -> None:
-        for peer, x in pending:
-            self.wait_one(peer, x)
-
-    def wait_one(self, peer: int, x: torch.Tensor | None) -> None:
-        while x is not None and any(x is y for y in self.awaited[peer]):
-            into, came = self.awaited[peer].popleft(), self.network.between(peer, self.me).get(timeout=PATIENCE)
-            assert into.nbytes == came.nbytes
-            into.view(-1).view(torch.uint8).copy_(came.view(-1).view(torch.uint8))
+    @property
+    def quiet(self) -> bool:
+        """Whether all that was sent has been received."""
+        return all(wire.empty() for wire in self._wires.values())
 
 
-def played(
-    program: Program, inputs: list[list[np.ndarray]], bind: Callable[..., Any]
-) -> tuple[list[list[np.ndarray]], Network]:
-    """Run a program on all its devices, a thread each; the shards of every output in mesh order, and the network."""
+Drive = Callable[[Program, int, Mapping[str, Any], Network], Shards]
+
+
+def played(program: Program, inputs: list[Shards], drive: Drive) -> tuple[list[Shards], Network]:
+    """Run a program on all its devices, a thread each; the shards of every output in mesh order, and the network.
+
+    Args:
+        program: The program.
+        inputs: By input the shards in mesh order.
+        drive: Runs the program on a device, given its shards by input, where it has one; returns a shard an output.
+    """
     network = Network()
-    results: dict[int, list[torch.Tensor]] = {}
+    results: dict[int, Shards] = {}
     broken: list[BaseException] = []
 
     def one(device: int) -> None:
         try:
-            values = {
-                name: to_torch(shards[t.mesh.devices.index(device)]).contiguous()
+            own = {
+                name: shards[t.mesh.devices.index(device)]
                 for (name, t), shards in zip(program.inputs, inputs, strict=True)
                 if device in t.mesh.devices
             }
-            absent = {name: torch.empty(0) for name, t in program.inputs if device not in t.mesh.devices}
-            watch: Any = SimpleNamespace(at=lambda step: None)
-            wire: Any = ThreadWire(network, device)
-            results[device] = finish(TorchExecutable(program, device, bind).drive(absent | values, wire, watch))
+            results[device] = drive(program, device, own, network)
         except BaseException as error:
             broken.append(error)
 
@@ -104,6 +83,5 @@ def played(
         assert not thread.is_alive()
     if broken:
         raise broken[0]
-    assert all(wire.empty() for wire in network.wires.values()), "what is sent is received"
-    outputs = zip(range(len(program.outputs)), program.output_types, strict=True)
-    return [[to_numpy(results[d][k]) for d in t.mesh.devices] for k, t in outputs], network
+    assert network.quiet
+    return [[results[d][k] for d in t.mesh.devices] for k, t in enumerate(program.output_types)], network

@@ -105,7 +105,7 @@ def test_channels_are_added_when_blocks_grow_too_long() -> None:
 
 
 def test_a_block_may_have_as_many_steps_as_an_executor_takes() -> None:
-    """A part has 16 steps in the inner ring's block, so four parts have the 64 of one channel for each set of groups."""
+    """A part takes 16 steps of the inner ring's block, so four parts take the 64 that a block may have."""
     found = verify(msccl_text(TWO.program, parts=4))
     assert (found.channels, max(len(b.steps) for g in found.gpus for b in g.blocks)) == (2, MOST_STEPS)
 
