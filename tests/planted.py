@@ -11,7 +11,6 @@ What the tests launch has the fault, too (`planting/`).
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

@@ -21,8 +21,9 @@ from shardplan.errors import TopologyError, shown
 from shardplan.hardware.algorithms import ring
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Matrix, Placement, placements
-from shardplan.hardware.topology import Level, Topology, topology_of
+from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
 from shardplan.launches.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
