@@ -1,11 +1,10 @@
 """Faults planted in the package, one at a time, and the tests that must then fail.
 
-`faults/` lists them, a file a room: what is altered (`in`: a function, or a constant), a piece of its source that stands
-there once (`old`; a constant's repr), what stands there instead (`new`), what that is (`says`), and the tests that must
-fail then (`tests`). A fault is planted in a forked child: its function is compiled again from the altered source and takes
-the place of the old one's code, so that everybody who imported it has it; then pytest runs the tests there.
-
-What the tests launch has the fault, too (`planting/`).
+`faults/` lists them, a file a room: what is altered (`in`: a function, or a constant), a piece of its source that
+stands there once (`old`; a constant's repr), what stands there instead (`new`), what that is (`says`), and the tests
+that must fail then (`tests`). A fault is planted in a forked child: its function is compiled again from the altered
+source and takes the place of the old one's code, so that everybody who imported it has it; then pytest runs the tests
+there. Processes that they launch have the fault, too (`planting/`).
 
 `python -m tests.planted` tries all of them and lists those that survive; names select some.
 """

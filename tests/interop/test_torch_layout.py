@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
-from shardplan.interop.torch_layout import holdings, type_of  # noqa: E402
+from shardplan.interop.torch.layout import holdings, type_of  # noqa: E402
 
 CUTS = (Replicate(), Shard(0), *(_StridedShard(0, split_factor=k) for k in (2, 3, 4)))
 
