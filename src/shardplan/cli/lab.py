@@ -37,7 +37,7 @@ from shardplan.report.lab_text import LabAnswer, done_object, run_answer, sweep_
 from shardplan.simulation import events
 from shardplan.simulation.timeline import Timeline
 
-# Mbit/s by the cluster's sizes: what the processors of a small machine can carry, the outer level slower, as on any cluster.
+# Mbit/s by the cluster's sizes: what a small machine's processors can carry, the outer level slower, as it is.
 RATES = {"2x4": (200.0, 1000.0), "2x2x2": (100.0, 200.0, 1000.0), "4x4": (100.0, 500.0), "4x2": (200.0, 1000.0)}
 DEFAULT_OUT = "lab_sweep.json"
 
