@@ -84,29 +84,29 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
     """
     found: list[_HostLine] = []
     for number, line in _lines(text):
-        where = f"{source}, line {number}"
+        at = f"{source}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ParseError(f"{where}: {line!r} is no host; legal: {_LEGAL}")
+            raise ParseError(f"{at}: {line!r} is no host; legal: {_LEGAL}")
         words = dict(_WORD.findall(match["words"]))
         for word in words:
             if word.replace("-", "_") not in ("slots", "max_slots", "port"):
-                raise ParseError(f"{where}: {word!r} is unknown; legal: slots, max_slots, port")
+                raise ParseError(f"{at}: {word!r} is unknown; legal: slots, max_slots, port")
         form, count = ("plain", "1")
         if "slots" in words:
             form, count = "slots=", words["slots"]
         elif match["count"] is not None:
             form, count = ":n", match["count"]
         if not count.isdigit() or int(count) < 1:
-            raise ParseError(f"{where}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
+            raise ParseError(f"{at}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
         if found and found[0].form != form:
             first = found[0]
             raise ParseError(
-                f"{where}: {line!r} is of the form {form!r}, line {first.number} of the form {first.form!r}; legal is "
+                f"{at}: {line!r} is of the form {form!r}, line {first.number} of the form {first.form!r}; legal is "
                 f"one form in a file: {_LEGAL}"
             )
         if hosts is not None and match["host"] not in hosts.names:
-            raise ParseError(f"{where}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+            raise ParseError(f"{at}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
         found.append(_HostLine(number, match["host"], form, int(count)))
     if not found:
         raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
@@ -151,28 +151,26 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     table: dict[int, _RankLine] = {}
     holder: dict[tuple[str, int], int] = {}
     for number, line in _lines(text):
-        where = f"{source}, line {number}"
+        at = f"{source}, line {number}"
         match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
         if match is None:
-            raise ParseError(f"{where}: {line!r} places no rank; legal: {legal}")
+            raise ParseError(f"{at}: {line!r} places no rank; legal: {legal}")
         rank, host, slot = int(match["rank"]), match["host"], match["slot"]
         if not slot.isdigit():
-            raise ParseError(f"{where}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
+            raise ParseError(f"{at}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
         if host.startswith("+n"):
             if hosts is None or int(host[2:]) >= len(hosts.names):
                 have = f"has {len(hosts.names)} hosts" if hosts is not None else "is not given"
-                raise ParseError(
-                    f"{where}: {host!r} counts hosts of the hostfile, which {have}; legal is a host's name"
-                )
+                raise ParseError(f"{at}: {host!r} counts hosts of the hostfile, which {have}; legal is a host's name")
             host = hosts.names[int(host[2:])]
         if rank in table:
-            raise ParseError(f"{where}: rank {rank} stands in line {table[rank].number} already; each rank stands once")
+            raise ParseError(f"{at}: rank {rank} stands in line {table[rank].number} already; each rank stands once")
         if hosts is not None and host not in hosts.names:
-            raise ParseError(f"{where}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+            raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
         other = holder.setdefault((host, int(slot)), rank)
         if other != rank:
             raise ParseError(
-                f"{where}: slot {slot} of {host!r} holds rank {other} (line {table[other].number}) already; legal is "
+                f"{at}: slot {slot} of {host!r} holds rank {other} (line {table[other].number}) already; legal is "
                 "one rank a slot"
             )
         table[rank] = _RankLine(number, host, int(slot))

@@ -151,7 +151,10 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
 
 
 def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
-    """Put one axis of the target in its final place by a permute, so that the exchange needs a smaller group."""
+    """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
+
+    The exchange then needs a smaller group.
+    """
     for ours, theirs in zip(s.atoms, t.atoms, strict=True):
         # Only atoms of one size change places: the tiles then stay as they are, and a permute moves whole ones.
         if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
