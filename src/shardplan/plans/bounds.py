@@ -125,7 +125,7 @@ def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: In
     Returns:
         Seconds.
     """
-    place = fabric.place(ids)
+    place = fabric.topology_ids(ids)
     worst, outermost = 0.0, -1
     for j, wires in enumerate(fabric.wires):
         unit, row = np.unique(place // wires.stride, return_inverse=True)
@@ -204,7 +204,7 @@ def all_gather_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
 
 def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: Share, total: float) -> float:
     """Take the worst cut of units and arcs, and of each level (n-1) * total * B over the units' summed capacity."""
-    place = np.sort(fabric.place(members), axis=1)
+    place = np.sort(fabric.topology_ids(members), axis=1)
     groups, k = place.shape
     if k < 2 or not groups:
         return 0.0

@@ -80,7 +80,7 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)])
+    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.topology_ids(ids)])
     best = worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):

@@ -52,7 +52,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
     gone = mesh.fold(tuple(sorted(set(mesh.expand(source.layout.partial)) - kept)))
     if not gone:
         return 0.0
-    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.place(mesh.ids))
+    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
     single = len(demand.addends) == int(demand.need.sum())
     worst = 0.0
     for j, wires in enumerate(fabric.wires):

@@ -98,7 +98,7 @@ def simulate(
     laid = (where.mesh,) if isinstance(where, Placement) else ()
     fabric = fabric_of(where, program.meshes if isinstance(program, Program) else laid)
     devices = script.devices
-    home = dict(zip(devices, fabric.place(np.array(devices, dtype=np.int64)).tolist(), strict=True))
+    home = dict(zip(devices, fabric.topology_ids(np.array(devices, dtype=np.int64)).tolist(), strict=True))
     return _EventRun(script, Tree(topology, shared), home, constants or Constants()).timeline()
 
 
