@@ -13,8 +13,8 @@ import numpy as np
 from shardplan.hardware.algorithms import units_spanned
 from shardplan.hardware.fabric import Fabric, Floats, Ints
 
-# Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed dim
-# by dim, which costs the same for any number of pairs.
+# Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed
+# dim by dim, which costs the same for any number of pairs.
 _LISTED = 1 << 22
 _BLOCK = 1 << 24  # numbers in the tables of one block of rows of such a sum: 128 MB
 
