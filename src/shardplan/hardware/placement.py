@@ -290,7 +290,7 @@ def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
         """Yield what the columns from j on have left when the first row takes `need` from them."""
         if j == len(columns):
             if need == 0:
-                yield ()
+                yield ()  # the row is filled; where some of it is left over, these entries are no way
             return
         for x in range(min(need, columns[j]) + 1):
             for others in take(j + 1, need - x):

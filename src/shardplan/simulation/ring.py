@@ -60,7 +60,7 @@ def _stages(number: int, step: Step, operands: Sequence[TensorType]) -> Iterator
                 parts = [(_ids(t, g), _elements(u)[g], t.itemsize) for g in _groups(op, t)]
                 for c in range(op.chunks):
                     yield from merged((scatter(m, _chunk(n, c, op.chunks) * w) for m, n, w in parts), number)
-        case AllReduce():
+        case AllReduce():  # of each chunk the parts are reduced in one stage and gathered in the next
             for t in operands:
                 groups = [(_ids(t, g), owned(int(_elements(t)[g[0]]), len(g))) for g in _groups(op, t)]
                 for c in range(op.chunks):
