@@ -14,9 +14,9 @@ from shardplan.core.messages import (
     kept,
     lacking,
     messages,
+    most_senders,
     moved_atoms,
     own_places,
-    peers,
     permutation,
     tiles,
 )
@@ -46,7 +46,7 @@ def test_every_missing_element_arrives_once(pair: Pair) -> None:
     for k, c in enumerate(count):
         assert np.all(c[oracle.index(oracle.box(t, k))] == 1)
     arrived = Counter(receivers.tolist())
-    assert peers(s, t) == max(arrived.values(), default=0)
+    assert most_senders(s, t) == max(arrived.values(), default=0)
 
 
 @settings(max_examples=200, deadline=None)
