@@ -1,7 +1,7 @@
 """`run`: a program on shards, by a backend named in one explicit table.
 
-A backend is a folder of this room whose `run.py` has a function `run_program`, and one line here. Under a launcher (torchrun,
-mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
+A backend is a folder of this room whose `run.py` has a function `run_program`, and one line here. Under a launcher
+(torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
 """
 
 from __future__ import annotations
