@@ -228,7 +228,7 @@ def test_staging_is_one_buffer_each_way() -> None:
 
 
 def test_the_least_is_attained_on_the_narrowest_way() -> None:
-    """No plan needs less than the destination, and beside it, as its last step's operand, one element of each device."""
+    """No plan needs less than the destination and, as the operand of its last step, an element on each device."""
     s, t = (sp.TensorType.parse(x, sp.Mesh(a=2, b=2, c=2)) for x in ("f32[2, 2@(c,b)]", "f32[2@c, 2]"))
     assert least(s, t) == t.local_bytes() + 4
     plan = sp.redistribute(s, t, memory_limit=t.local_bytes() + 4)

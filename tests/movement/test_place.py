@@ -166,9 +166,8 @@ def test_a_degraded_unit():
 @pytest.mark.parametrize(
     ("levels", "slow", "before", "after", "renaming"),
     [
-        # A binomial tree over four nodes: 0 sends to 2, then 0 to 1 and 2 to 3. At a tenth and a half of the rate, nodes
-        # 0 and 1 make both rounds ten times as long. Swapped with each other they leave 2 and 10; but 0 swapped with 3
-        # leaves the first round at full rate.
+        # A binomial tree over four nodes: 0 sends to 2, then 0 to 1 and 2 to 3. Node 0, at a tenth of the rate, makes
+        # both rounds last 10. Swapped with node 1, at half of it, they last 2 and 10; swapped with node 3, 1 and 10.
         (((4, 1e9),), ((0, 0.1), (1, 0.5)), 10 + 10, 1 + 10, (3, 1, 2, 0)),
         # In two racks of two a slow node takes part in both rounds unless its own neighbour stands in for it.
         (((2, 1e12), (2, 1e9)), ((2, 0.1),), 10 + 10, 1 + 10, (0, 1, 3, 2)),
@@ -203,7 +202,7 @@ def test_two_members_attain_the_bound_of_a_demand():
 
 
 def test_the_gain_of_placing_is_the_worst_over_the_best_of_stock_collectives():
-    # Best programs rank otherwise than stock ones: the first placement is not the best of these, nor the last the worst.
+    # Best programs rank placements otherwise than stock collectives do.
     job = sp.Mesh(a=4, b=4), switches((4, 1e9), (4, 1e11)), {"a": [("reduce", 1e8, 1)], "b": 1e8}
     found, stock = (sp.place(*job, programs=kind, algorithm="ring") for kind in ("best", "stock"))
     assert found[0].placement != stock[0].placement
