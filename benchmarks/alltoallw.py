@@ -38,7 +38,8 @@ def child(count: int, repeats: int, seed: int, store: str) -> None:
     import shardplan as sp
     from benchmarks import suites
     from shardplan.core.ops import Exchange
-    from shardplan.core.program import Program, Step
+    from shardplan.core.program import Program
+    from shardplan.core.step import Step
     from shardplan.execution.torch.dtypes import to_numpy
 
     torch.set_num_threads(1)

@@ -39,6 +39,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from shardplan.interop import torch as drop_in
+from shardplan.interop.torch import moves
 
 STOCK, OURS = "stock", "ours"
 STEPS = ("call", "results", "gradient", "gradients")
@@ -84,11 +85,11 @@ class Ours:
         """In the place of `redistribute_local_tensor`."""
         if current_spec.mesh != target_spec.mesh:
             raise NotImplementedError("Cross device mesh comm not supported yet!")
-        move = drop_in.between(current_spec, target_spec, None, (None, None, WAIT))
+        move = moves.between(current_spec, target_spec, None, (None, None, WAIT))
         if move is None:
             return local_tensor
         self.moves[_kind(current_spec, target_spec)] += 1
-        return drop_in.moved(local_tensor, move, async_op)
+        return moves.moved(local_tensor, move, async_op)
 
     def whole(
         self, tensor: DTensor, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False,

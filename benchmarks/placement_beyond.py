@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.common import arguments, geomean, record, table, write
 
 import shardplan as sp
+from shardplan.hardware.level import Level
 from shardplan.hardware.level_factors import factors
-from shardplan.hardware.topology import Level
 
 ALGORITHMS = ("ring", "tree", "auto")
 PAYLOAD = 2**30

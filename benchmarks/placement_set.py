@@ -32,8 +32,8 @@ from typing import Any
 from benchmarks.common import ROOT, arguments, geomean, record, spread, table, timed, write
 
 import shardplan as sp
+from shardplan.hardware.level import Level
 from shardplan.hardware.level_factors import factors
-from shardplan.hardware.topology import Level
 
 SYSTEMS = (("gcp-a100x16", 2, 16), ("gcp-a100x16", 4, 16), ("gcp-v100x8", 2, 8), ("gcp-v100x8", 4, 8))
 ALGORITHMS = ("ring", "tree", "auto")

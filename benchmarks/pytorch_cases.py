@@ -142,7 +142,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
     import torch.distributed as dist
 
     from shardplan.execution.torch import faults as torch_faults
-    from shardplan.interop import torch as drop_in
+    from shardplan.interop.torch import moves
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     told = dist.FileStore(str(folder / "told"), world)
@@ -157,7 +157,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
             continue
         CALLS.clear()
         # a test that failed may have left the ranks apart
-        for kept in (drop_in._moves, torch_faults._runs, torch_faults._agreements):
+        for kept in (moves._moves, torch_faults._runs, torch_faults._agreements):
             kept.clear()
         told.set(f"{name} {rank}", outcome(kind, method, rank, world, folder / name, way))
         keys = [f"{name} {r}" for r in range(world)]

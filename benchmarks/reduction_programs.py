@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common import ROOT, Progress, arguments, record, table, write
 
 import shardplan as sp
-from shardplan.hardware.topology import Level
+from shardplan.hardware.level import Level
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.movement.reductions.instructions import Instruction
 from shardplan.movement.reductions.interpreter import run_instructions

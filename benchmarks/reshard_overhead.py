@@ -74,16 +74,15 @@ def rows(size: int, count: int) -> list[dict[str, Any]]:
     """All moves, in this process, which has eight devices."""
     import jax
 
-    from shardplan.interop import jax_outside
-    from shardplan.interop.jax import reshard
+    from shardplan.interop.jax import outside, reshard
 
     values = np.arange(size * size, dtype=np.float32).reshape(size, size)
     again = jax.jit(lambda x: x + 0)
-    shipped = jax_outside.SMALL_BYTES
+    shipped = outside.SMALL_BYTES
     out: list[dict[str, Any]] = []
     for kind, limit, small in (("shipped", None, shipped), ("planned", None, 0), ("limit", 10**9, shipped)):
-        jax_outside.SMALL_BYTES = small
-        jax_outside._way.cache_clear()
+        outside.SMALL_BYTES = small
+        outside._way.cache_clear()
         for name, (source, end) in moves().items():
             held = jax.device_put(values, source)
             ours = lambda x, end=end, limit=limit: reshard(x, end, memory_limit=limit)  # noqa: E731

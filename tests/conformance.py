@@ -18,8 +18,9 @@ from benchmarks import suites
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.ops import AllGather, AllReduce, Einsum, Elementwise, Op, ReduceDims, ReduceScatter
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
 from strategies import draw_type, legal_ops

@@ -9,7 +9,6 @@ the place of the old one's code, so that everybody who imported it has it; then 
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

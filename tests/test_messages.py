@@ -4,7 +4,7 @@ import pytest
 
 import shardplan as sp
 from shardplan.core.ops import AllGather
-from shardplan.core.program import Step
+from shardplan.core.step import Step
 
 MESH = sp.Mesh(x=2, y=2)
 

@@ -15,7 +15,8 @@ from exhaustive import PORTABLE, Graph
 from shardplan.core import accounting, messages, reference, tensor
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, movement, reduction
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.movement import redistribute
 from shardplan.movement.redistribution import choice, emit, search, single
 from shardplan.plans import certificate

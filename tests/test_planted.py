@@ -1,7 +1,6 @@
 """Every fault of `faults/` is caught by the tests that it names: they hold what they say, and hold it tightly."""
 
 import pytest
-
 from tests.planted import CAUGHT, SURVIVED, Fault, listed, outcome
 
 FAULTS = listed()

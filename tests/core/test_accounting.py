@@ -9,8 +9,9 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.accounting import account, bound_bytes, lower_bound
 from shardplan.core.ops import AllGather, Send, Slice
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
 from shardplan.core.reference import run_program
+from shardplan.core.step import Step
 from shardplan.movement.redistribute import plan_kept
 from shardplan.simulation.predict import predict
 

@@ -17,8 +17,9 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllReduce, Einsum, Elementwise, ReduceDims, Slice, matmul
 from shardplan.core.ops.compute import Compute
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, ShardplanError, TypingError
 

@@ -27,7 +27,8 @@ from shardplan.core.ops import (
     ToPartial,
 )
 from shardplan.core.pattern import Groups, Local, Messages
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import ShardplanError, TypingError

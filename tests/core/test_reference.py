@@ -10,7 +10,8 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.ops import AllGather
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 
 ANY = some.types(dtypes=("i32", "f32", "i64"))
 

@@ -39,8 +39,9 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 from shardplan.execution.record import Record

@@ -13,7 +13,8 @@ import numpy as np
 
 import shardplan as sp
 from shardplan.core.ops import AllGather, AllToAll, Elementwise
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 

@@ -5,7 +5,8 @@ import time
 
 import shardplan as sp
 from shardplan.core.ops import AllReduce
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.execution.lab import Cluster, Lab
 
 

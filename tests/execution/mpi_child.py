@@ -18,7 +18,8 @@ from conformance import Case, cases, data, differences  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.core.layout import make_layout  # noqa: E402
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send, Slice  # noqa: E402
-from shardplan.core.program import Program, Step  # noqa: E402
+from shardplan.core.program import Program  # noqa: E402
+from shardplan.core.step import Step  # noqa: E402
 from shardplan.execution.mpi import pacts as mpi_pacts  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
 from shardplan.execution.mpi.site import KEPT  # noqa: E402

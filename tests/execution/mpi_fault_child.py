@@ -19,7 +19,8 @@ from mpi4py import MPI  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 from shardplan.core.ops import AllGather, Permute, Reduce  # noqa: E402
-from shardplan.core.program import Program, Step  # noqa: E402
+from shardplan.core.program import Program  # noqa: E402
+from shardplan.core.step import Step  # noqa: E402
 from shardplan.execution.mpi import pacts as mpi_pacts  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
 from shardplan.execution.mpi import steps as mpi_steps  # noqa: E402

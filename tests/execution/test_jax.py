@@ -241,6 +241,6 @@ def test_reference_agrees_on_roots() -> None:
 
 
 def _step(op: Any) -> Any:
-    from shardplan.core.program import Step
+    from shardplan.core.step import Step
 
     return Step(op, ("0",), ("1",))

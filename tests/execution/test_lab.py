@@ -17,11 +17,13 @@ import shardplan as sp
 from conformance import cases
 from execution.lab_here import needs_lab
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Reduce, ReduceScatter
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.errors import Infeasible, ParseError, TopologyError
 from shardplan.execution.lab import Cluster, Lab, Measurement, Task, Unavailable, measure, missing, needs, session
+from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.topology import Topology
 from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.simulation.ring import script_of
 

@@ -5,7 +5,8 @@ import pytest
 
 import shardplan as sp
 from shardplan.core.ops import AllGather, Slice
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.execution import launched
 from shardplan.execution.measure import measure, own_devices, timeline_of
 from shardplan.execution.record import StepSpan

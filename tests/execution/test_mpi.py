@@ -13,7 +13,8 @@ import pytest
 import shardplan as sp
 from execution.mpi_launch import ROOT, launched, run
 from shardplan.core.ops import AllReduce
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.errors import BackendError
 from shardplan.interop.exports.mpi import bind
 

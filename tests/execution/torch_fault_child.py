@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import shardplan as sp
 from shardplan.core.ops import Elementwise
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.execution.torch import run as backend
 
 MESH = sp.Mesh(a=4)

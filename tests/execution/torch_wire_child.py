@@ -20,7 +20,8 @@ from shardplan.core.ops import (  # noqa: E402
     Reduce,
     ReduceScatter,
 )
-from shardplan.core.program import Program, Step  # noqa: E402
+from shardplan.core.program import Program  # noqa: E402
+from shardplan.core.step import Step  # noqa: E402
 from sockets import on_the_wire  # noqa: E402
 
 MESH = sp.Mesh(a=2, b=2)

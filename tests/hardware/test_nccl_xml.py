@@ -24,7 +24,7 @@ def machine(gpus=8, sm=80, links=12, nets=8, speed=200000, width=16, gts="16.0 G
 
 
 def test_a_node_of_eight_with_nvlink():
-    topology = parse_nccl_xml(machine(), name="a100")
+    topology = Topology(*parse_nccl_xml(machine(), name="a100"))
     node, gpu = topology.levels
     assert (node.name, node.size, node.bandwidth, node.uplinks, node.latency) == ("node", 1, 25e9, 8, 9.6e-6)
     assert (gpu.name, gpu.size, gpu.bandwidth, gpu.latency) == ("gpu", 8, 240e9, 3.4e-6)
@@ -43,7 +43,7 @@ def test_pci_where_there_is_no_nvlink(gts, width, rate):
 
 
 def test_one_level_without_network():
-    assert parse_nccl_xml(machine(nets=0, gpus=4)).level_sizes == (4,)
+    assert Topology(*parse_nccl_xml(machine(nets=0, gpus=4))).level_sizes == (4,)
 
 
 def test_load_sets_the_nodes(tmp_path):

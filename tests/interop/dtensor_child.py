@@ -25,7 +25,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial  # noqa: E402
 from torch.distributed.tensor._redistribute import redistribute_local_tensor  # noqa: E402
 
 from shardplan.interop.torch import redistribute  # noqa: E402
-from shardplan.interop.torch_layout import holdings  # noqa: E402
+from shardplan.interop.torch.layout import holdings  # noqa: E402
 
 SIZES = {2: ((2,), (1, 2)), 4: ((4,), (2, 2)), 6: ((6,), (3, 2), (2, 3)), 8: ((8,), (4, 2), (2, 4), (2, 2, 2))}
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)

@@ -13,8 +13,9 @@ import numpy as np  # noqa: E402
 import shardplan as sp  # noqa: E402
 from shardplan.core.messages import at_root  # noqa: E402
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial  # noqa: E402
-from shardplan.core.program import Program, Step  # noqa: E402
+from shardplan.core.program import Program  # noqa: E402
 from shardplan.core.reference import run_program  # noqa: E402
+from shardplan.core.step import Step  # noqa: E402
 from shardplan.core.tensor import TensorType  # noqa: E402
 from shardplan.errors import ShardplanError  # noqa: E402
 from shardplan.hardware import Level, Placement, Topology  # noqa: E402

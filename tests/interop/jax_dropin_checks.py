@@ -149,7 +149,7 @@ def chained(here: Ends) -> Any:
     from shardplan.core.accounting import account
     from shardplan.core.mesh import Mesh
     from shardplan.core.tensor import TensorType
-    from shardplan.interop.jax_plans import held_bytes, program_within
+    from shardplan.interop.jax.plans import held_bytes, program_within
 
     mesh = Mesh(a=2, b=2, c=2)
     wrong: list[str] = []
@@ -345,35 +345,33 @@ def kinds(here: Ends) -> Any:
 
 def small(here: Ends) -> Any:
     """As shipped, a small array goes by device_put where no limit is said; ends are checked as for any other."""
-    from shardplan.interop import jax_outside
-    from shardplan.interop.jax import reshard
+    from shardplan.interop.jax import outside, reshard
 
-    before = len(jax_outside.EXECUTABLES.keys())
-    kept, jax_outside.SMALL_BYTES = jax_outside.SMALL_BYTES, 2**16
-    jax_outside._way.cache_clear()
+    before = len(outside.EXECUTABLES.keys())
+    kept, outside.SMALL_BYTES = outside.SMALL_BYTES, 2**16
+    outside._way.cache_clear()
     try:
         return each(
             {
                 "moved": lambda: differs(reshard(here.put(here.sharding("x")), here.b), here.b),
                 "far": lambda: differs(reshard(here.put(here.sharding("x")), here.far), here.far),
-                "nothing compiled": lambda: len(jax_outside.EXECUTABLES.keys()) == before,
+                "nothing compiled": lambda: len(outside.EXECUTABLES.keys()) == before,
                 "limit": lambda: (
                     differs(reshard(here.put(here.sharding("x")), here.b, memory_limit=10**6), here.b)
-                    or len(jax_outside.EXECUTABLES.keys()) == before + 1
+                    or len(outside.EXECUTABLES.keys()) == before + 1
                 ),
             }
         )
     finally:
-        jax_outside.SMALL_BYTES = kept
-        jax_outside._way.cache_clear()
+        outside.SMALL_BYTES = kept
+        outside._way.cache_clear()
 
 
 def executables(here: Ends) -> Any:
     """Over 132 shapes twice: the second pass compiles nothing; with room for three, the oldest go."""
     import jax
 
-    from shardplan.interop import jax_outside
-    from shardplan.interop.jax import reshard
+    from shardplan.interop.jax import outside, reshard
 
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -389,7 +387,7 @@ def executables(here: Ends) -> Any:
         return len(compiled) - before
 
     first, second = cycle(range(132)), cycle(range(132))
-    store = jax_outside.EXECUTABLES
+    store = outside.EXECUTABLES
     bytes_of_all = store.bytes
     cycle(range(132, 138))
     store.most_bytes = 7 * (store.bytes - bytes_of_all) // 12  # three and a half of these
@@ -489,9 +487,9 @@ CHECKS: tuple[Callable[[Ends], Any], ...] = (
 
 
 def main(names: list[str]) -> None:
-    from shardplan.interop import jax_outside
+    from shardplan.interop.jax import outside
 
-    jax_outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
+    outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
     here = Ends()
     out: dict[str, Any] = {}
     for check in CHECKS:

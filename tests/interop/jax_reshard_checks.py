@@ -325,9 +325,9 @@ CHECKS: tuple[Callable[[Here], Any], ...] = (
 
 
 def main(names: list[str]) -> None:
-    from shardplan.interop import jax_outside
+    from shardplan.interop.jax import outside as moves_outside
 
-    jax_outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
+    moves_outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
     here = Here()
     out: dict[str, Any] = {}
     for check in CHECKS:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 from shardplan.errors import Infeasible  # noqa: E402
 from shardplan.interop.torch import redistribute_state  # noqa: E402
-from shardplan.interop.torch_state_names import leaves, name_of  # noqa: E402
+from shardplan.interop.torch.state.names import leaves, name_of  # noqa: E402
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)

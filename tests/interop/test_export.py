@@ -15,7 +15,8 @@ import pytest
 import shardplan as sp
 from interop.export_cases import RANKS, Case, cases, chain, place, random_case, topology
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Slice, ToPartial
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.interop.exports.export import EXPORTS, export_text

@@ -15,8 +15,8 @@ import pytest
 import shardplan as sp
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.interop.jax_plans import plan_of
-from shardplan.interop.jax_types import common_mesh, spec_of
+from shardplan.interop.jax.plans import plan_of
+from shardplan.interop.jax.types import common_mesh, spec_of
 
 pytest.importorskip("jax")
 ROOT = Path(__file__).parents[2]

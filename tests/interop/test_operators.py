@@ -52,12 +52,12 @@ def test_a_fault_of_ours_is_seen(name: str, tmp_path: Path):
     line, verdict, words = SABOTAGE[name]
     before = f"""
 from benchmarks import operator_ways as ways
-right = ways.drop_in.moved
+right = ways.moves.moved
 def wrong(*arguments):
     result = right(*arguments)
     {line}
     return result
-ways.drop_in.moved = wrong
+ways.moves.moved = wrong
 """
     found = measured(tmp_path / "wrong.json", "--count", "2", "--orders", "0", "--only", "mm", before=before)
     against = found["against ours"]

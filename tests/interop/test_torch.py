@@ -98,7 +98,7 @@ def test_a_result_that_nobody_uses_does_not_break_the_exit():
 
 def test_addends_that_stay_are_moved_by_themselves() -> None:
     """A plan over the whole mesh is cheaper here, and leaves other addends."""
-    from shardplan.interop.torch_layout import apart
+    from shardplan.interop.torch.layout import apart
 
     mesh = sp.Mesh(a=2, b=4)
     s, t = (sp.TensorType.parse(text, mesh) for text in ("f32[5, 10]{+a,+b}", "f32[5, 10]{+a}"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _MaskPartial
 
-from shardplan.interop.torch import between, moved
+from shardplan.interop.torch.moves import between, moved
 from torch_semantics_child import close, mine, own
 
 

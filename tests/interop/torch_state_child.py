@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch_dropin_child import main, numbers, raises, raises_least, redistribute_state  # noqa: E402
 
 from shardplan.errors import LayoutError  # noqa: E402
-from shardplan.interop.torch_state_names import leaves  # noqa: E402
+from shardplan.interop.torch.state.names import leaves  # noqa: E402
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 

@@ -16,7 +16,8 @@ import shardplan.core.ops as ops_module
 import strategies as some
 from benchmarks import suites
 from shardplan.core.ops import AllGather, Exchange, Permute, Slice
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 MARKED = ("even", "uneven", "partial", "rooted")

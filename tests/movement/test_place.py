@@ -14,8 +14,8 @@ from shardplan.core.pattern import Groups
 from shardplan.errors import LayoutError, TopologyError
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.level import Level
 from shardplan.hardware.placement import count
-from shardplan.hardware.topology import Level
 from shardplan.movement.placing.traffic import OPS, demands_of, program_traffic
 
 

@@ -34,7 +34,7 @@ def switches(*levels, latency=0.0):
 
 
 def _level(name, size, bandwidth, latency):
-    from shardplan.hardware.topology import Level
+    from shardplan.hardware.level import Level
 
     return Level(name, size, "switch", bandwidth, latency)
 

@@ -16,7 +16,7 @@ import strategies as some
 from benchmarks import suites
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
-from shardplan.core.program import Step
+from shardplan.core.step import Step
 from shardplan.errors import CertificateError, ParseError, ShardplanError
 from shardplan.execution.verify import verify
 from shardplan.movement.redistribute import plan_kept
@@ -180,7 +180,7 @@ def edits(plan: sp.Plan) -> list[tuple[str, Any]]:
 def plan_object(plan: sp.Plan) -> dict[str, Any]:
     from shardplan.plans.plan_file import plan_dict
 
-    return plan_dict(plan)
+    return plan_dict(plan.certificate)
 
 
 @pytest.mark.parametrize("k", range(0, len(PLANS), 3))

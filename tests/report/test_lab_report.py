@@ -17,7 +17,8 @@ from shardplan.cli.lab import (
     read_rates,
 )
 from shardplan.core.ops import AllGather
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.execution.lab import Cluster
 from shardplan.execution.lab.results import Sweep

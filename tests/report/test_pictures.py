@@ -9,7 +9,7 @@ import pytest
 import shardplan as sp
 from shardplan.core.messages import kept
 from shardplan.core.ops import AllReduce, Slice, ToPartial
-from shardplan.core.program import Step
+from shardplan.core.step import Step
 from shardplan.report.contents import frames
 from shardplan.report.picture import text_picture
 from shardplan.report.svg import svg_picture

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 import shardplan as sp
 from conformance import cases
 from shardplan.core.ops import AllGather, AllReduce, Op, ReduceScatter
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
+from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.events import Constants, fair_rates, simulate
 from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage

@@ -11,8 +11,10 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, Send
-from shardplan.core.program import Program, Step
-from shardplan.hardware.topology import Level, Topology
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.hardware.level import Level
+from shardplan.hardware.topology import Topology
 from shardplan.plans.nominal import nominal_step
 from shardplan.plans.pricing import Where, fabric_of, priced, step_prices
 from shardplan.simulation.predict import predict, step_names

@@ -6,7 +6,8 @@ import pytest
 import shardplan as sp
 from conformance import cases
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.simulation.ring import SEGMENT, script_of, segments
 
 RINGS = (AllGather, AllReduce, ReduceScatter)

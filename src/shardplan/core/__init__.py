@@ -10,8 +10,9 @@ Reading order:
 - `messages`   who sends which box to whom, vectorised over devices
 - `pattern`    the communication of one op, as `hardware` prices it
 - `ops`        one frozen class per operation, with its typing rule and its meaning in numpy
-- `program`    inputs, SSA steps, outputs; verified on construction
+- `step`       one op applied to named values
 - `text`       programs as text, and back
+- `program`    inputs, SSA steps, outputs; verified on construction
 - `reference`  `distribute`, `collect` and the numpy run that every other executor is compared with
 - `accounting` bytes live, moved and staged by a program
 

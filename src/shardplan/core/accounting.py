@@ -14,7 +14,8 @@ import numpy as np
 
 from shardplan.core.messages import at_root, kept
 from shardplan.core.ops import Send
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, live_reduction, same
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops.base import Array, Collective, Shards
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
 Positions = tuple[NDArray[np.int64], ...]  # ascending, one array a dim

@@ -7,24 +7,16 @@ inputs' types.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops.base import Op
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.core.text import meshes_of, parse_text, program_text
 from shardplan.errors import ShardplanError, TypingError, shown
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One op applied to named values."""
-
-    op: Op
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -104,10 +96,7 @@ class Program:
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         """The distinct meshes, in order of appearance."""
-        found: dict[Mesh, None] = {}
-        for t in self.types.values():
-            found.setdefault(t.mesh)
-        return tuple(found)
+        return meshes_of(self.types.values())
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -128,11 +117,13 @@ class Program:
             alive |= set(step.operands)
         return freed[::-1]
 
-    def __str__(self) -> str:
-        """Return the text that `Program.parse` reads."""
-        from shardplan.core.text import program_text
+    def text(self, note: Callable[[int, Step], str] | None = None) -> str:
+        """Return the text that `parse` reads; `note(number, step)` may add a comment to each step's line."""
+        return program_text(self.inputs, self.steps, self.outputs, self.types, note)
 
-        return program_text(self)
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return self.text()
 
     def __repr__(self) -> str:
         """Show the text form."""
@@ -140,7 +131,13 @@ class Program:
 
     @staticmethod
     def parse(text: str) -> Program:
-        """Read a program's text; comments run from '#' to the end of the line."""
-        from shardplan.core.text import parse_program
+        """Read a program's text; comments run from '#' to the end of the line.
 
-        return parse_program(text)
+        Raises:
+            ParseError: Text that is no program, at the character; a type that is claimed and not derived.
+            TypingError: A step that does not type, and other errors of an op, which name the step.
+        """
+        written = parse_text(text)
+        program = Program(written.inputs, written.steps, written.outputs)
+        written.check(program.types)
+        return program

@@ -1,4 +1,4 @@
-"""Programs as text, and back: `parse_program(program_text(p)) == p`.
+"""Programs as text, and back: `Program.parse(str(p)) == p`.
 
     program
       mesh data=4, tensor=2
@@ -7,7 +7,7 @@
       output %1
 
 With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). The type after a step
-is a claim that the parser checks. Comments run from '#' to the end of the line.
+is a claim that `Program.parse` checks. Comments run from '#' to the end of the line.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from shardplan.core import border
 from shardplan.core.layout import Layout, scan_layout
 from shardplan.core.mesh import Mesh, scan_mesh
 from shardplan.core.notation import AXIS, MOST_DIGITS, Scanner
 from shardplan.core.ops import OPS, Op
-from shardplan.core.program import Program, Step
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, scan_type
 from shardplan.errors import ParseError, ShardplanError, shown
 
@@ -57,9 +58,15 @@ def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
     return str(value)
 
 
-def program_text(program: Program, note: Callable[[int, Step], str] | None = None) -> str:
-    """Return a program's text; `note(number, step)` may add a comment to each step's line."""
-    meshes = program.meshes
+def program_text(
+    inputs: Sequence[tuple[str, TensorType]],
+    steps: Sequence[Step],
+    outputs: Sequence[str],
+    types: Mapping[str, TensorType],
+    note: Callable[[int, Step], str] | None = None,
+) -> str:
+    """Return a program's text; `types` has every value's, `note(number, step)` may add a comment to a step's line."""
+    meshes = meshes_of(types.values())
     names = {m: f"m{k}" for k, m in enumerate(meshes)}
     several = len(meshes) > 1
 
@@ -68,18 +75,23 @@ def program_text(program: Program, note: Callable[[int, Step], str] | None = Non
 
     lines = ["program"]
     lines += [f"  mesh {names[m]}: {m}" if several else f"  mesh {m}" for m in meshes]
-    lines += [f"  input %{name}: {typed(t)}" for name, t in program.inputs]
+    lines += [f"  input %{name}: {typed(t)}" for name, t in inputs]
     body: list[tuple[str, str]] = []
-    for number, step in enumerate(program.steps):
+    for number, step in enumerate(steps):
         results = ", ".join(f"%{r}" for r in step.results)
-        types = "; ".join(typed(program.types[r]) for r in step.results)
-        text = f"  {results} = {op_text(step.op, step.operands, names)}: {types}"
+        claims = "; ".join(typed(types[r]) for r in step.results)
+        text = f"  {results} = {op_text(step.op, step.operands, names)}: {claims}"
         body.append((text, note(number, step) if note else ""))
     width = max((len(t) for t, _ in body if len(t) <= 110), default=0)
     lines += [f"{t:<{width}}  # {n}" if n else t for t, n in body]
-    if program.outputs:
-        lines.append(f"  output {', '.join('%' + o for o in program.outputs)}")
+    if outputs:
+        lines.append(f"  output {', '.join('%' + o for o in outputs)}")
     return "\n".join(lines)
+
+
+def meshes_of(types: Iterable[TensorType]) -> tuple[Mesh, ...]:
+    """Return the distinct meshes of types, in order of appearance."""
+    return tuple(dict.fromkeys(t.mesh for t in types))
 
 
 def _whole(value: object, _: object = None) -> bool:
@@ -106,6 +118,31 @@ _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
 }
 
 
+class Claim(NamedTuple):
+    """What a text says of a value: its type, and where in the text that stands."""
+
+    value: str
+    type: TensorType
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the text of a program says, not yet verified."""
+
+    inputs: tuple[tuple[str, TensorType], ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    claims: tuple[Claim, ...]
+    text: str
+
+    def check(self, types: Mapping[str, TensorType]) -> None:
+        """Hold the claims against the types that were derived; raises `ParseError` at the first wrong one."""
+        for name, claimed, position in self.claims:
+            if types[name] != claimed:
+                raise ParseError(f"%{name} has the type {types[name]}, not {claimed}", self.text, position)
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
         border.text("the text of a program", text, ParseError)
@@ -114,7 +151,7 @@ class _Parser:
         self.meshes: dict[str, Mesh] = {}
         self.inputs: list[tuple[str, TensorType]] = []
         self.steps: list[Step] = []
-        self.claims: list[tuple[int, str, TensorType]] = []
+        self.claims: list[Claim] = []
         self.outputs: tuple[str, ...] = ()
 
     def newline(self) -> None:
@@ -234,7 +271,8 @@ class _Parser:
                 for k, result in enumerate(results):
                     if k:
                         s.expect(";", "the types of a step")
-                    self.claims.append((s.position, result, self.type()))
+                    at = s.position
+                    self.claims.append(Claim(result, self.type(), at))
             self.steps.append(Step(op, operands, results))
         else:
             raise s.error("expected 'mesh', 'input', 'output' or a step (%name = op(...))")
@@ -246,8 +284,8 @@ class _Parser:
         return tuple(found)
 
 
-def parse_program(text: str) -> Program:
-    """Read a program; raises `ParseError` at the character, `TypingError` for a wrong step or a wrong claimed type."""
+def parse_text(text: str) -> Written:
+    """Read the text of a program; raises `ParseError` at the character."""
     parser = _Parser(text)
     scanner = parser.scanner
     while scanner.position < len(scanner.text) and scanner.text[scanner.position] in " \t\r\n":
@@ -257,13 +295,4 @@ def parse_program(text: str) -> Program:
     while not scanner.end():
         parser.line()
         parser.newline()
-    try:
-        program = Program(parser.inputs, parser.steps, parser.outputs)
-    except ParseError:
-        raise
-    except ShardplanError as error:
-        raise type(error)(str(error)) from None
-    for position, name, claimed in parser.claims:
-        if program.types[name] != claimed:
-            raise ParseError(f"%{name} has the type {program.types[name]}, not {claimed}", parser.text, position)
-    return program
+    return Written(tuple(parser.inputs), tuple(parser.steps), parser.outputs, tuple(parser.claims), parser.text)

@@ -3,9 +3,10 @@
 Reading order:
 
 - `units`          unit strings such as "25 GB/s", parsed to SI floats and printed
-- `topology`       `Topology`, `Level`, `DeviceSpec`: hardware levels, outermost first
+- `level`          `Level` and `DeviceSpec`: how the children of one parent are linked, what one device can do
+- `nccl_xml`       NCCL topology XML as levels
 - `topology_file`  the TOML form, and the presets in `presets/*.toml`
-- `nccl_xml`       NCCL topology XML as a topology
+- `topology`       `Topology`: levels, outermost first, and the device at their leaves
 - `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration, counting, matrix of a mesh
 - `fabric`         `Fabric`: directed resources, and the load that flows put on them
 - `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
@@ -18,9 +19,10 @@ This room imports `core` and the errors, and numpy.
 
 from shardplan.hardware.cost import Price, chosen, level_bytes, linear_cost, price, seconds
 from shardplan.hardware.fabric import Fabric, Flows
+from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, matrix_of, placements
-from shardplan.hardware.topology import DeviceSpec, Level, Link, Topology
+from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.hardware.units import (
     format_bytes,

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import TopologyError
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.level import Level
+from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

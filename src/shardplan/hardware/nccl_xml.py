@@ -14,7 +14,7 @@ import re
 from xml.etree import ElementTree
 
 from shardplan.errors import ParseError, TopologyError
-from shardplan.hardware.topology import DeviceSpec, Level, Topology
+from shardplan.hardware.level import DeviceSpec, Hardware, Level
 
 # GB/s of one NVLink and direction by compute capability (NVIDIA/nccl, src/graph/topo.h).
 _NVLINK = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
@@ -24,7 +24,7 @@ _PCI_DEFAULT = 12e9
 _LATENCY = {"nvlink": 3.4e-6, "pci": 5.7e-6, "net": 9.6e-6}
 
 
-def parse_nccl_xml(text: str, name: str = "nccl") -> Topology:
+def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
     """Read an NCCL topology XML file.
 
     Args:
@@ -59,11 +59,11 @@ def parse_nccl_xml(text: str, name: str = "nccl") -> Topology:
     inner = Level("gpu", len(gpus), "switch", bandwidth, _LATENCY[kind], source=f"NCCL topology XML, {kind}")
     nets = [net for net in root.iter("net") if _number(text, net, "speed") > 0]
     if not nets:
-        return Topology(name, (inner,), DeviceSpec())
+        return Hardware(name, (inner,), DeviceSpec())
     speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8
     latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]
     outer = Level("node", 1, "switch", speed, latency, uplinks=len(nets), source="NCCL topology XML, net")
-    return Topology(name, (outer, inner), DeviceSpec())
+    return Hardware(name, (outer, inner), DeviceSpec())
 
 
 def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> tuple[float, str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.hardware.level import DeviceSpec, Hardware, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
-from shardplan.hardware.topology import DeviceSpec, Level, Topology
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -34,7 +34,7 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
 
 
-def load(source: str | Path) -> Topology:
+def load(source: str | Path) -> Hardware:
     """Load a preset, a TOML file or an NCCL topology XML file; see `Topology.load`."""
     path = Path(source)
     if path.suffix not in (".toml", ".xml"):
@@ -59,7 +59,7 @@ def load(source: str | Path) -> Topology:
     return parse(text)
 
 
-def parse(text: str) -> Topology:
+def parse(text: str) -> Hardware:
     """Read the text of a topology file; see `Topology.parse`."""
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ParseError(f"the text of a topology file is read here, got {shown(text)}")
@@ -80,7 +80,7 @@ def parse(text: str) -> Topology:
     device = data.get("device", {})
     if not isinstance(device, dict):
         raise TopologyError("topology: device must be a table with the keys " + ", ".join(_DEVICE))
-    return Topology(name, tuple(levels), _device(cast(dict[str, Any], device)))
+    return Hardware(name, tuple(levels), _device(cast(dict[str, Any], device)))
 
 
 def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
@@ -170,7 +170,7 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
     return DeviceSpec(flops, memory, bandwidth)
 
 
-def to_text(topology: Topology) -> str:
+def to_text(topology: Hardware) -> str:
     """Print a topology as a file; see `Topology.__str__`."""
     lines = ["version = 1"]
     if topology.name:

@@ -21,14 +21,15 @@ from shardplan.errors import TopologyError, shown
 from shardplan.hardware.algorithms import ring
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Matrix, Placement, placements
-from shardplan.hardware.topology import Level, Topology, topology_of
+from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
 from shardplan.launches.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
-from shardplan.movement.placing.place import rank
+from shardplan.movement.placing.placed import ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
@@ -260,7 +261,7 @@ def stock_ranking(
     Raises:
         TopologyError: Sizes differ.
     """
-    rows = rank(list(placements(mesh, topology)), demands, programs="stock")
+    rows = ranked(list(placements(mesh, topology)), demands, programs="stock")
     return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
 
 

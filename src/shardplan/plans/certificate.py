@@ -19,6 +19,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
 from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.hardware.placement import Placement
 from shardplan.plans.nominal import nominal_bound, nominal_step
 from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
 
@@ -96,9 +97,19 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the claims as plain values: types and programs as text."""
-        from shardplan.plans.plan_file import certificate_dict
-
-        return certificate_dict(self)
+        out: dict[str, Any] = {}
+        for name in CLAIMS:
+            value = getattr(self, name)
+            if name == "program":
+                continue
+            if name in TYPES:
+                out[name] = [f"{t} on {t.mesh}" for t in value]
+            elif name == "where":
+                kind = "placement" if isinstance(value, Placement) else "topology"
+                out[name] = None if value is None else {kind: str(value)}
+            else:
+                out[name] = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
+        return out
 
 
 def derive(
@@ -219,3 +230,4 @@ def _texts(types: Sequence[Any]) -> str:
 
 
 CLAIMS = tuple(f.name for f in fields(Certificate))
+TYPES = ("sources", "destinations", "types")  # the claims that are types

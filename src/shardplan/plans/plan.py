@@ -8,6 +8,7 @@ from pathlib import Path
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
 from shardplan.plans.certificate import Certificate
+from shardplan.plans.plan_file import annotated, load_plan, save_plan
 
 
 def path_of(value: object) -> Path:
@@ -31,6 +32,8 @@ class Plan:
                 f"a plan of {shown(self.program)} and {shown(self.certificate)}; "
                 "legal are a Program and its Certificate"
             )
+        if self.program != self.certificate.program:
+            raise ShardplanError("a plan of a program and the certificate of another; legal is that of the program")
 
     @property
     def seconds(self) -> float:
@@ -44,19 +47,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write a plan file (JSON), atomically; raises `ShardplanError` where that cannot be."""
-        from shardplan.plans.plan_file import save_plan
-
-        save_plan(self, path_of(path))
+        save_plan(self.certificate, path_of(path))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan file; its claims are as written: call `certificate.check()`. Raises `ParseError`."""
-        from shardplan.plans.plan_file import load_plan
-
-        return load_plan(path_of(path))
+        certificate = load_plan(path_of(path))
+        return Plan(certificate.program, certificate)
 
     def __str__(self) -> str:
         """Return the program with bytes and seconds beside every step."""
-        from shardplan.plans.plan_file import annotated
-
-        return annotated(self)
+        return annotated(self.certificate)

@@ -4,55 +4,34 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from shardplan.core.accounting import MANY_CHUNKS, account
 from shardplan.core.mesh import Mesh
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.text import program_text
 from shardplan.errors import ParseError, ShardplanError, line
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.plans.certificate import CLAIMS, Certificate
+from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
 from shardplan.plans.nominal import DESCRIPTION, nominal_step
 from shardplan.plans.pricing import fabric_of, step_prices
 
-if TYPE_CHECKING:
-    from shardplan.plans.plan import Plan
-
 FORMAT = 1
-_TYPES = ("sources", "destinations", "types")
 CHOSEN = ("ring", "tree", "halving-doubling", "network")
 
 
-def certificate_dict(c: Certificate) -> dict[str, Any]:
-    """Return the claims as plain values; types as `type on mesh`."""
-    out: dict[str, Any] = {}
-    for name in CLAIMS:
-        value = getattr(c, name)
-        if name == "program":
-            continue
-        if name in _TYPES:
-            out[name] = [f"{t} on {t.mesh}" for t in value]
-        elif name == "where":
-            kind = "placement" if isinstance(value, Placement) else "topology"
-            out[name] = None if value is None else {kind: str(value)}
-        else:
-            out[name] = list(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
-    return out
-
-
-def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return a plan as one JSON object."""
+def plan_dict(certificate: Certificate) -> dict[str, Any]:
+    """Return a plan as one JSON object: a program and what is claimed of it."""
     return {
         "format": FORMAT,
-        "program": str(plan.program),
-        "certificate": certificate_dict(plan.certificate),
-        "seconds": plan.seconds,
+        "program": str(certificate.program),
+        "certificate": certificate.to_dict(),
+        "seconds": certificate.seconds,
     }
 
 
@@ -69,10 +48,10 @@ def write_atomic(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan file."""
+def save_plan(certificate: Certificate, path: Path) -> None:
+    """Write a plan file, atomically; raises `ShardplanError` where that cannot be."""
     try:
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(plan)), indent=1))
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(plan_dict(certificate)), indent=1))
     except OSError as error:
         raise ShardplanError(f"cannot write the plan file {line(path)}: {error.strerror}") from None
 
@@ -82,17 +61,15 @@ def _type(text: str) -> TensorType:
     return TensorType.parse(kind, Mesh.parse(mesh))
 
 
-def load_plan(path: Path) -> Plan:
-    """Read a plan file; raises `ParseError` naming the file and what is wrong with it."""
-    from shardplan.plans.plan import Plan
-
+def load_plan(path: Path) -> Certificate:
+    """Return what a plan file claims, unchecked; raises `ParseError` naming the file and what is wrong with it."""
     try:
         raw: Any = msgspec.json.decode(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:  # pyright: ignore
             found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
             raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
         claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
-        for name in _TYPES:
+        for name in TYPES:
             claims[name] = tuple(_type(t) for t in claims[name])
         for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
             claims[name] = tuple(claims[name])
@@ -104,7 +81,7 @@ def load_plan(path: Path) -> Plan:
         unknown = set(claims) - set(CLAIMS)
         if unknown:
             raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")
-        return Plan(program, Certificate(program=program, **claims))
+        return Certificate(program=program, **claims)
     except OSError as error:
         raise ParseError(f"cannot read the plan file {line(path)}: {error.strerror}") from None
     except (
@@ -120,30 +97,28 @@ def load_plan(path: Path) -> Plan:
         raise ParseError(f"{line(path)} is not a plan file: {reason}") from None
 
 
-def remarks(plan: Plan) -> list[str]:
+def remarks(c: Certificate) -> list[str]:
     """Return a line for each thing that a plan could not avoid: a peak above its bound, more chunks than are good."""
     lines: list[str] = []
-    c = plan.certificate
     if c.memory_limit is None and c.peak_bytes > c.bound_bytes:
         lines.append(
             f"order      peak {format_bytes(c.peak_bytes - c.bound_bytes)} above the bound: no order found of these "
             "moves keeps it, and this is the least peak found"
         )
-    chunks = max((getattr(step.op, "chunks", 1) for step in plan.program.steps), default=1)
+    chunks = max((getattr(step.op, "chunks", 1) for step in c.program.steps), default=1)
     if chunks > MANY_CHUNKS:
         lines.append(f"chunks     {chunks} in the largest step, more than {MANY_CHUNKS}: each pays its latency again")
     return lines
 
 
-def annotated(plan: Plan) -> str:
-    """Return the program's text with the bytes the worst device receives and the predicted seconds of every step."""
-    books = account(plan.program)
-    c = plan.certificate
+def annotated(c: Certificate) -> str:
+    """Return a program's text with the bytes the worst device receives and the predicted seconds of every step."""
+    books = account(c.program)
     if c.where is None:
-        work = zip(plan.program.steps, books.rounds, books.step_received, strict=True)
+        work = zip(c.program.steps, books.rounds, books.step_received, strict=True)
         costs = [format_seconds(nominal_step(step.op, r, b)) for step, r, b in work]
     else:
-        prices = step_prices(plan.program, fabric_of(c.where, plan.program.meshes), c.algorithm)
+        prices = step_prices(c.program, fabric_of(c.where, c.program.meshes), c.algorithm)
         # Where an op may run under several algorithms, the one that the price is of is named.
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in CHOSEN else "") for p in prices]
 
@@ -155,7 +130,7 @@ def annotated(plan: Plan) -> str:
     received, least = max(c.received_bytes, default=0), max(c.lower_bound_bytes, default=0)
     ratio = f" ({c.gap:.3f}x)" if least else ""
     lines = [
-        program_text(plan.program, note),
+        c.program.text(note),
         f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}; "
         f"{c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
@@ -164,7 +139,7 @@ def annotated(plan: Plan) -> str:
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
-    lines += remarks(plan)
+    lines += remarks(c)
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where
         names = [level.name for level in topology.levels] if topology else []

@@ -12,7 +12,8 @@ from shardplan.core.accounting import account
 from shardplan.core.messages import at_root, own_places
 from shardplan.core.ops.base import Collective, Op, meet
 from shardplan.core.ops.reduction import ToPartial
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import Box, TensorType
 from shardplan.core.text import op_text
 from shardplan.hardware.units import format_bytes

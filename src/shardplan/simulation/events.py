@@ -85,9 +85,10 @@ def simulate(
     Example:
         >>> from shardplan.core.mesh import Mesh
         >>> from shardplan.core.ops import AllGather
-        >>> from shardplan.core.program import Step
+        >>> from shardplan.core.step import Step
         >>> from shardplan.core.tensor import TensorType
-        >>> from shardplan.hardware.topology import Level, Topology
+        >>> from shardplan.hardware.level import Level
+        >>> from shardplan.hardware.topology import Topology
         >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
         >>> p = Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",))
         >>> simulate(p, Topology("", (Level("gpu", 2, "switch", 1e9, 1e-6),))).seconds

@@ -61,7 +61,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
 
     Example:
         >>> from shardplan.core.ops import AllGather
-        >>> from shardplan.core.program import Step
+        >>> from shardplan.core.step import Step
         >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
         >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
         >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]

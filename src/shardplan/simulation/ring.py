@@ -25,7 +25,8 @@ from shardplan.core.accounting import relabels
 from shardplan.core.messages import at_root, messages, permutation
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Permute, Reduce, ReduceScatter, Send
 from shardplan.core.ops.base import Collective, meet, typed
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.script import Message, Script, ScriptRound, Stage, merged

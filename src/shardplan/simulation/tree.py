@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from shardplan.errors import TopologyError
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.level import Level
+from shardplan.hardware.topology import Topology
 
 WAYS = ("up", "down", "local")
 
@@ -52,7 +53,7 @@ class Tree:
         TopologyError: A level is no switch, has several uplinks, or reduces in the network.
 
     Example:
-        >>> from shardplan.hardware.topology import Level
+        >>> from shardplan.hardware.level import Level
         >>> levels = (Level("node", 2, "switch", 1e7, 0.0), Level("gpu", 2, "switch", 1e8, 0.0))
         >>> tree = Tree(Topology("", levels))
         >>> [tree.edges[k].name for k in tree.path(0, 3)]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardplan.errors import ParseError, TopologyError
-from shardplan.hardware.topology import Level, Topology
+from shardplan.hardware.level import Level
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.events import Constants
 from shardplan.simulation.tree import Tree
 

@@ -106,7 +106,7 @@ def mpi_text(program: Program, placement: Placement | None = None) -> str:
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce
-    >>> from shardplan.core.program import Step
+    >>> from shardplan.core.step import Step
     >>> from shardplan.core.tensor import TensorType
     >>> t = TensorType("f32", (4, 5), (), Mesh(data=4), partial={"data": "sum"})
     >>> text = mpi_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))

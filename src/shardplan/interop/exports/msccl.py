@@ -98,7 +98,7 @@ def msccl_text(
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce
-    >>> from shardplan.core.program import Step
+    >>> from shardplan.core.step import Step
     >>> from shardplan.core.tensor import TensorType
     >>> t = TensorType("f32", (2, 5), (), Mesh(data=2), partial={"data": "sum"})
     >>> text = msccl_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))

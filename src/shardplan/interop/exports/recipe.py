@@ -25,7 +25,7 @@ from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceSc
 from shardplan.core.ops.movement import by_dim
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.core.text import op_text, program_text
+from shardplan.core.text import op_text
 from shardplan.errors import BackendError
 from shardplan.hardware.placement import Placement
 
@@ -126,7 +126,7 @@ def recipe(program: Program) -> Recipe:
 
     Source: arXiv 2110.10548, section 4; a form is read off the types.
 
-    >>> from shardplan.core.program import Step
+    >>> from shardplan.core.step import Step
     >>> mesh = Mesh(data=4).split("data", node=2, gpu=2)
     >>> t = TensorType("f32", (2, 2, 5), (), mesh, partial={"data": "sum"})
     >>> p = Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",))
@@ -282,7 +282,7 @@ def turn_text(turn: Shape) -> str:
 
 def heading(program: Program, placement: Placement | None) -> list[str]:
     """Return the lines that say what an exported text does: the program, and where its ranks are expected to run."""
-    lines = program_text(program).splitlines()
+    lines = str(program).splitlines()
     if placement is None:
         return lines
     where = placement.position()

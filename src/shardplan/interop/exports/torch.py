@@ -105,7 +105,7 @@ def torch_text(program: Program, placement: Placement | None = None) -> str:
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce
-    >>> from shardplan.core.program import Step
+    >>> from shardplan.core.step import Step
     >>> from shardplan.core.tensor import TensorType
     >>> t = TensorType("f32", (4, 5), (), Mesh(data=4), partial={"data": "sum"})
     >>> text = torch_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))

@@ -15,7 +15,8 @@ import numpy as np
 from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes, holds
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op, Send
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import Cuts, Rules, chain, keeping, price, too_little

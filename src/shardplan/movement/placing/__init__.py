@@ -1,5 +1,8 @@
 """Placements ranked for the traffic of a job (arXiv 2110.10548).
 
-- `traffic`    what a job communicates; `demand` one collective of it on a placement
-- `place`      the verb: placements with their price, best first; `degraded` what slow units cost
+- `traffic`    what a job communicates
+- `demand`     one collective of it on a placement: its program, its seconds, its bound
+- `placed`     a placement with its price
+- `degraded`   what slow units cost, and whether renaming devices helps
+- `place`      the verb: every placement of a mesh, best first
 """

@@ -6,7 +6,7 @@ axis across units meets each of them, so this seldom helps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
-from shardplan.movement.placing.place import Ranking, rank
+from shardplan.movement.placing.placed import Placed, ranked
 from shardplan.plans.pricing import step_prices
 
 # Devices up to which renamings around a degraded unit are tried.
@@ -43,16 +43,16 @@ class Degraded:
     gain: float
 
 
-def degraded(ranking: Ranking) -> Degraded | None:
-    """Say what the degraded units of a ranking's topology cost; None where there are none.
+def degraded(rows: Sequence[Placed]) -> Degraded | None:
+    """Say what the degraded units of a topology cost; None where there are none.
 
     Args:
-        ranking: Placements, priced with the degradation.
+        rows: Placements of one mesh, priced with the degradation, best first.
 
     Returns:
         The regret of the healthy choice, and a renaming of devices where one helps.
     """
-    best = ranking[0]
+    best = rows[0]
     topology = best.placement.topology
     slow = [(level, unit) for level in topology.levels for unit, _ in level.degraded]
     if not slow:
@@ -60,9 +60,9 @@ def degraded(ranking: Ranking) -> Degraded | None:
     levels = tuple(replace(level, degraded=()) for level in topology.levels)
     sound = replace(topology, levels=levels)
     demands = [share.demand for share in best.shares]
-    places = [replace(row.placement, topology=sound) for row in ranking]
-    first = rank(places, demands, best.programs, best.algorithm)[0].placement.matrix
-    healthy = next(row for row in ranking if row.placement.matrix == first)
+    places = [replace(row.placement, topology=sound) for row in rows]
+    first = ranked(places, demands, best.programs, best.algorithm)[0].placement.matrix
+    healthy = next(row for row in rows if row.placement.matrix == first)
     names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
     renaming, saved = None, 0.0
     if topology.size <= MOST_RENAMED:

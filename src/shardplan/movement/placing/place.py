@@ -1,16 +1,10 @@
-"""The verb `place`: every placement of a mesh on a topology, ranked for the traffic of a job (arXiv 2110.10548).
-
-The price of a placement is the sum over the job's collectives of count times seconds. A reduction is priced at its best
-program, or, with `programs="stock"`, as the one collective it is; all groups of all instances load the wires together.
-"""
+"""The verb `place`: every placement of a mesh on a topology, ranked for the traffic of a job (arXiv 2110.10548)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
@@ -18,74 +12,13 @@ from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import LayoutError, TopologyError, shown
-from shardplan.hardware.cost import ALGORITHM_NAMES, price
-from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.level_factors import factors
-from shardplan.hardware.placement import Placement, placements
+from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.hardware.placement import placements
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
-from shardplan.movement.placing.traffic import OPS, Demand, Traffic, demands_of, program_traffic
-from shardplan.movement.reductions.shortest_path import least_seconds
-from shardplan.plans.plan import Plan
-
-if TYPE_CHECKING:
-    from shardplan.movement.placing.degraded import Degraded
-
-
-@dataclass(frozen=True, slots=True)
-class DemandShare:
-    """What one demand of the traffic costs a step on a placement, its count included, in seconds.
-
-    `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken.
-    """
-
-    demand: Demand
-    seconds: float
-    stock_seconds: float
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A placement with its price.
-
-    Args:
-        placement: Where the mesh lies.
-        seconds: Of a step's traffic.
-        shares: Of each demand.
-        other_seconds: Of communication that is no collective over whole axes (of a program).
-        programs: `"best"` or `"stock"`.
-        algorithm: What collectives are priced under.
-    """
-
-    placement: Placement
-    seconds: float
-    shares: tuple[DemandShare, ...]
-    other_seconds: float
-    programs: Programs
-    algorithm: str
-
-    @property
-    def stock_seconds(self) -> float:
-        """Of a step's traffic with every collective as it is."""
-        return sum(share.stock_seconds for share in self.shares) + self.other_seconds
-
-    @cached_property
-    def plans(self) -> Mapping[tuple[str, ...], Plan | tuple[Plan, ...]]:
-        """The program of every demand, by axes: a plan, or several where the axes have several demands.
-
-        A permute to the next member has no plan: it is one message.
-        """
-        found: dict[tuple[str, ...], list[Plan]] = {}
-        for share in self.shares:
-            plan = demand_plan(self.placement, share.demand, self.programs, self.algorithm)
-            if plan is not None:
-                found.setdefault(share.demand.axes, []).append(plan)
-        return {axes: plans[0] if len(plans) == 1 else tuple(plans) for axes, plans in found.items()}
-
-    @cached_property
-    def lower_bound_seconds(self) -> float:
-        """What no point-to-point algorithm can beat on this placement: the sum over the demands."""
-        return sum(share.demand.count * demand_bound(self.placement, share.demand) for share in self.shares)
+from shardplan.movement.placing.degraded import Degraded, degraded
+from shardplan.movement.placing.demand import Programs
+from shardplan.movement.placing.placed import Placed, ranked
+from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 
 class Ranking(Sequence[Placed]):
@@ -124,9 +57,7 @@ class Ranking(Sequence[Placed]):
     @cached_property
     def degraded(self) -> Degraded | None:
         """What degraded units cost, or None where there are none."""
-        from shardplan.movement.placing.degraded import degraded
-
-        return degraded(self)
+        return degraded(self.rows)
 
 
 def place(
@@ -183,48 +114,4 @@ def place(
     places = list(placements(mesh, topology, bounds, inside))
     if not places:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    return rank(places, found, programs, algorithm, others)
-
-
-def rank(
-    places: Sequence[Placement],
-    demands: Sequence[Demand],
-    programs: Programs = "best",
-    algorithm: str = "auto",
-    others: Sequence[Pattern] = (),
-) -> Ranking:
-    """Rank placements of one mesh on one topology.
-
-    Args:
-        places: At least one.
-        demands: The collectives of a step.
-        programs: As for `place`.
-        algorithm: As for `place`.
-        others: All other communication of a step; device ids are the mesh's.
-
-    Returns:
-        The placements, best first.
-    """
-    shares = [_prices(places, demand, programs, algorithm) for demand in demands]
-    rows: list[Placed] = []
-    for k, where in enumerate(places):
-        fabric = Fabric(where.topology, where.position()) if others else None
-        rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
-        own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
-        rows.append(Placed(where, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
-    return Ranking(sorted(rows, key=lambda row: row.seconds))
-
-
-def _prices(
-    places: Sequence[Placement], demand: Demand, programs: Programs, algorithm: str
-) -> tuple[list[float], list[float]]:
-    """Seconds of a demand on every placement: as the program taken, and stock."""
-    topology = places[0].topology
-    found = [factors(p, demand.axes) for p in places]
-    stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
-    letters = OPS[demand.op]
-    if programs == "stock" or letters is None:
-        return stock, stock
-    amount = demand.payload(math.prod(f.size for f in found[0]))
-    best = least_seconds(found, topology, amount, *letters, algorithm)
-    return [demand.count * s for s in best], stock
+    return Ranking(ranked(places, found, programs, algorithm, others))

@@ -13,7 +13,8 @@ from typing import Any
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.ops import Collective, Exchange, Op, Permute
-from shardplan.core.program import Program, Step
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError

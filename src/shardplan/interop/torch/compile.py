@@ -24,13 +24,13 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from shardplan.errors import LayoutError
-from shardplan.interop import torch as eager
-from shardplan.interop.torch_layout import respec
+from shardplan.interop.torch.layout import respec
+from shardplan.interop.torch.moves import Options, TorchMove, between, gradient_of, ran, target_of, wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_table: dict[str, eager.TorchMove] = {}  # what graphs refer to; kept as long as the process, as graphs are
+_table: dict[str, TorchMove] = {}  # what graphs refer to; kept as long as the process, as graphs are
 _keys: dict[int, str] = {}  # by the identity of a move
 _topologies: list[Any] = []
 
@@ -42,7 +42,7 @@ def traced(
     shard_order: Any,
     forward_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
-    options: eager.Options,
+    options: Options,
 ) -> DTensor:
     """Return the moved DTensor while `torch.compile` traces; see `interop.torch.redistribute`.
 
@@ -81,7 +81,7 @@ def _node(
     options = (None if limit is None else int(limit), None if chosen < 0 else _topologies[chosen], float(timeout))
     spec = _known(dtensor)
     _guard_global_sizes(dtensor)
-    move = _planned(spec, eager.target_of(spec, placements, mesh, order, dtypes[0]), None, options)
+    move = _planned(spec, target_of(spec, placements, mesh, order, dtypes[0]), None, options)
     return dtensor if move is None else _Traced.apply(dtensor, spec, move, dtypes[1])
 
 
@@ -89,12 +89,12 @@ class _Traced(torch.autograd.Function):
     """The move as an op, and backwards the move of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: eager.TorchMove, dtype: Any) -> DTensor:  # pyright: ignore
+    def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: TorchMove, dtype: Any) -> DTensor:  # pyright: ignore
         ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
         local = move.bound.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
         local = torch.ops.shardplan.move(local, _entered(move))  # pyright: ignore
-        return eager.wrapped(local, move, dtensor.requires_grad)
+        return wrapped(local, move, dtensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -102,7 +102,7 @@ class _Traced(torch.autograd.Function):
             return (None,) * 4
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
         spec = _known(grad)
-        move = _planned(spec, eager.gradient_of(ctx.spec, spec), travels, ctx.options)
+        move = _planned(spec, gradient_of(ctx.spec, spec), travels, ctx.options)
         return grad if move is None else _Traced.apply(grad, spec, move, travels), None, None, None
 
 
@@ -136,13 +136,13 @@ def _guard_global_sizes(dtensor: DTensor) -> None:
 
 
 def _planned(
-    source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: eager.Options
-) -> eager.TorchMove | None:
+    source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options
+) -> TorchMove | None:
     with _disable_current_modes():  # planning reads real tensors: the ranks of the mesh
-        return eager.between(source, target, travels, options)
+        return between(source, target, travels, options)
 
 
-def _entered(move: eager.TorchMove) -> str:
+def _entered(move: TorchMove) -> str:
     """Return the key of a move in the table: readable in a graph, the same in every run of the same calls."""
     found = _keys.get(id(move))
     if found is None:
@@ -154,7 +154,7 @@ def _entered(move: eager.TorchMove) -> str:
 @torch.library.custom_op("shardplan::move", mutates_args=())
 def _run(local: torch.Tensor, key: str) -> torch.Tensor:
     """Run a move of the table on the local tensor."""
-    result = eager.ran(local, _table[key], False)
+    result = ran(local, _table[key], False)
     return result.clone() if result is local else result  # an op's result is no alias
 
 

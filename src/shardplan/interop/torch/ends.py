@@ -25,7 +25,7 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, name_of
-from shardplan.interop.torch_layout import apart, check_known, reduction_of, respec, text_of, type_of
+from shardplan.interop.torch.layout import apart, check_known, reduction_of, respec, text_of, type_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """`redistribute_state`: all tensors of a state as one batch plan, on whatever meshes they lie.
 
-The ranks first join what they hold (`torch_state_view`), so that every rank has the same list of moves; then each makes
-the same plans (`torch_state_plan`) and runs its part. What is wrong on any rank is raised on all of them before
+The ranks first join what they hold (`view`), so that every rank has the same list of moves; then each makes
+the same plans (`plan`) and runs its part. What is wrong on any rank is raised on all of them before
 anything moves.
 """
 
@@ -26,9 +26,8 @@ from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import Need, finish, launch, misfit
 from shardplan.execution.torch.tree import united
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.torch_async import settle
-from shardplan.interop.torch_layout import local_shape, normal, text_of
-from shardplan.interop.torch_state_names import (
+from shardplan.interop.torch.layout import local_shape, normal, text_of
+from shardplan.interop.torch.state.names import (
     Layouts,
     Path,
     added,
@@ -40,9 +39,9 @@ from shardplan.interop.torch_state_names import (
     removed,
     within_tuple,
 )
-from shardplan.interop.torch_state_plan import moves
-from shardplan.interop.torch_state_ties import held_elsewhere, local_of, surplus, ties
-from shardplan.interop.torch_state_view import (
+from shardplan.interop.torch.state.plan import moves
+from shardplan.interop.torch.state.ties import held_elsewhere, local_of, surplus, ties
+from shardplan.interop.torch.state.view import (
     Grid,
     Held,
     MovedTensor,
@@ -55,6 +54,7 @@ from shardplan.interop.torch_state_view import (
     refuse_unlike,
     same_digests,
 )
+from shardplan.interop.torch.under_way import settle
 
 T = TypeVar("T")
 Tensors = dict[Path, DTensor]

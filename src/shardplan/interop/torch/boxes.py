@@ -27,7 +27,7 @@ from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.torch_layout import Holding, holdings, reduction_of
+from shardplan.interop.torch.layout import Holding, holdings, reduction_of
 from shardplan.movement.redistribute import plan_kept
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from shardplan.execution.jax.agree import agree, processes_of
 from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
 from shardplan.execution.jax.parts import alone, at_once, compile_for
 from shardplan.execution.jax.run import check, run_placed
-from shardplan.interop.jax_inside import mapped
-from shardplan.interop.jax_plans import MOST_PLANS, check_ends, ends, program_within
+from shardplan.interop.jax.inside import mapped
+from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within
 
 SMALL_BYTES = 2**16
 TIMEOUT = 300.0  # seconds that a process waits for the others to come with the same plan

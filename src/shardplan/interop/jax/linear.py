@@ -2,7 +2,7 @@
 
 Its tangent is moved as the array is, its gradient is moved back, and under `vmap` the new dim is left whole (cut over
 `spmd_axis_name`, where that is given). Outside `jit` a transformed array is moved by the plan that its own sharding
-asks for, inside `jit` as `jax_inside` does.
+asks for, inside `jit` as `inside` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.interop.jax_inside import inside, is_explicit
+from shardplan.interop.jax.inside import inside, is_explicit
 
 
 def moved(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
@@ -60,7 +60,7 @@ def primitive() -> Any:
 
     @p.def_impl
     def _run(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
-        from shardplan.interop.jax_outside import outside
+        from shardplan.interop.jax.outside import outside
 
         return outside(x, sharding, memory_limit)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax_linear import moved
-from shardplan.interop.jax_outside import JaxMove, outside, together
-from shardplan.interop.jax_types import type_of
+from shardplan.interop.jax.linear import moved
+from shardplan.interop.jax.outside import JaxMove, outside, together
+from shardplan.interop.jax.types import type_of
 
 
 @dataclass(frozen=True, slots=True)

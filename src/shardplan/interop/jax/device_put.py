@@ -1,8 +1,8 @@
 """`reshard`: JAX arrays to other shardings, by plans within a memory limit; a drop-in for `jax.device_put`.
 
 Outside `jit` the source is the array's own sharding, and the meshes may differ in shape, order and devices
-(`jax_outside`). Inside `jit` a move becomes one `shard_map`, over a mesh with one axis per prime sub-axis, whose result
-is constrained to the caller's sharding (`jax_inside`). In explicit-sharding mode, and under a mesh set by
+(`outside`). Inside `jit` a move becomes one `shard_map`, over a mesh with one axis per prime sub-axis, whose result
+is constrained to the caller's sharding (`inside`). In explicit-sharding mode, and under a mesh set by
 `jax.set_mesh`, JAX takes a `shard_map` over that very mesh only; sub-axes are then groups of it.
 
 Plans are portable where a portable one exists: `ragged_all_to_all` does not run on every backend (XLA:CPU has none), so
@@ -15,16 +15,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.errors import optional
 from shardplan.hardware.units import limit_of
-from shardplan.interop.jax_leaves import leaves_of, move_all
-from shardplan.interop.jax_outside import outside
-from shardplan.interop.jax_plans import plan_of
-from shardplan.interop.jax_types import spec_of, type_of
-
-optional("jax", "jax")
-
-__all__ = ["plan_of", "reshard", "spec_of", "type_of"]
+from shardplan.interop.jax.leaves import leaves_of, move_all
+from shardplan.interop.jax.outside import outside
 
 
 def reshard(

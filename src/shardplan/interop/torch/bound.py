@@ -15,9 +15,9 @@ from shardplan.errors import Infeasible
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.torch_boxes import BoxMove
-from shardplan.interop.torch_ends import Ends
-from shardplan.interop.torch_layout import holdings
+from shardplan.interop.torch.boxes import BoxMove
+from shardplan.interop.torch.ends import Ends
+from shardplan.interop.torch.layout import holdings
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import too_little
 

@@ -12,8 +12,8 @@ from shardplan.errors import BackendError
 from shardplan.execution.jax.bits import from_bits, to_bits
 from shardplan.execution.jax.parts import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
-from shardplan.interop.jax_plans import check_ends, ends, plan_of
-from shardplan.interop.jax_types import mesh_of, spec_of
+from shardplan.interop.jax.plans import check_ends, ends, plan_of
+from shardplan.interop.jax.types import mesh_of, spec_of
 
 
 def inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:

@@ -11,7 +11,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax_types import common_mesh, type_of
+from shardplan.interop.jax.types import common_mesh, type_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 

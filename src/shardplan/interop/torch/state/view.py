@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.rank_names import listed
-from shardplan.interop.torch_state_names import Layouts, Path, name_of, unmatched
+from shardplan.interop.torch.state.names import Layouts, Path, name_of, unmatched
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardplan.errors import LayoutError
-from shardplan.interop.torch_async import waited
-from shardplan.interop.torch_state_names import Path, name_of
+from shardplan.interop.torch.state.names import Path, name_of
+from shardplan.interop.torch.under_way import waited
 
 
 def local_of(x: DTensor) -> torch.Tensor:

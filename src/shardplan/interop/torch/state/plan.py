@@ -19,10 +19,10 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
 from shardplan.execution.torch.run import TorchExecutable, executable, finish, launch
-from shardplan.interop.torch_bound import Bound
-from shardplan.interop.torch_ends import Ends
-from shardplan.interop.torch_layout import holdings
-from shardplan.interop.torch_state_view import MovedTensor
+from shardplan.interop.torch.bound import Bound
+from shardplan.interop.torch.ends import Ends
+from shardplan.interop.torch.layout import holdings
+from shardplan.interop.torch.state.view import MovedTensor
 from shardplan.movement.redistribute import plan_kept
 from shardplan.plans.pricing import Where
 

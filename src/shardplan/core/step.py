@@ -1,0 +1,16 @@
+"""`Step`: one op applied to named values, the line of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.core.ops.base import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op applied to named values."""
+
+    op: Op
+    operands: tuple[str, ...]
+    results: tuple[str, ...]

@@ -1,0 +1,168 @@
+"""`Level` and `DeviceSpec`: how the children of one parent are linked, and what one device can do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.errors import TopologyError, shown
+
+Link = Literal["switch", "ring", "torus", "mesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One hardware level: how the children of one parent are linked.
+
+    Invariants: `size` >= 1; `shape` is empty for `switch` and `ring`, and multiplies to `size` for `torus` and `mesh`.
+
+    Args:
+        name: Name of one child, such as `"node"`.
+        size: Children of one parent.
+        link: `"switch"`, `"ring"`, `"torus"` or `"mesh"`.
+        bandwidth: Bytes per second of one port of a child, in each direction.
+        latency: Seconds of one message over this level.
+        uplinks: Ports that a child has on a switch; on other links, parallel links of each neighbour pair.
+        shape: Extents of a torus or mesh.
+        source: Where the numbers come from.
+        degraded: Pairs of a unit number over the whole level and the factor on its bandwidth.
+        reduces: Whether the switch reduces in the network.
+
+    Raises:
+        TopologyError: A value breaks an invariant.
+    """
+
+    name: str
+    size: int
+    link: Link
+    bandwidth: float
+    latency: float
+    uplinks: int = 1
+    shape: tuple[int, ...] = ()
+    source: str = ""
+    degraded: tuple[tuple[int, float], ...] = ()
+    reduces: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"level {shown(self.name)}"
+        if not (isinstance(self.name, str) and self.name.isidentifier()):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(f"{where}: a level's name is a word of letters, digits and underscores, such as 'node'")
+        if self.link not in get_args(Link):
+            raise TopologyError(f"{where}: link {shown(self.link)} is unknown; legal: {', '.join(get_args(Link))}")
+        self._check_kinds(where)
+        if self.size < 1:
+            raise TopologyError(f"{where}: size {self.size} is below 1, the least number of children")
+        if self.uplinks < 1:
+            raise TopologyError(f"{where}: uplinks {self.uplinks} is below 1; a child needs a port")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise TopologyError(f"{where}: bandwidth {self.bandwidth} bytes per second is not positive and finite")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise TopologyError(f"{where}: latency {self.latency} seconds is negative or not finite")
+        grid = self.link in ("torus", "mesh")
+        if grid and (not self.shape or math.prod(self.shape) != self.size or min(self.shape) < 1):
+            got = f"shape {list(self.shape)} has product {math.prod(self.shape)}" if self.shape else "no shape is given"
+            raise TopologyError(f"{where}: a {self.link} of size {self.size} needs a shape of that product; {got}")
+        if not grid and self.shape:
+            raise TopologyError(
+                f"{where}: a {self.link} takes no shape, got {list(self.shape)}; only torus and mesh do"
+            )
+        if self.reduces and self.link != "switch":
+            raise TopologyError(f"{where}: only a switch reduces in the network, this is a {self.link}")
+        seen: set[int] = set()
+        for unit, factor in self.degraded:
+            if unit in seen:
+                raise TopologyError(f"{where}: degraded names {self.name}[{unit}] twice")
+            seen.add(unit)
+            if factor <= 0:
+                raise TopologyError(
+                    f"{where}: degraded factor {factor} leaves {self.name}[{unit}] unreachable; "
+                    "legal: above 0, at most 1"
+                )
+            if not factor <= 1:
+                raise TopologyError(f"{where}: degraded factor {factor} of {self.name}[{unit}] is above 1")
+        object.__setattr__(self, "degraded", tuple(sorted(self.degraded)))
+
+    def _check_kinds(self, where: str) -> None:
+        """Refuse a value of another kind than its field's."""
+        for name in ("size", "uplinks"):
+            border.integer(f"{where}: {name}", getattr(self, name), TopologyError)
+        for name in ("bandwidth", "latency"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+                raise TopologyError(f"{where}: {name} is {shown(value)}; legal is a number in SI units")
+        for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
+            border.integer(f"{where}: an extent", extent, TopologyError)
+        for pair in border.items(f"{where}: degraded", self.degraded, "pairs (unit, factor)", TopologyError):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TopologyError(f"{where}: degraded has {shown(pair)}; legal are pairs (unit, factor)")
+            border.integer(f"{where}: a degraded unit", pair[0], TopologyError)
+            if isinstance(pair[1], bool) or not isinstance(pair[1], (int, float, np.number)):
+                raise TopologyError(f"{where}: the degraded factor {shown(pair[1])} is no number")
+        border.flag(f"{where}: reduces", self.reduces, TopologyError)
+        border.text(f"{where}: source", self.source, TopologyError)
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape of the children: `shape` of a torus or mesh, else `(size,)`."""
+        return self.shape or (self.size,)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What one device can do.
+
+    Args:
+        flops: Pairs of dtype name and operations per second; the dtype `"*"` stands for every dtype.
+        memory: Bytes; infinite when unstated.
+        memory_bandwidth: Bytes per second; infinite when unstated.
+
+    Raises:
+        TopologyError: A value is not positive, or a dtype is named twice.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    memory: float = math.inf
+    memory_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise TopologyError(f"device: flops has {shown(pair)}; legal are pairs (dtype, operations per second)")
+        names = [dtype for dtype, _ in self.flops]
+        if len(set(names)) != len(names):
+            raise TopologyError(f"device: flops names a dtype twice: {', '.join(names)}")
+        values: list[tuple[str, object]] = [*self.flops, ("memory", self.memory)]
+        values.append(("memory_bandwidth", self.memory_bandwidth))
+        for name, value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
+                raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
+
+    def peak(self, dtype: str) -> float:
+        """Look up the peak rate for a dtype.
+
+        Args:
+            dtype: Such as `"bf16"`. `f16` and `bf16` stand for each other, `f8...` for `f8`, and `f4...` for `f4`.
+
+        Returns:
+            Operations per second.
+
+        Raises:
+            TopologyError: The topology states no rate for it.
+        """
+        table = dict(self.flops)
+        for name in (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*"):
+            if name in table:
+                return table[name]
+        raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {', '.join(table) or 'none'}")
+
+
+class Hardware(NamedTuple):
+    """What a file says of a topology: its fields, levels outermost first."""
+
+    name: str
+    levels: tuple[Level, ...]
+    device: DeviceSpec

@@ -1,0 +1,19 @@
+"""`reshard` in place of `jax.device_put` and `with_sharding_constraint`, and shardings as types.
+
+- `types`      shardings as layouts and types, and back
+- `plans`      the plans of moves, kept; how many bytes devices hold during them
+- `outside`    a move outside `jit`, on any meshes and devices
+- `inside`     a move inside `jit`: one `shard_map`
+- `linear`     the primitive that carries a move through gradients, `vmap` and `jit`
+- `leaves`     pytrees of arrays and shardings, and their moves under one limit
+- `device_put` `reshard`, which calls them
+"""
+
+from shardplan.errors import optional
+from shardplan.interop.jax.device_put import reshard
+from shardplan.interop.jax.plans import plan_of
+from shardplan.interop.jax.types import spec_of, type_of
+
+optional("jax", "jax")
+
+__all__ = ["plan_of", "reshard", "spec_of", "type_of"]

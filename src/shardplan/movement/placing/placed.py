@@ -1,0 +1,122 @@
+"""A placement with its price: the sum over a job's collectives of count times seconds (arXiv 2110.10548).
+
+A reduction is priced at its best program, or, with `programs="stock"`, as the one collective it is; all groups of all
+instances load the wires together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.core.pattern import Pattern
+from shardplan.hardware.cost import price
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.level_factors import factors
+from shardplan.hardware.placement import Placement
+from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
+from shardplan.movement.placing.traffic import OPS, Demand
+from shardplan.movement.reductions.shortest_path import least_seconds
+from shardplan.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class DemandShare:
+    """What one demand of the traffic costs a step on a placement, its count included, in seconds.
+
+    `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken.
+    """
+
+    demand: Demand
+    seconds: float
+    stock_seconds: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement with its price.
+
+    Args:
+        placement: Where the mesh lies.
+        seconds: Of a step's traffic.
+        shares: Of each demand.
+        other_seconds: Of communication that is no collective over whole axes (of a program).
+        programs: `"best"` or `"stock"`.
+        algorithm: What collectives are priced under.
+    """
+
+    placement: Placement
+    seconds: float
+    shares: tuple[DemandShare, ...]
+    other_seconds: float
+    programs: Programs
+    algorithm: str
+
+    @property
+    def stock_seconds(self) -> float:
+        """Of a step's traffic with every collective as it is."""
+        return sum(share.stock_seconds for share in self.shares) + self.other_seconds
+
+    @cached_property
+    def plans(self) -> Mapping[tuple[str, ...], Plan | tuple[Plan, ...]]:
+        """The program of every demand, by axes: a plan, or several where the axes have several demands.
+
+        A permute to the next member has no plan: it is one message.
+        """
+        found: dict[tuple[str, ...], list[Plan]] = {}
+        for share in self.shares:
+            plan = demand_plan(self.placement, share.demand, self.programs, self.algorithm)
+            if plan is not None:
+                found.setdefault(share.demand.axes, []).append(plan)
+        return {axes: plans[0] if len(plans) == 1 else tuple(plans) for axes, plans in found.items()}
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """What no point-to-point algorithm can beat on this placement: the sum over the demands."""
+        return sum(share.demand.count * demand_bound(self.placement, share.demand) for share in self.shares)
+
+
+def ranked(
+    places: Sequence[Placement],
+    demands: Sequence[Demand],
+    programs: Programs = "best",
+    algorithm: str = "auto",
+    others: Sequence[Pattern] = (),
+) -> list[Placed]:
+    """Price placements of one mesh on one topology for the collectives of a step.
+
+    Args:
+        places: At least one.
+        demands: The collectives of a step.
+        programs: As for `place`.
+        algorithm: As for `place`.
+        others: All other communication of a step; device ids are the mesh's.
+
+    Returns:
+        The placements, best first; of equal prices in the order given.
+    """
+    shares = [_prices(places, demand, programs, algorithm) for demand in demands]
+    rows: list[Placed] = []
+    for k, where in enumerate(places):
+        fabric = Fabric(where.topology, where.position()) if others else None
+        rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
+        own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
+        rows.append(Placed(where, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
+    return sorted(rows, key=lambda row: row.seconds)
+
+
+def _prices(
+    places: Sequence[Placement], demand: Demand, programs: Programs, algorithm: str
+) -> tuple[list[float], list[float]]:
+    """Seconds of a demand on every placement: as the program taken, and stock."""
+    topology = places[0].topology
+    found = [factors(p, demand.axes) for p in places]
+    stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
+    letters = OPS[demand.op]
+    if programs == "stock" or letters is None:
+        return stock, stock
+    amount = demand.payload(math.prod(f.size for f in found[0]))
+    best = least_seconds(found, topology, amount, *letters, algorithm)
+    return [demand.count * s for s in best], stock
