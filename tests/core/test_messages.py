@@ -84,6 +84,16 @@ def test_tiles_and_the_index_name_every_box(t: TensorType) -> None:
             assert tuple(cuts[index[d][k]]) == oracle.box(t, k)[d]
 
 
+def test_peers_by_hand() -> None:
+    # Nested tiles of 5 elements: 1, 1, 1, 0 and 1, 1, 0, 0. Who has none hears from the five that have one.
+    mesh = Mesh(a=2, b=4)
+    s, t = (TensorType.parse(text, mesh) for text in ("i32[5@(a,b)]", "i32[5]"))
+    assert peers(s, t) == 5
+    # Where all have one, everybody hears from all but itself.
+    s, t = (TensorType.parse(text, mesh) for text in ("i32[8@(a,b)]", "i32[8]"))
+    assert peers(s, t) == 7
+
+
 @settings(max_examples=100, deadline=None)
 @given(PLAIN)
 def test_a_device_sends_to_no_more_than_its_receivers(pair: Pair) -> None:

@@ -348,6 +348,12 @@ def test_what_is_not_contiguous_is_staged(op: Op, text: str, nbytes: int) -> Non
     assert op.staging(T(text)) == nbytes
 
 
+def test_an_all_reduce_counts_the_part_that_each_member_owns() -> None:
+    # Of 7 elements three members own 3, 3 and 1: two addends of each of these, and the rest reduced.
+    got = AllReduce(("b",)).received(T("f32[7]{+b}", Mesh(b=3)))
+    assert got.tolist() == [(2 * 3 + 4) * 4, (2 * 3 + 4) * 4, (2 * 1 + 6) * 4]
+
+
 def test_partial_and_root_axes_are_renamed_by_permute_alone() -> None:
     t, u = T("f32[12]{+a}"), T("f32[12]{+c}")
     assert Permute(u.layout).infer(t) == (u,)

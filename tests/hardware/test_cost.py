@@ -1,6 +1,7 @@
 """Prices of patterns against closed forms."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -258,6 +259,25 @@ def test_a_group_s_port_is_its_place_among_those_that_cross_the_unit():
     fabric = Fabric(Topology("t", (Level("node", 3, "switch", GB, 0.0, 2), Level("gpu", 2, "switch", 100 * GB, 0.0))))
     pairs_of_nodes = groups("all_gather", [[0, 2], [1, 4], [3, 5]], GB)
     assert price(pairs_of_nodes, fabric, "ring").transfer == pytest.approx(1, rel=1e-9)
+
+
+def test_ports_are_given_in_the_order_of_devices_however_groups_are_listed():
+    fabric = Fabric(Topology("t", (Level("node", 2, "switch", GB, 0.0, 2), Level("gpu", 3, "switch", 100 * GB, 0.0))))
+    # The first and the third group share a port, and carry 1 + 2 GB.
+    for order in itertools.permutations(range(3)):
+        pattern = groups("all_gather", [[k, k + 3] for k in order], [(1, 1, 2)[k] * GB for k in order])
+        assert price(pattern, fabric, "ring").transfer == pytest.approx(3, rel=1e-9)
+
+
+def test_what_meets_on_its_way_shares_it():
+    # Into a port: from nodes 0 and 1 to node 2.
+    fabric = Fabric(two_levels(3, 2))
+    pattern = Messages(np.array([0, 2]), np.array([4, 5]), np.full(2, 8 * GB))
+    assert price(pattern, fabric).transfer == pytest.approx(2, rel=1e-9)
+    # On a torus: dim 0 comes first, so what starts at (0, 0) passes (1, 0) on its way to (1, 1).
+    torus = Fabric(Topology("t", (Level("chip", 4, "torus", GB, 0.0, shape=(2, 2)),)))
+    pattern = Messages(np.array([0, 2]), np.array([3, 3]), np.full(2, GB))
+    assert price(pattern, torus).transfer == pytest.approx(2, rel=1e-9)
 
 
 def test_every_chunk_pays_its_rounds_again():

@@ -68,15 +68,17 @@ def test_the_coarse_bound_is_a_bound(case):
     assert (coarse >= 0).all()
 
 
-def test_the_coarse_bound_is_attained(monkeypatch):
-    monkeypatch.setattr(bounds, "_EXACT", 0)
+def test_what_enters_is_what_the_unit_lacks(monkeypatch):
+    # Of a row in quarters unit 0 holds the first half and unit 1 the second: of the whole row each lacks the other's.
     units = np.array([0, 0, 1, 1])
-    # Unit 0 holds 0 to 20 and unit 1 what is behind: each lacks the other's half of a whole row.
     quarters = np.array([[[0, 10]], [[10, 20]], [[20, 30]], [[30, 40]]])
-    row = np.broadcast_to(np.array([[0, 40]]), (4, 1, 2))
-    assert entry_bytes(quarters, row, units).tolist() == true_entry(quarters, row, units).tolist() == [20, 20]
-    # Swapped, what a unit wants lies outside of what it has: the largest box of its devices must enter whole.
-    swapped = quarters[[2, 3, 0, 1]]
+    row, swapped = np.broadcast_to(np.array([[0, 40]]), (4, 1, 2)), quarters[[2, 3, 0, 1]]
+    assert entry_bytes(quarters, row, units).tolist() == [20, 20]
+    # With the halves swapped all that they hold is of no use.
+    assert entry_bytes(quarters, swapped, units).tolist() == [20, 20]
+    # The coarse bound attains the first; of the second it counts the largest box of a device, which is a quarter.
+    monkeypatch.setattr(bounds, "_EXACT", 0)
+    assert entry_bytes(quarters, row, units).tolist() == [20, 20]
     assert entry_bytes(quarters, swapped, units).tolist() == [10, 10]
 
 
