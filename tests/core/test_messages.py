@@ -84,7 +84,29 @@ def test_tiles_and_the_index_name_every_box(t: TensorType) -> None:
             assert tuple(cuts[index[d][k]]) == oracle.box(t, k)[d]
 
 
-def test_peers_by_hand() -> None:
+def test_what_is_held_by_hand() -> None:
+    rooted, whole = (TensorType.parse(text, Mesh(a=2)) for text in ("i32[4]{root:a}", "i32[4]"))
+    assert at_root(rooted).tolist() == [True, False]
+    assert kept(rooted, whole).tolist() == [4, 0]
+    here, there = (TensorType("i32", (4,), (None,), Mesh({"a": 2}, devices=ids)) for ids in ((2, 3), (3, 4)))
+    assert own_places(here, there).tolist() == [1, -1]
+    # In the other order each sub-axis stands behind another product of sizes, and tiles 1 and 2 change places.
+    s, t = (TensorType.parse(text, Mesh(a=2, b=2)) for text in ("i32[4@(a,b)]", "i32[4@(b,a)]"))
+    assert moved_atoms(s, t) == {0, 1}
+
+
+def test_messages_by_hand() -> None:
+    # Of two rows of devices each exchanges its halves among itself: nobody is sent what it has.
+    s, t = (TensorType.parse(text, Mesh(a=2, b=2)) for text in ("i32[4@b]", "i32[4]"))
+    assert sorted(zip(*(x.tolist() for x in messages(s, t)), strict=True)) == [
+        (0, 1, 2),
+        (1, 0, 2),
+        (2, 3, 2),
+        (3, 2, 2),
+    ]
+
+
+def test_peers_and_receivers_by_hand() -> None:
     # Nested tiles of 5 elements: 1, 1, 1, 0 and 1, 1, 0, 0. Who has none hears from the five that have one.
     mesh = Mesh(a=2, b=4)
     s, t = (TensorType.parse(text, mesh) for text in ("i32[5@(a,b)]", "i32[5]"))
@@ -92,6 +114,8 @@ def test_peers_by_hand() -> None:
     # Where all have one, everybody hears from all but itself.
     s, t = (TensorType.parse(text, mesh) for text in ("i32[8@(a,b)]", "i32[8]"))
     assert peers(s, t) == 7
+    # Each tile is wanted by all eight, its holder among them.
+    assert receivers(s, t) == 8
 
 
 @settings(max_examples=100, deadline=None)

@@ -84,6 +84,10 @@ def test_same_tells_addends_and_roots_apart() -> None:
     assert not same(there, back), "the first addend is on device 0, or on device 1"
 
 
+def test_the_bytes_of_a_type_are_those_of_its_largest_shard() -> None:
+    assert TensorType("f32", (5, 3), ("a", None), Mesh(a=2)).local_bytes() == 3 * 3 * 4
+
+
 def test_bytes_are_counted_exactly_beyond_64_bits() -> None:
     t = TensorType("f32", (2**31, 2**30), (None, None), Mesh(a=2), {"a": "sum"})
     # Of 2^63 bytes a device receives the addend of its half, and the other half reduced.

@@ -280,6 +280,14 @@ def test_what_meets_on_its_way_shares_it():
     assert price(pattern, torus).transfer == pytest.approx(2, rel=1e-9)
 
 
+def test_the_capacity_of_a_unit_is_that_of_all_ways_into_it():
+    levels = (Level("node", 2, "switch", GB, 0.0, 2), Level("gpu", 4, "ring", 3 * GB, 0.0))
+    fabric = Fabric(Topology("t", levels))
+    assert fabric.capacity(0).tolist() == [2 * GB] * 2
+    # Two links of the ring, and the two ports of its node.
+    assert fabric.capacity(1).tolist() == [2 * 3 * GB + 2 * GB] * 8
+
+
 def test_every_chunk_pays_its_rounds_again():
     switch = Level("gpu", 4, "switch", GB, 2e-6, reduces=True)
     fabric = Fabric(Topology("t", (switch,)), launch=3e-6)

@@ -73,6 +73,11 @@ def test_a_relabelled_type_is_the_same_on_every_device(pair: Pair) -> None:
     assert moved is None or sp.same(moved, s)
 
 
+def test_no_axes_of_other_devices_name_the_boxes() -> None:
+    a, b = sp.Mesh(x=4), sp.Mesh({"z": 4}, devices=range(4, 8))
+    assert relabel(T("f32[64@x]", a), b) is None
+
+
 def test_addends_are_scattered_before_they_are_sent() -> None:
     """Each of four devices receives three addends of its quarter, and sends the sum of it once."""
     a, b = sp.Mesh(x=4), sp.Mesh({"z": 4}, devices=range(4, 8))
