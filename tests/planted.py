@@ -3,7 +3,8 @@
 `faults/` lists them, a file a room: the function that is altered (`in`), a piece of its source that stands there once
 (`old`), what stands there instead (`new`), what that is (`says`), and the tests that must fail then (`tests`). A fault
 is planted in a forked child: its function is compiled again from the altered source and takes the place of the old
-one's code, so that everybody who imported it has it; then pytest runs the tests there.
+one's code, so that everybody who imported it has it; then pytest runs the tests there. Processes that they
+launch have the fault, too (`planting/`).
 
 `python -m tests.planted` tries all of them and lists those that survive; names select some.
 """
@@ -14,13 +15,15 @@ import __future__
 import ast
 import inspect
 import io
+import json
 import os
+import subprocess
 import sys
 import textwrap
 import tomllib
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -107,6 +110,18 @@ def plant(fault: Fault) -> None:
                 value.cache_clear()
 
 
+def pass_on(fault: Fault) -> None:
+    """Have the fault planted in the Python processes that this one launches, too: see `planting/sitecustomize.py`."""
+    start = subprocess.Popen.__init__
+
+    def launch(self: Any, *args: Any, env: Any = None, **more: Any) -> None:
+        env = dict(os.environ if env is None else env) | {"PLANTED": json.dumps(astuple(fault))}
+        paths = (str(ROOT / "tests" / "planting"), env.get("PYTHONPATH", ""))
+        start(self, *args, env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, **more)
+
+    subprocess.Popen.__init__ = launch
+
+
 def members(value: Any) -> tuple[Any, ...]:
     """Return what a class of the package holds."""
     return tuple(vars(value).values()) if inspect.isclass(value) and value.__module__.startswith("shardplan") else ()
@@ -128,6 +143,7 @@ def outcome(fault: Fault) -> tuple[int, str]:
             with redirect_stdout(said), redirect_stderr(said):
                 os.chdir(ROOT)
                 plant(fault)
+                pass_on(fault)
                 tests = [str(ROOT / t) for t in fault.tests]
                 options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line"]
                 ended = pytest.main([*options, *tests])

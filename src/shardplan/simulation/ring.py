@@ -23,11 +23,24 @@ import numpy as np
 
 from shardplan.core.accounting import relabels
 from shardplan.core.messages import at_root, messages, permutation
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Permute, Reduce, ReduceScatter, Send
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Send,
+    Slice,
+    ToPartial,
+)
 from shardplan.core.ops.base import Collective, meet, typed
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.errors import BackendError
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.script import Message, Script, ScriptRound, Stage, merged
 
@@ -42,6 +55,9 @@ def script_of(program: Program, title: str = "") -> Script:
     Args:
         program: The program; ops that communicate are collectives, others are local.
         title: For people.
+
+    Raises:
+        BackendError: A collective whose messages are not known here.
     """
     stages: list[Stage] = []
     for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
@@ -83,8 +99,10 @@ def _stages(number: int, step: Step, operands: Sequence[TensorType]) -> Iterator
             yield from _exchanges(number, op, operands)
         case Permute() | Exchange() | Send():
             yield from _moves(number, op, operands)
-        case _:  # Slice and ToPartial are local
+        case Slice() | ToPartial():  # local
             return
+        case _:
+            raise BackendError(f"step {number}: the ring engine's script has no messages for {op.name}")
 
 
 def gather(members: Sequence[int], sizes: Sizes) -> Part:
