@@ -3,8 +3,8 @@
 `faults/` lists them, a file a room: the function that is altered (`in`), a piece of its source that stands there once
 (`old`), what stands there instead (`new`), what that is (`says`), and the tests that must fail then (`tests`). A fault
 is planted in a forked child: its function is compiled again from the altered source and takes the place of the old
-one's code, so that everybody who imported it has it; then pytest runs the tests there. Processes that they
-launch have the fault, too (`planting/`).
+one's code, so that everybody who imported it has it; then pytest runs the tests there. Processes that they launch have
+the fault, too (`planting/`).
 
 `python -m tests.planted` tries all of them and lists those that survive; names select some.
 """
