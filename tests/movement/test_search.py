@@ -194,7 +194,7 @@ def cheapest(prices: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("sizes", "ndim", "allowed"), [GRAPHS[0], GRAPHS[2], GRAPHS[9]], ids=label)
 def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, int], ndim: int, allowed: Marks) -> None:
-    graph = whole_units(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
+    graph = whole_axes(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
     every = np.arange(len(graph.types))
     objective = Objective(byte=1.0, turn=0.002, step=STEP)
     edges = [graph.row(a) for a in every]
