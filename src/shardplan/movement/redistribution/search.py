@@ -32,8 +32,8 @@ _ROUNDING = 1e-15
 # A sum of two fractions may exceed a limit that it meets exactly by a rounding error.
 _SLACK = 1 + 1e-12
 # The least rate is no lower bound on what a missing byte costs: a rate may be per byte held before, of which a gather
-# delivers several. With this share of it the heuristic is low enough in practice, not by proof: no path under rates is
-# claimed to be exact.
+# delivers several. A share of it is nearer to one, without proof: of 150 random problems on two clusters one search
+# ended dearer than without any heuristic, with the whole rate too. No path under rates is claimed to be exact.
 _RATE_SHARE = 0.25
 
 
