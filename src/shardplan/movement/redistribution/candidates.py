@@ -95,7 +95,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         bounded = request.limit is not None or not (whole or len(p.graph.types) > _SMALL)
         limits: list[float | None] = [None] if request.limit is None else []
         for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
-            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
+            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and p.countable and priced and whole and not timed
                 yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
@@ -103,8 +103,9 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                     if limit is None:
                         return
                     continue
+            few = min(budget, _EXPANSIONS_VARIANT)
             for objective in others:
-                path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, _EXPANSIONS_VARIANT))
+                path = shortest(p.graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes)))
         if request.limit is not None:

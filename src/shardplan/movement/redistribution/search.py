@@ -119,7 +119,8 @@ def shortest(
     t: int,
     objective: Objective,
     allowed: np.ndarray,
-    limit: float | None,
+    limit: float | None = None,
+    *,
     budget: int,
 ) -> Path | None:
     """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]), or None.
