@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import operator_ways as ways  # noqa: E402
-from benchmarks import operators  # noqa: E402
+from benchmarks import operator_ways as ways
+from benchmarks import operators
 
 
 def element(rank, result):
