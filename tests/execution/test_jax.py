@@ -22,7 +22,6 @@ from shardplan.execution.rounds import colour, moved_bytes, rounds_of
 from strategies import cross_pairs, pairs
 
 pytest.importorskip("jax")
-pytestmark = pytest.mark.xdist_group("jax")  # one child for all that ask for it
 
 
 @pytest.fixture(scope="module")

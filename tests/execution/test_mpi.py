@@ -44,7 +44,6 @@ def traced() -> Any:
 
 
 @launched
-@pytest.mark.xdist_group("mpi memory")
 def test_allocates_no_more_than_the_certificate_says() -> None:
     over = [f"{name}: {peak} of {most}" for name, peak, most in traced()["rows"] if peak > most + OBJECTS]
     assert over == []
@@ -52,7 +51,6 @@ def test_allocates_no_more_than_the_certificate_says() -> None:
 
 
 @launched
-@pytest.mark.xdist_group("mpi memory")
 def test_long_messages_and_many_rounds_equal_the_reference() -> None:
     assert traced()["wrong"] == []
 

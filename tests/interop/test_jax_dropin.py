@@ -12,7 +12,6 @@ from execution.jax_child import said
 from shardplan.errors import BackendError, LayoutError
 
 jax = pytest.importorskip("jax")
-pytestmark = pytest.mark.xdist_group("jax_dropin")  # one child for all that ask for it
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from shardplan.interop.jax_plans import plan_of
 from shardplan.interop.jax_types import common_mesh, spec_of
 
 pytest.importorskip("jax")
-pytestmark = pytest.mark.xdist_group("jax_reshard")  # one child for all that ask for it
 
 
 @pytest.fixture(scope="module")

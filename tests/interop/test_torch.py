@@ -25,12 +25,11 @@ def told(ranks: int, script: Path, *arguments: Any, seconds: float, to_the_end: 
     return json.loads(out[out.index("{") :]) | {"status": status, "err": err[-3000:]}
 
 
-def names(child: Path) -> list[Any]:
-    """The checks that a child lists, in one launch; read off its source: importing it would need torch's processes."""
+def names(child: Path) -> list[str]:
+    """The checks that a child lists, read off its source: importing it would need torch's processes."""
     for node in ast.parse(child.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "CHECKS":
-            found = [e.id for e in ast.walk(node.value) if isinstance(e, ast.Name)]
-            return [pytest.param(name, marks=pytest.mark.xdist_group(child.stem)) for name in found]
+            return [e.id for e in ast.walk(node.value) if isinstance(e, ast.Name)]
     raise AssertionError("the child lists no checks")
 
 
@@ -78,7 +77,6 @@ def test_kinds(name: str):
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 
-@pytest.mark.xdist_group(DROP_IN.stem)
 def test_a_result_that_nobody_uses_does_not_break_the_exit():
     """The child leaves such a move under way: its sums need every rank to go on, and no rank may hang or crash."""
     found = checks(DROP_IN)
