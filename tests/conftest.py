@@ -1,4 +1,4 @@
-"""What all tests share: how Hypothesis runs, and which tests need a GPU.
+"""What all tests share: how Hypothesis runs, which tests need a GPU, and which stay with one worker.
 
 Hypothesis draws the same examples on every run, so a tree that passes keeps passing; `--hypothesis-profile=explore`
 draws others each time. A test's own `@settings` are on top of either.
@@ -6,6 +6,7 @@ draws others each time. A test's own `@settings` are on top of either.
 
 import pkgutil
 from importlib import import_module
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,3 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file that starts processes stay with one worker: most share a launch, which each worker would pay."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Launches(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0] if nodeid.startswith(("tests/execution/", "tests/interop/")) else nodeid
+
+    return Launches(config, log)

@@ -6,9 +6,6 @@ Every check is a function that returns what the test compares; one that raises i
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +16,7 @@ from benchmarks.peers.hlo import largest_bytes, parse_hlo
 import conformance
 import shardplan as sp
 from benchmarks import suites
+from execution.jax_child import main
 from shardplan.core.accounting import account
 from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
 from shardplan.core.layout import REDUCTIONS
@@ -190,16 +188,21 @@ def reductions() -> Any:
     wrong: list[str] = []
     rng = np.random.default_rng(5)
     ways = [(ReduceScatter, (0,)), (AllReduce, ()), (Reduce, ())]
-    for reduction, dtype, (kind, more), chunks in itertools.product(REDUCTIONS, FOLDED, ways, (1, 3)):
-        if reduces(reduction, dtype) and not (dtype == "bool" and reduction == "sum"):
-            t = typed(f"{dtype}[12, 6@b]{{{'+a,+c' if reduction == 'sum' else f'{reduction}:a,c'}}}")
-            program = single(kind(*more, ("c", "a"), reduction, chunks), [t])
-            shards = [rng.integers(0, 2 if dtype == "bool" else 6, t.local_shape()).astype(numpy_dtype(dtype))
-                      for _ in range(8)]  # fmt: skip
-            expected, got = run_program(program, [shards])[0], jax_run(program, [shards])[0]
-            for x, y, here in zip(got, expected, at_root(program.output_types[0]), strict=True):
+    for reduction, dtype in itertools.product(REDUCTIONS, FOLDED):
+        if not reduces(reduction, dtype) or (dtype == "bool" and reduction == "sum"):
+            continue
+        t = typed(f"{dtype}[12, 6@b]{{{'+a,+c' if reduction == 'sum' else f'{reduction}:a,c'}}}")
+        ops = [kind(*more, ("c", "a"), reduction, chunks) for (kind, more), chunks in itertools.product(ways, (1, 3))]
+        names, results = [f"x{k}" for k in range(len(ops))], [f"y{k}" for k in range(len(ops))]
+        steps = [Step(op, (x,), (y,)) for op, x, y in zip(ops, names, results, strict=True)]
+        program = Program(dict.fromkeys(names, t), steps, results)  # compiled as one: each costs a tenth of a second
+        most = 2 if dtype == "bool" else 6
+        shards = [[rng.integers(0, most, t.local_shape()).astype(numpy_dtype(dtype)) for _ in range(8)] for _ in ops]
+        found = zip(ops, program.output_types, run_program(program, shards), jax_run(program, shards), strict=True)
+        for op, result, expected, got in found:
+            for x, y, here in zip(got, expected, at_root(result), strict=True):
                 if here and not np.array_equal(np.asarray(x), y):
-                    wrong.append(f"{reduction} of {dtype}, {kind.name}, {chunks} chunks: {np.asarray(x)}, not {y}")
+                    wrong.append(f"{reduction} of {dtype}, {op.name}, {op.chunks} chunks: {np.asarray(x)}, not {y}")
     return wrong[:5]
 
 
@@ -489,20 +492,5 @@ CHECKS: tuple[Callable[[], Any], ...] = (
 )  # fmt: skip
 
 
-def main(names: list[str]) -> None:
-    out: dict[str, Any] = {}
-    for check in CHECKS:
-        if names and check.__name__ not in names:
-            continue
-        try:
-            out[check.__name__] = check()
-        except Exception:
-            out[check.__name__] = {"raised": traceback.format_exc()[-3000:]}
-    print(json.dumps(out))
-
-
 if __name__ == "__main__":
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    main(sys.argv[1:])
+    main(CHECKS)

@@ -3,12 +3,7 @@
 What needs eight devices runs once, in a child process (`jax_checks.py`).
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 from benchmarks import suites
+from execution.jax_child import said
 from shardplan.core.messages import at_root, messages
 from shardplan.core.ops import OPS, Exchange
 from shardplan.core.reference import distribute, run_program
@@ -26,22 +22,11 @@ from shardplan.execution.rounds import colour, moved_bytes, rounds_of
 from strategies import cross_pairs, pairs
 
 pytest.importorskip("jax")
-ROOT = Path(__file__).parents[2]
-
-
-def child(script: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a script of the tests prints."""
-    paths = (ROOT / "src", ROOT, ROOT / "tests")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "tests" / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return child("execution/jax_checks.py")
+    return said("execution/jax_checks.py")
 
 
 def test_every_op_alone(seen: dict[str, Any]) -> None:
@@ -132,7 +117,7 @@ def test_two_processes() -> None:
 
     So are programs that both know and run in two orders, alone and as moves; the processes then go on.
     """
-    found = child("execution/jax_launch.py")
+    found = said("execution/jax_launch.py")
     assert found["equal"] == [True, True]
     for me, text in enumerate(found["other"]):
         assert text.startswith(f"BackendError: jax: process {me} runs a program of 1 steps (hash "), text

@@ -26,10 +26,12 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.simulation.ring import script_of
+from shardplan.simulation.script import Script
 
 HERE = Path(__file__).parent
 FAST = (1000.0, 4000.0)  # Mbit/s: the tests ask for bytes, not for times
 LATE = 5.0  # seconds: a busy machine does not fail these tests
+TRIES = 10  # measurements of one item, where TCP sends again
 MESH = sp.Mesh(data=2, tensor=4)
 
 
@@ -56,21 +58,50 @@ def lab() -> Iterator[Lab]:
         yield running
 
 
+def sent_again(lab: Lab) -> int:
+    """The segments that TCP has sent again so far, in the namespaces of all ranks."""
+    assert lab._process is not None
+    tables = {os.readlink(f"/proc/{p}/ns/net"): Path(f"/proc/{p}/net/snmp") for p in children(lab._process.pid)}
+    rows = ([line.split() for line in t.read_text().splitlines() if line.startswith("Tcp:")] for t in tables.values())
+    return sum(int(dict(zip(*row, strict=True))["RetransSegs"]) for row in rows)
+
+
+def seen(m: Measurement) -> list[tuple[str, int, int, float]]:
+    """Of each edge: its name, the bytes that are predicted, those that the kernel saw, and the most that are right."""
+    assert m.predicted_edge_bytes is not None
+    least = [min(r.edge_bytes[k] for r in m.repetitions) for k in range(len(m.edges))]  # of some a packet was lost
+    most = max(m.predicted_edge_bytes)
+    return [
+        # acknowledgements of what goes the other way are headers, too
+        (edge, said, kernel, 1.05 * said + 0.02 * most)
+        for edge, said, kernel in zip(m.edges, m.predicted_edge_bytes, least, strict=True)
+    ]
+
+
+def measured(lab: Lab, item: Task | Program | Script, repetitions: int) -> Measurement:
+    """An item measured: anew where the kernel saw too many bytes, and TCP had sent some of them again.
+
+    On a loaded machine an acknowledgement comes late, and what it is for is taken as lost.
+    """
+    for _ in range(TRIES):
+        before = sent_again(lab)
+        (found,) = lab.measure([item], repetitions)
+        if sent_again(lab) == before or all(kernel <= most for _, _, kernel, most in seen(found)):
+            break
+    return found
+
+
 def counted(m: Measurement) -> None:
     """The engine's count is the prediction, and what the kernel saw on each edge is that and a little more."""
     assert m.payload == m.predicted_payload
     assert m.payload_edge_bytes == m.predicted_edge_bytes
-    assert m.predicted_edge_bytes is not None
-    least = [min(r.edge_bytes[k] for r in m.repetitions) for k in range(len(m.edges))]  # of some a packet was lost
-    most = max(m.predicted_edge_bytes)
-    for edge, said, kernel in zip(m.edges, m.predicted_edge_bytes, least, strict=True):
-        # acknowledgements of what goes the other way are headers, too
-        assert said <= kernel <= 1.05 * said + 0.02 * most, (m.title, edge, said, kernel)
+    for edge, said, kernel, most in seen(m):
+        assert said <= kernel <= most, (m.title, edge, said, kernel)
 
 
 @needs_lab
 def test_every_byte_of_large_collectives(lab: Lab) -> None:
-    found = lab.measure([Task(p, title=name) for name, p in LARGE.items()], 3)
+    found = [measured(lab, Task(p, title=name), 3) for name, p in LARGE.items()]
     assert [m.title for m in found] == list(LARGE)
     for m in found:
         counted(m)
@@ -115,7 +146,7 @@ def test_gloo_s_own_collectives(lab: Lab) -> None:
     lab.measure([c.program for c in drawn], 1, engine="gloo")
     with pytest.raises(sp.BackendError, match=r"^step 0 \(all_reduce.*gloo reduces f16, .*; use engine='ring'$"):
         lab.measure([program("u16[8]{+data}", AllReduce(("data",)))], engine="gloo")
-    counted(lab.measure([LARGE["all_gather"]], 1)[0])  # a refused program leaves the ranks in order
+    counted(measured(lab, LARGE["all_gather"], 1))  # a refused program leaves the ranks in order
 
 
 def reducible(p: Program) -> bool:
@@ -129,7 +160,7 @@ def test_a_placement_says_which_links_are_used(lab: Lab) -> None:
     topology = lab.cluster.topology
     p = program("i32[1024, 64]{+data}", AllReduce(("data",)))
     near, far = Placement(MESH, topology, ((1, 2), (2, 2))), Placement(MESH, topology, ((2, 1), (1, 4)))
-    inside, outside = lab.measure([Task(p, near), Task(p, far)], 1)
+    inside, outside = (measured(lab, Task(p, where), 1) for where in (near, far))
     counted(inside)
     counted(outside)
     up = inside.edges.index("node[0] up")
@@ -148,8 +179,9 @@ def test_a_script_is_replayed_byte_for_byte(lab: Lab) -> None:
     own = [script_of(p, name) for name, p in LARGE.items()]
     text = {f.stem: f.read_text() for f in sorted((HERE.parent / "interop" / "hlo").glob("*.txt"))}
     parsed = {f"hlo {name}": parse_hlo(t, 8) for name, t in text.items()}
-    scripts = [*own, *(hlo_script(found, name) for name, found in parsed.items())]
-    for script, m in zip(scripts, lab.measure(scripts, 1), strict=True):
+    small = [hlo_script(found, name) for name, found in parsed.items()]
+    found = [*(measured(lab, script, 1) for script in own), *lab.measure(small, 1)]
+    for script, m in zip([*own, *small], found, strict=True):
         assert m.engine == "replay"
         assert not m.verified
         assert m.title == script.title

@@ -9,7 +9,7 @@ import pytest
 
 import shardplan as sp
 from execution.stores import Counting
-from execution.torch_launch import printed, torchrun
+from execution.torch_launch import launch, printed
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -154,7 +154,7 @@ WRONG = {
 @pytest.fixture(scope="module")
 def told():
     """What the four ranks of `torch_agree_child.py` saw, on one process group."""
-    return printed(4, HERE / "torch_agree_child.py", timeout=900)
+    return printed(4, HERE / "torch_agree_child.py", seconds=900)
 
 
 def test_real_ranks_ask_the_store_at_the_first_call_only(told) -> None:
@@ -190,9 +190,9 @@ def test_another_order_is_an_error_on_every_rank_and_no_wrong_data(told) -> None
 
 def test_another_order_without_tags() -> None:
     """As on nccl: headers differ before any data moves."""
-    done = torchrun(4, str(HERE / "torch_agree_child.py"), "batched", timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in re.findall(r"RANK (\{.*?\})", done.stdout)]
+    status, out, err = launch(4, HERE / "torch_agree_child.py", "batched", seconds=900)
+    assert status == 0, err[-4000:]
+    rows = [json.loads(line) for line in re.findall(r"RANK (\{.*?\})", out)]
     _in_another_order(sorted(rows, key=lambda row: row["rank"]))
 
 

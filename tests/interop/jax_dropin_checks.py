@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from execution.jax_child import main
 from interop.jax_reshard_checks import Here, differs, told
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -486,24 +485,12 @@ CHECKS: tuple[Callable[[Ends], Any], ...] = (
 )  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def make() -> tuple[Ends]:
     from shardplan.interop.jax import outside
 
     outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
-    here = Ends()
-    out: dict[str, Any] = {}
-    for check in CHECKS:
-        if names and check.__name__ not in names:
-            continue
-        try:
-            out[check.__name__] = check(here)
-        except Exception:
-            out[check.__name__] = {"raised": traceback.format_exc()[-3000:]}
-    print(json.dumps(out))
+    return (Ends(),)
 
 
 if __name__ == "__main__":
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    main(sys.argv[1:])
+    main(CHECKS, make)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +11,7 @@ import numpy as np
 from benchmarks.peers.hlo import largest_bytes, parse_hlo
 
 from benchmarks import suites
+from execution.jax_child import main
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 
@@ -324,24 +322,12 @@ CHECKS: tuple[Callable[[Here], Any], ...] = (
 )  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def make() -> tuple[Here]:
     from shardplan.interop.jax import outside as moves_outside
 
     moves_outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
-    here = Here()
-    out: dict[str, Any] = {}
-    for check in CHECKS:
-        if names and check.__name__ not in names:
-            continue
-        try:
-            out[check.__name__] = check(here)
-        except Exception:
-            out[check.__name__] = {"raised": traceback.format_exc()[-3000:]}
-    print(json.dumps(out))
+    return (Here(),)
 
 
 if __name__ == "__main__":
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {quick}"
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    main(sys.argv[1:])
+    main(CHECKS, make)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import shardplan as sp
+from execution.torch_launch import printed
 from interop.export_cases import RANKS, Case, cases, chain, place, random_case, topology
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Slice, ToPartial
 from shardplan.core.program import Program
@@ -47,8 +48,7 @@ def child(command: list[str], seconds: float = 120) -> Any:
 def test_torch_on_gloo() -> None:
     """Bound, as text, and on a torch that sorts ranks and lacks the newer names."""
     pytest.importorskip("torch")
-    launcher = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(RANKS)]
-    found = child([*launcher, str(HERE / "export_torch_child.py")])
+    found = printed(RANKS, HERE / "export_torch_child.py")
     assert found["wrong"] == []
     assert found["groups"] == found["distinct"] > 20  # shared between programs
     if found["sorts"]:

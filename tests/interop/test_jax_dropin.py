@@ -4,29 +4,19 @@ What needs eight devices runs once, in a child process (`jax_dropin_checks.py`).
 jax_dropin_checks.py hunt` looks longer, elsewhere.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from execution.jax_child import said
 from shardplan.errors import BackendError, LayoutError
 
 jax = pytest.importorskip("jax")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    paths = (ROOT / "src", ROOT, ROOT / "tests")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "tests" / "interop" / "jax_dropin_checks.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return said("interop/jax_dropin_checks.py")
 
 
 def test_as_device_put(seen: dict[str, Any]) -> None:

@@ -3,33 +3,23 @@
 What needs eight devices runs once, in a child process (`jax_reshard_checks.py`).
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardplan as sp
+from execution.jax_child import said
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.interop.jax.plans import plan_of
 from shardplan.interop.jax.types import common_mesh, spec_of
 
 pytest.importorskip("jax")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    paths = (ROOT / "src", ROOT, ROOT / "tests")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(ROOT / "tests" / "interop" / "jax_reshard_checks.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return said("interop/jax_reshard_checks.py")
 
 
 def test_outside_jit(seen: dict[str, Any]) -> None:

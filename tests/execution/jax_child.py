@@ -1,0 +1,46 @@
+"""Checks on eight CPU devices of JAX: how a test asks for them, and how the child runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# What is compiled here runs once, on a few bytes: the time is the compiler's.
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
+
+
+def said(script: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a script of the tests prints."""
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "tests" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(checks: Sequence[Callable[..., Any]], make: Callable[[], tuple[Any, ...]] = tuple) -> None:
+    """Print what the checks return, of those named as arguments or of all, called with what `make` makes.
+
+    One that raises is reported by its text.
+    """
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    names, given, out = sys.argv[1:], make(), dict[str, Any]()
+    for check in checks:
+        if names and check.__name__ not in names:
+            continue
+        try:
+            out[check.__name__] = check(*given)
+        except Exception:
+            out[check.__name__] = {"raised": traceback.format_exc()[-3000:]}
+    print(json.dumps(out))
