@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+SHOWN = 16  # ranks that a message lists: one line of a terminal
+
 
 def listed(ranks: Sequence[int]) -> str:
     """Return a list of ranks, cut short where it is long.
@@ -11,8 +13,8 @@ def listed(ranks: Sequence[int]) -> str:
     >>> listed((0, 2))
     '[0, 2]'
     """
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    return f"[{shown}{', ...' if len(ranks) > SHOWN else ''}]"
 
 
 def named(ranks: Iterable[int]) -> str:

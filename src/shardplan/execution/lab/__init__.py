@@ -20,10 +20,10 @@ Reading order:
 
 from shardplan.execution.lab.cluster import CONSTANTS as CONSTANTS
 from shardplan.execution.lab.cluster import Cluster as Cluster
+from shardplan.execution.lab.measurement import Measurement as Measurement
+from shardplan.execution.lab.measurement import Repetition as Repetition
 from shardplan.execution.lab.needs import Unavailable as Unavailable
 from shardplan.execution.lab.needs import missing as missing
-from shardplan.execution.lab.record import Measurement as Measurement
-from shardplan.execution.lab.record import Repetition as Repetition
 from shardplan.execution.lab.session import ENGINES as ENGINES
 from shardplan.execution.lab.session import Lab as Lab
 from shardplan.execution.lab.session import Task as Task

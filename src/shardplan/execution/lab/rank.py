@@ -132,7 +132,7 @@ class Worker:
         texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
         watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
-        wire = LabWire(watch.site.group, watch, torch.device("cpu"), ranks=ranks)
+        wire = LabWire(watch.state.group, watch, torch.device("cpu"), ranks=ranks)
         while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
             time.sleep(instant - start)
         busy = time.process_time()

@@ -3,6 +3,9 @@
 What is sent when is said in `simulation.ring`, which predicts it; this is the doing. Local parts (slices, packing,
 identities, the general exchange, chains) are those of the torch backend; rings and pairwise exchanges are here. A ring
 adds along the ring, not in member order: the same for integers, and for sums that are exact.
+
+The order of messages is that of the prediction: a member posts all receives of a ring first, then sends in order, each
+block as soon as it has it; `before` and `after` are its neighbours in the ring.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -32,18 +34,31 @@ from shardplan.execution.lower import (
     view_of,
 )
 from shardplan.execution.torch.dtypes import fold
-from shardplan.execution.torch.pack import Arrays, Message, at, flat_view, make_of, pack, source, target, unpack
+from shardplan.execution.torch.pack import (
+    Arrays,
+    Message,
+    PeerPart,
+    at,
+    flat_view,
+    make_of,
+    pack,
+    receive_buffer,
+    send_buffer,
+    unpack,
+)
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.sums import Bound, One, Running, one_by_one
-from shardplan.execution.torch.wire import TorchWire
+from shardplan.execution.torch.wire import Pending, TorchWire
 from shardplan.simulation.ring import SEGMENT
 
 Going = Generator[None, None, None]
-ALIGNED = 16  # bytes: where a packed block begins, so that every dtype can be viewed in it
+ALIGNED = (
+    16  # bytes, of the widest dtype, c128: a packed block takes a multiple, so that every dtype can be viewed in it
+)
 
 
 def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
-    """Return the step of `device`; raises `BackendError` for an op that torch cannot run."""
+    """Return the step of the device of that id; raises `BackendError` for an op that torch cannot run."""
     pairs = list(zip(operands, results, strict=True)) if len(operands) == len(results) else []
     match op:
         case AllGather():
@@ -75,18 +90,21 @@ def _only(bound: Bound) -> One:
 
 
 def pass_on(blocks: Sequence[torch.Tensor], members: Sequence[int], me: int, wire: TorchWire) -> Going:
-    """Fill every member's flat block of `blocks`, of which the own one is filled, by a ring."""
+    """Fill every member's flat block of `blocks`, of which the own one is filled, by a ring.
+
+    `members` are device ids, `me` is the index of this one among them.
+    """
     q = len(members)
     after, before = members[(me + 1) % q], members[(me - 1) % q]
     coming = [blocks[(me - s - 1) % q] for s in range(q - 1)]
     ins = iter(wire.post([(before, x) for x in coming if x.numel()], [])[0])
-    sent: list[Any] = []
+    sent: Pending = []
     for s in range(q - 1):
         going = blocks[(me - s) % q]
         if going.numel():
             sent += wire.post([], [(after, going)])[1]
         if s == 0:
-            yield
+            yield  # all receives are posted, and the own block is on its way; next the one from before is waited for
         if coming[s].numel():
             wire.wait_one(*next(ins))
     wire.wait(sent)
@@ -100,7 +118,10 @@ def add_up(
     reduction: str,
     wire: TorchWire,
 ) -> Going:
-    """Reduce every member's flat part by a ring: `addends` are the own ones, by member; `total` gets the own part."""
+    """Reduce every member's flat part by a ring: `addends` are the own ones, by member; `total` gets the own part.
+
+    The part of a member starts at the one after it in the ring, and ends there with its own addend.
+    """
     q = len(members)
     if q == 1:
         total.copy_(addends[0])
@@ -109,13 +130,13 @@ def add_up(
     which = [(me - s - 2) % q for s in range(q - 1)]
     sums = [total if k == me else wire.empty(addends[k].numel(), total.dtype) for k in which]
     ins = iter(wire.post([(before, x) for x in sums if x.numel()], [])[0])
-    sent: list[Any] = []
+    sent: Pending = []
     going = addends[(me - 1) % q]
     for s, k in enumerate(which):
         if going.numel():
             sent += wire.post([], [(after, going)])[1]
         if s == 0:
-            yield
+            yield  # all receives are posted, and the first addend is on its way; next come sums from before, in order
         if sums[s].numel():
             wire.wait_one(*next(ins))
             fold(sums[s], addends[k], reduction)
@@ -218,7 +239,7 @@ def _nothing(u: TensorType, device: int) -> One:
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
-        yield
+        yield  # never reached: it makes this a generator, and no message is waited for
 
     return run
 
@@ -261,8 +282,8 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
     for c in range(op.chunks):
         for r in range(1, q):
             to, frm = members[(me + r) % q], members[(me - r) % q]
-            sends = pack([(to, 0, before, gives[to])], c, op.chunks, True) if to in gives else ()
-            receives = pack([(frm, 0, after, takes[frm])], c, op.chunks, False) if frm in takes else ()
+            sends = pack([PeerPart(to, 0, before, gives[to])], c, op.chunks, True) if to in gives else ()
+            receives = pack([PeerPart(frm, 0, after, takes[frm])], c, op.chunks, False) if frm in takes else ()
             if sends or receives:
                 stages.append((sends, receives))
 
@@ -273,10 +294,10 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
         for sends, receives in stages:
             staged = [wire.empty(m.stop, out.dtype) for m in receives]
             ins, outs = wire.post(
-                [(m.peer, target(m, [out], s)) for m, s in zip(receives, staged, strict=True)],
-                [(m.peer, source(m, [x], wire.empty(m.stop, x.dtype))) for m in sends],
+                [(m.peer, receive_buffer(m, [out], s)) for m, s in zip(receives, staged, strict=True)],
+                [(m.peer, send_buffer(m, [x], wire.empty(m.stop, x.dtype))) for m in sends],
             )
-            yield
+            yield  # the stage's message in each direction is under way; both end before the next stage begins
             wire.wait(ins)
             for m, s in zip(receives, staged, strict=True):
                 if m.stop > m.start:

@@ -24,7 +24,7 @@ from shardplan.errors import BackendError, TimedOut, TopologyError
 from shardplan.execution.lab import needs
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Engine, Failure, Item, Run
-from shardplan.execution.lab.record import Measurement, Repetition, variation
+from shardplan.execution.lab.measurement import Measurement, Repetition, variation
 from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology

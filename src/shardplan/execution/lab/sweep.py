@@ -16,7 +16,7 @@ from dataclasses import replace
 from shardplan.errors import BackendError, TimedOut
 from shardplan.execution.lab.experiments import Experiment, Key, Pair, pairs
 from shardplan.execution.lab.item import Engine, WrongResult
-from shardplan.execution.lab.record import Measurement
+from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
 from shardplan.execution.lab.session import REPETITIONS, Lab
 

@@ -10,7 +10,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
 from shardplan.execution.jax.bits import from_bits, to_bits
-from shardplan.execution.jax.parts import jax_mesh, lower_steps
+from shardplan.execution.jax.executables import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
 from shardplan.interop.jax.plans import check_ends, ends, plan_of
 from shardplan.interop.jax.types import mesh_of, spec_of

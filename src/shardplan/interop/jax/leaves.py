@@ -8,8 +8,8 @@ from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.linear import moved
 from shardplan.interop.jax.outside import JaxMove, outside, together
+from shardplan.interop.jax.primitive import moved
 from shardplan.interop.jax.types import type_of
 
 

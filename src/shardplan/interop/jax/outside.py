@@ -16,8 +16,8 @@ from typing import Any
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import agree, processes_of
-from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
-from shardplan.execution.jax.parts import alone, at_once, compile_for
+from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
+from shardplan.execution.jax.executables import alone, at_once, compile_for
 from shardplan.execution.jax.run import check, run_placed
 from shardplan.interop.jax.inside import mapped
 from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within

@@ -22,7 +22,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
-from shardplan.execution.torch.dtypes import name_of
+from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
@@ -106,7 +106,7 @@ class BoxMove:
         if self.reduction is not None:
             flat = {self.reduction.input_name: x.view(-1)}
             x = (yield from self.reduction.drive(flat, wire, watch, record))[0].view(x.shape)
-        watch.at(len(self.texts) - 1)
+        watch.begin_step(len(self.texts) - 1)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
         packed = [_packed(x, t, wire) for t in self.sends]
@@ -159,7 +159,7 @@ def _reduction(
         n = math.prod(before[ranks[0]].shape)
         if n and (rank in ranks or limit is not None):  # a limit is refused by all ranks alike
             mesh = Mesh(axes, devices=ranks)
-            name = name_of(meta.dtype)
+            name = short_name_of(meta.dtype)
             addends, whole = TensorType(name, (n,), ((),), mesh, partial=reduction), TensorType(name, (n,), ((),), mesh)
             try:
                 plan = plan_kept(addends, whole, None, limit)

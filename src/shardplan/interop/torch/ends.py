@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import (
 from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
-from shardplan.execution.torch.dtypes import carrier_of, identity_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
 from shardplan.interop.torch.layout import apart, check_known, reduction_of, respec, text_of, type_of
 
 
@@ -218,7 +218,7 @@ def _partition(
     blank: torch.Tensor | None = None
     for k, p in begins.items():
         if _kept_once(p, dtype) and coordinate is not None and coordinate[k]:
-            blank = identity_of(p.reduce_op, name_of(dtype))
+            blank = identity_of(p.reduce_op, short_name_of(dtype))
     return divisors, blank
 
 

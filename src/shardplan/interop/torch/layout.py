@@ -33,7 +33,7 @@ from shardplan.core.layout import REDUCTIONS
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.execution.torch.dtypes import carrier_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, short_name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +141,7 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
         strided = any(isinstance(placements[k], _StridedShard) for k in entry.mesh_dims)
         if strided and shape[entry.tensor_dim] % math.prod(mesh.size(k) for k in entry.mesh_dims):
             return None
-    return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
+    return TensorType(short_name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
 def apart(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
@@ -197,7 +197,7 @@ def reduction_of(p: Partial, dtype: torch.dtype) -> str:
         legal = "legal are floats of 16 bits and more, and complex numbers"
     elif kind in ("max", "min") and dtype.is_complex:
         legal = "legal are numbers that have an order"
-    elif not reduces(kind if kind != "avg" else "sum", name_of(dtype)):
+    elif not reduces(kind if kind != "avg" else "sum", short_name_of(dtype)):
         legal = "legal are integers and bool"
     else:
         return "sum" if kind == "avg" else kind

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.run import agreed, finish, launch
-from shardplan.interop.torch.bound import Bound
+from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import normal, ordered, respec
 from shardplan.interop.torch.under_way import later, settle, under_way, waited
@@ -45,7 +45,7 @@ class TorchMove:
         self.target = target
         self.timeout = timeout
         self.options = (limit, topology, timeout)
-        self.bound = Bound(Ends.of(source, target, travels), rank, limit, topology)
+        self.bound = BoundMove(Ends.of(source, target, travels), rank, limit, topology)
         self.inside = rank in self.bound.ranks
 
     def start(self, local: torch.Tensor) -> Running:

@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.objects import all_reduce_object
 from shardplan.execution.torch.run import Need, finish, launch, misfit
-from shardplan.execution.torch.tree import united
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import local_shape, normal, text_of
 from shardplan.interop.torch.state.names import (
@@ -156,9 +156,9 @@ class _Joining:
     def drive(
         self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """Join; see `Executable.drive`."""
-        watch.at(0)
-        self.value = united(wire, self.ranks, self.device, self.value, self.join)
+        """Join; see `TorchExecutable.drive`."""
+        watch.begin_step(0)
+        self.value = all_reduce_object(wire, self.ranks, self.device, self.value, self.join)
         yield
         return []
 
@@ -190,7 +190,7 @@ class _Call:
         kind = "cpu" if device_mesh is None else device_mesh.device_type
         return _Call(ranks, rank, places[0] if places else torch.empty(0, device=kind).device, timeout)
 
-    def united(self, value: T, join: Callable[[T, T], T], what: str) -> T:
+    def joined(self, value: T, join: Callable[[T, T], T], what: str) -> T:
         """Return the values of all ranks, joined."""
         if len(self.ranks) == 1:
             return value
@@ -215,7 +215,7 @@ def _agreed(
         view = _own(state, tensors, asked, texts)
     except ShardplanError as error:
         own, view = error, StateView(texts, error=f"rank {call.rank}: {error}")
-    view = call.united(view, StateView.__add__, "what every rank holds")
+    view = call.joined(view, StateView.__add__, "what every rank holds")
     if own is not None:
         raise own
     view.check(layouts)
@@ -223,7 +223,7 @@ def _agreed(
     copied = copies(moving)
     if copied:
         mine = digests(copied, {path: local_of(x) for path, x in tensors.items()}, call.rank)
-        refuse_unlike(call.united(mine, same_digests, "digests of copies"))
+        refuse_unlike(call.joined(mine, same_digests, "digests of copies"))
     return moving, view.surplus
 
 

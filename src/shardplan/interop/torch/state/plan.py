@@ -19,7 +19,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
 from shardplan.execution.torch.run import TorchExecutable, executable, finish, launch
-from shardplan.interop.torch.bound import Bound
+from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import holdings
 from shardplan.interop.torch.state.view import MovedTensor
@@ -31,7 +31,7 @@ from shardplan.plans.pricing import Where
 class Moves:
     """What a state's moves run: places in the list of items, with what moves them."""
 
-    alone: tuple[tuple[int, Bound], ...]
+    alone: tuple[tuple[int, BoundMove], ...]
     typed: tuple[int, ...]
     batch: Program | None  # of the typed ones; its outputs begin with theirs
 
@@ -61,7 +61,7 @@ _NOTHING = torch.empty(0)
 
 
 def _driven(
-    bound: TorchExecutable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+    bound: TorchExecutable | BoundMove, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
 ) -> list[torch.Tensor]:
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
@@ -84,7 +84,7 @@ def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology:
     """
     types: dict[int, tuple[TensorType, TensorType]] = {}
     strange: dict[int, Ends] = {}
-    alone: list[tuple[int, Bound]] = []
+    alone: list[tuple[int, BoundMove]] = []
     for k, item in enumerate(items):
         try:
             ends = Ends.of(item.source, item.target)
@@ -104,7 +104,7 @@ def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology:
         source = Counter[int]() if limit is None else _bytes(item.source)
         taken = spare + _worst(live - source)
         try:
-            alone.append((k, Bound(ends, dist.get_rank(), _left(limit, taken), topology)))
+            alone.append((k, BoundMove(ends, dist.get_rank(), _left(limit, taken), topology)))
         except LayoutError as error:
             raise LayoutError(f"{item.name}: {error}") from None
         except Infeasible as error:

@@ -22,7 +22,7 @@ from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import too_little
 
 
-class Bound:
+class BoundMove:
     """A program, or an exchange of boxes, with what is done to the shard around it; used as an `TorchExecutable` is."""
 
     input_name = "0"
