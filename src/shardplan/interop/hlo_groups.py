@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.errors import ParseError
 
-Groups = tuple[tuple[int, ...], ...]
+Groups = tuple[tuple[int, ...], ...]  # device ids, in member order
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}")
@@ -35,8 +35,8 @@ def parse_groups(attributes: str, devices: int) -> Groups:
     if found := _MESH.search(attributes):
         return _mesh_groups(found[1], found[2], found[3])
     if "replica_groups=" in attributes:
-        place = attributes.index("replica_groups=")
-        raise ParseError("replica_groups in an unknown spelling", attributes.strip(), place)
+        position = attributes.index("replica_groups=")
+        raise ParseError("replica_groups in an unknown spelling", attributes.strip(), position)
     return everyone
 
 

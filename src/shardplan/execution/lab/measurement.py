@@ -10,57 +10,32 @@ from shardplan.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """One run.
+    """One run."""
 
-    Args:
-        seconds: From the agreed instant to the last finish.
-        lateness: Seconds from the agreed instant to the last start.
-        cpu_share: Of all processors of the machine: the ranks' CPU time and all soft interrupts, 0 to 1.
-        drops: Packets that the shapers dropped.
-        edge_bytes: What the interface of every edge sent meanwhile, headers included.
-    """
-
-    seconds: float
-    lateness: float
-    cpu_share: float
-    drops: int
-    edge_bytes: tuple[int, ...]
+    seconds: float  # from the agreed instant to the last finish
+    lateness: float  # seconds from the agreed instant to the last start
+    cpu_share: float  # of all processors of the machine: the ranks' CPU time and all soft interrupts, 0 to 1
+    drops: int  # packets that the shapers dropped
+    edge_bytes: tuple[int, ...]  # what the interface of every edge sent meanwhile, headers included
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """An item measured.
-
-    Args:
-        title: For people.
-        engine: `"ring"`, `"gloo"`, or `"replay"` of a script.
-        edges: Names of the edges of the cluster's tree.
-        repetitions: Of the set that is kept; fewer than asked for where a rank was late again and again.
-        repeated: Whether the first set was so uneven that another was taken; the calmer one is kept.
-        voided: Runs thrown away because a rank started late.
-        verified: Whether the warm-up's results were compared with the reference on every rank.
-        payload: Bytes that each device sent to each other, as the engine counted them; of gloo's own collectives
-            nothing is counted.
-        payload_edge_bytes: The same over every edge.
-        predicted_payload: Bytes that each device sends to each other, worked out from the types alone; None for gloo.
-        predicted_edge_bytes: The same over every edge; None for gloo.
-        load: The machine's load average over a minute, at the start.
-        timeline: Of the repetition with the median time.
-    """
+    """An item measured."""
 
     title: str
-    engine: str
-    edges: tuple[str, ...]
-    repetitions: tuple[Repetition, ...]
-    repeated: bool
-    voided: int
-    verified: bool
-    payload: dict[tuple[int, int], int]
-    payload_edge_bytes: tuple[int, ...]
-    predicted_payload: dict[tuple[int, int], int] | None
+    engine: str  # `ring`, `gloo`, or `replay` of a script
+    edges: tuple[str, ...]  # names of the edges of the cluster's tree
+    repetitions: tuple[Repetition, ...]  # of the set that is kept; fewer than asked for where a rank was late all along
+    repeated: bool  # whether the first set was so uneven that another was taken; the calmer one is kept
+    voided: int  # runs thrown away because a rank started late
+    verified: bool  # whether the warm-up's results were compared with the reference on every rank
+    payload: dict[tuple[int, int], int]  # bytes by sender and receiver, device ids, as counted; none of gloo's own
+    payload_edge_bytes: tuple[int, ...]  # the same over every edge
+    predicted_payload: dict[tuple[int, int], int] | None  # the same, worked out from the types alone; None for gloo
     predicted_edge_bytes: tuple[int, ...] | None
-    load: float
-    timeline: Timeline
+    load: float  # the machine's load average over a minute, at the start
+    timeline: Timeline  # of the repetition with the median time
 
     @property
     def seconds(self) -> float:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from shardplan.errors import Infeasible
 
-TRIAL_TIMEOUT = 20.0  # seconds
+TRIAL_TIMEOUT = 20.0  # seconds: the trial takes a fraction of one, on a busy machine a few
 _TOOLS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 # Each line of the trial is announced before it runs, so that the last announced is the one that failed.
 _TRIAL = {

@@ -15,14 +15,14 @@ from shardplan.interop.jax.types import type_of
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the pytree: where it goes, as a sharding or None, and in which layout of memory, if one is said."""
+    """One leaf of the pytree, and what is asked of it."""
 
     x: Any
-    sharding: Any
-    source: Any
+    sharding: Any  # where it goes; None: where it is, or on the default device
+    source: Any  # the sharding that it has, where it is said
     donate: bool
     may_alias: bool | None
-    form: Any = None
+    form: Any = None  # a `Format`, where a layout of memory is said
 
     @property
     def traced(self) -> bool:
@@ -204,6 +204,7 @@ def _raw(leaf: Leaf) -> Any:
 
 
 def _rewrapped(leaf: Leaf, found: Any) -> Any:
+    """The array of keys whose data were moved; of another array what was moved."""
     import jax  # pyright: ignore[reportMissingImports]
 
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
@@ -221,4 +222,5 @@ def _finished(leaf: Leaf, found: Any) -> Any:
 
 
 def _pointers(x: Any) -> set[int]:
+    """Where the shards of an array lie in memory."""
     return set() if x.is_deleted() else {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
