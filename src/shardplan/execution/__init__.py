@@ -8,7 +8,7 @@ Reading order:
 - `mpi`        the backend over mpi4py
 - `rounds`     the general move as padded permutes, in numpy: for a backend without an all-to-all-v
 - `jax`        the backend over `shard_map`
-- `rank_names` ranks as errors name them
+- `rank_names` ranks and programs as errors name them
 - `record`     what a process saw of a run, step by step
 - `measure`    a real run as a `Timeline`
 - `verify`     a plan on trial: its certificate without the planner, its program on the reference

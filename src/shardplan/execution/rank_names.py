@@ -1,10 +1,11 @@
-"""How ranks are named in messages."""
+"""How ranks and programs are named in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 SHOWN = 16  # ranks that a message lists: one line of a terminal
+NAME_DIGITS = 8  # hexadecimal digits of a digest that call a program: those of one job are then told apart
 
 
 def listed(ranks: Sequence[int]) -> str:

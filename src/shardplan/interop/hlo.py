@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import ParseError
-from shardplan.interop.hlo_groups import Groups, numbers, parse_groups
+from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
 from shardplan.simulation.ring import chain, gather, owned, pairwise, scatter, segments, together
 from shardplan.simulation.script import Script, Stage, merged
 
@@ -158,7 +158,7 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
         output = _elements(output)[1]
     operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
     permute = kind == "collective-permute"
-    ids = numbers(pairs[1]) if pairs else ()
+    ids = integers_in(pairs[1]) if pairs else ()
     return HloCollective(
         kind=kind,
         groups=() if permute else parse_groups(attributes, devices),
@@ -182,7 +182,7 @@ def _called(instruction: _Instruction) -> tuple[str, ...]:
 
 def _sizes(shape: str) -> list[int]:
     """The bytes of every array in a shape, nested tuples flattened."""
-    return [_bits(dtype) * math.prod(numbers(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
+    return [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
 
 
 def _bits(dtype: str) -> int:

@@ -61,6 +61,7 @@ _LARGEST_HEADER = 100_000_000  # the format's own bound
 _LARGEST_NDIM = 64  # numpy's bound
 _LARGEST_BYTES = 2**63 - 1  # the largest file offset
 SHOWN = 20  # names that an error lists
+SHOWN_BYTES = 8  # of a header that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ def _constant(text: str) -> NoReturn:
 
 def _decode_json(path: Path, raw: bytes) -> dict[str, object]:
     if not raw.startswith(b"{"):
-        fail(path, f"has a header that begins with {raw[:8]!r}; legal: a JSON object, from its '{{' on")
+        fail(path, f"has a header that begins with {raw[:SHOWN_BYTES]!r}; legal: a JSON object, from its '{{' on")
     try:
         # A JSON object at the top, as its first byte says.
         return json.loads(raw.decode(), object_pairs_hook=_pairs, parse_constant=_constant)

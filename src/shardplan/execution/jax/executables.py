@@ -30,7 +30,7 @@ from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
 FLAT = "device"  # the one axis on which a `Send` runs, over the devices of both meshes
-EIGHT_BYTES = 8  # of a part of a number (a complex one has two): the width that JAX drops unless it is told
+WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX has none unless it is told so
 
 
 @contextlib.contextmanager
@@ -39,10 +39,10 @@ def alone(program: Program) -> Generator[None]:
     import jax  # pyright: ignore[reportMissingImports]
 
     parts = (itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for t in program.types.values())
-    wide = max(parts, default=0) == EIGHT_BYTES
+    wide = max(parts, default=0) == WIDE_BYTES
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            yield
+            yield  # to what compiles, or runs, the program
 
 
 def at_once() -> AbstractContextManager[Any]:

@@ -30,7 +30,7 @@ def headed(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) ->
     `run` is the steps, inside a `shard_map` over `wire.axes`, which are all devices that run them; it returns the
     values `outputs` of the program. What is returned takes and gives what `run` does.
     """
-    mine = identity(program, outputs)
+    mine = digest_words(program, outputs)
 
     def body(*shards: Any) -> tuple[Any, ...]:
         import jax  # pyright: ignore[reportMissingImports]
@@ -54,7 +54,7 @@ def headed(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) ->
     return body
 
 
-def identity(program: Program, outputs: Sequence[str]) -> np.ndarray:
+def digest_words(program: Program, outputs: Sequence[str]) -> np.ndarray:
     """Return the digest of the part of a program that makes `outputs`, int32 [WORDS / 2]."""
     text = f"{program}\n{' '.join(outputs)}"
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32, WORDS // 2)

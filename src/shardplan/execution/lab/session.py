@@ -44,6 +44,8 @@ REPETITIONS = 5
 MOST_VARIATION = 0.05  # a set of repetitions that varies more is taken again, once
 MOST_VOID = 10  # runs in a row that may be thrown away because a rank was late, before a repetition is given up
 PAUSE, DOUBLINGS = 0.01, 5  # seconds after a run that a rank was late for, and how often they double: at most a third
+TIMEOUT = 60.0  # seconds that any wait of a rank for another may take: programs here take one, or few
+MOST_LATE = 0.01  # seconds by which a rank may miss the agreed start
 START_TIMEOUT = 120.0  # seconds, importing torch included
 END_TIMEOUT = 10.0  # seconds that the host has to end after its pipe: it ends at once, and the kernel after it
 # Seconds that the host has to answer an order: it itself waits twice a rank's timeout, for inputs and for a run, and
@@ -81,7 +83,12 @@ class Lab:
     """
 
     def __init__(
-        self, cluster: Cluster | Topology, *, engine: Engine = "ring", timeout: float = 60.0, most_late: float = 0.01
+        self,
+        cluster: Cluster | Topology,
+        *,
+        engine: Engine = "ring",
+        timeout: float = TIMEOUT,
+        most_late: float = MOST_LATE,
     ) -> None:
         """Check what can be checked before anything is built."""
         _known(engine)
@@ -100,7 +107,7 @@ class Lab:
         """Build the cluster and start the ranks: a few seconds, most of them for torch."""
         needs.require()
         here, there = Pipe()
-        source = str(Path(__file__).resolve().parents[3])
+        source = str(Path(__file__).resolve().parents[3])  # where the package lies: the host must find this very one
         paths = [source, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self._said = tempfile.TemporaryFile()

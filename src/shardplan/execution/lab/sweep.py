@@ -18,10 +18,10 @@ from shardplan.execution.lab.experiments import Experiment, LabKey, Pair, pairs
 from shardplan.execution.lab.item import Engine, WrongResult
 from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
-from shardplan.execution.lab.session import REPETITIONS, Lab
+from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab
 
 OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
-MOST_LATE = 0.01  # seconds by which a rank may miss the agreed start
+
 AGAIN = 10  # of so many pairs one is measured again at the end
 TRIES = 2  # of an experiment, before it is kept with its error
 Progress = Callable[[float, float, str], None]  # seconds of work done, of all, and what is being done

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardplan.errors import BackendError
-from shardplan.execution.rank_names import listed
+from shardplan.execution.rank_names import NAME_DIGITS, listed
 
 
 class NotStarted(BackendError):
@@ -116,4 +116,4 @@ def program_name(digest: bytes) -> str:
     >>> program_name(bytes(range(32)))
     'program 00010203'
     """
-    return f"program {digest.hex()[:8]}"
+    return f"program {digest.hex()[:NAME_DIGITS]}"

@@ -179,7 +179,7 @@ class MpiWatch:
         timer.daemon = True
         timer.start()
         try:
-            yield
+            yield  # to the block, on this thread
         finally:
             timer.cancel()
 

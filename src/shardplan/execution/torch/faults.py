@@ -41,6 +41,7 @@ OK = "ok"
 TAGS = 2**31  # gloo's tags have 31 bits
 # 2**32 over the golden ratio, and odd: multiples of it, modulo a power of two, lie far apart and are all distinct.
 SPREAD = 0x9E3779B1
+KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store: enough that no two share keys
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
 
 
@@ -347,7 +348,7 @@ class TorchWatch:
 
 
 def _key_of(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:KEY_DIGITS]
 
 
 def _commas(ranks: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
+ENDING = 1.0  # seconds that the second thread has to end: it may be at the store
 TICK = 0.1  # seconds between two looks: a fifth of `GRACE`, so that a slow wait is noticed soon after it
 
 
@@ -68,7 +69,7 @@ class GroupState:
         """Stop the second thread: one that the interpreter outlives would abort the process."""
         self._ends.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(10 * TICK)
+            self._thread.join(ENDING)
 
     def _look(self) -> None:
         """Tell watches of their slow waits, and of the end of those, until `end`: what the second thread does."""

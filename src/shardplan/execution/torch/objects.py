@@ -55,17 +55,8 @@ def all_reduce_object(wire: TorchWire, ranks: Sequence[int], rank: int, value: T
     """Return the values of all ranks joined in the order of `ranks`, the same on each of them.
 
     Up a binomial tree, joined on the way, and down again: every rank sends and receives at most log2(ranks) values each
-    way.
-
-    Args:
-        wire: The wire of this run; its waits are bounded.
-        ranks: Every rank that calls, in one order.
-        rank: This one.
-        value: What this rank brings; it must pickle.
-        join: Makes one of two, associatively; the first is that of the ranks before.
-
-    Raises:
-        ShardplanError: What `wire` makes of a rank that does not come.
+    way. `ranks` are those that call, in one order on all of them; a value must pickle; `join` makes one of two,
+    associatively, the first being that of the ranks before. Raises what the waits of `wire` raise.
     """
     me, step = ranks.index(rank), 1
     while step < len(ranks) and not me & step:

@@ -23,6 +23,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
@@ -87,7 +88,7 @@ class TorchExecutable:
         self.ranks = program.devices
         text = str(program)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.name = f"program {self.digest[:8]}"
+        self.name = f"program {self.digest[:NAME_DIGITS]}"
         self.needs: dict[str, Need | None] = {}
         for name, t in program.inputs:
             place = place_of(t, device)

@@ -29,7 +29,7 @@ SHOWN = 4  # thread blocks that the error of a deadlock explains
 Clock = np.ndarray  # int64 [thread blocks]: the ticks of each that are known to be over
 
 
-class _Cell(NamedTuple):
+class _Location(NamedTuple):
     """Where a value is."""
 
     gpu: int
@@ -49,7 +49,7 @@ class _Done(NamedTuple):
 
 @dataclass(slots=True)
 class _Access:
-    """The last write of a cell, and the reads since, as (thread block, its tick)."""
+    """The last write of a location, and the reads since, as (thread block, its tick)."""
 
     write: tuple[int, int] | None
     reads: dict[int, int]
@@ -68,16 +68,16 @@ class _MscclRun:
         self.done: dict[_Done, Clock] = {}
         # By sender, receiver and channel: value, the sender's clock, chunks of the message that are left.
         self.wires: dict[tuple[int, int, int], deque[tuple[np.ndarray, Clock, int]]] = {}
-        self.values: dict[_Cell, np.ndarray] = {}
-        self.seen: dict[_Cell, _Access] = {}
+        self.values: dict[_Location, np.ndarray] = {}
+        self.seen: dict[_Location, _Access] = {}
         for g in range(len(algorithm.gpus)):
             for chunk in range(algorithm.gpus[g].chunks["i"]):
                 for loop in range(loops):
-                    self.values[_Cell(g, "i", chunk, loop)] = inputs[g, chunk, loop]
+                    self.values[_Location(g, "i", chunk, loop)] = inputs[g, chunk, loop]
 
-    def cell(self, g: int, buffer: str, chunk: int, loop: int) -> _Cell:
+    def location(self, g: int, buffer: str, chunk: int, loop: int) -> _Location:
         """In place the output is the input."""
-        return _Cell(g, "i" if buffer == "o" and self.in_place else buffer, chunk, loop)
+        return _Location(g, "i" if buffer == "o" and self.in_place else buffer, chunk, loop)
 
     def run(self) -> None:
         """Run until nothing moves."""
@@ -154,8 +154,8 @@ class _MscclRun:
     ) -> None:
         """Do one chunk of a step: take from `into`, read, add, write, and put into `out`, as its kind says."""
         clock = self.clocks[n]
-        source = self.cell(g, step.source[0], step.source[1] + c, loop)
-        target = self.cell(g, step.target[0], step.target[1] + c, loop)
+        source = self.location(g, step.source[0], step.source[1] + c, loop)
+        target = self.location(g, step.target[0], step.target[1] + c, loop)
         value = None
         if step.kind in RECEIVES:
             value, theirs, left = into.popleft()
@@ -176,33 +176,34 @@ class _MscclRun:
         if step.kind in SENDS:
             out.append((value, clock.copy(), step.count - c))
 
-    def ordered(self, n: int, cell: _Cell, what: str, other: tuple[int, int]) -> None:
+    def ordered(self, n: int, location: _Location, what: str, other: tuple[int, int]) -> None:
         """Refuse an access of block n that its clock does not put after an earlier one: (block, its tick)."""
         who, tick = other
         if self.clocks[n][who] < tick:
             first, second = self.blocks[who][1], self.blocks[n][1]
             raise ScheduleError(
-                f"race on gpu {cell.gpu}, chunk {cell.chunk} of buffer {cell.buffer}: tb {second} {what} it, and "
-                f"nothing puts that after an access of tb {first}"
+                f"race on gpu {location.gpu}, chunk {location.chunk} of buffer {location.buffer}: tb {second} {what} "
+                f"it, and nothing puts that after an access of tb {first}"
             )
 
-    def read(self, n: int, cell: _Cell) -> np.ndarray:
-        if cell not in self.values:
+    def read(self, n: int, location: _Location) -> np.ndarray:
+        if location not in self.values:
             raise ScheduleError(
-                f"gpu {cell.gpu}, tb {self.blocks[n][1]} reads chunk {cell.chunk} of {cell.buffer}, which nothing wrote"
+                f"gpu {location.gpu}, tb {self.blocks[n][1]} reads chunk {location.chunk} of {location.buffer}, "
+                "which nothing wrote"
             )
-        access = self.seen.setdefault(cell, _Access(None, {}))
+        access = self.seen.setdefault(location, _Access(None, {}))
         if access.write is not None:
-            self.ordered(n, cell, "reads", access.write)
+            self.ordered(n, location, "reads", access.write)
         access.reads[n] = int(self.clocks[n][n])
-        return self.values[cell]
+        return self.values[location]
 
-    def write(self, n: int, cell: _Cell, value: np.ndarray) -> None:
-        access = self.seen.setdefault(cell, _Access(None, {}))
+    def write(self, n: int, location: _Location, value: np.ndarray) -> None:
+        access = self.seen.setdefault(location, _Access(None, {}))
         for other in (*access.reads.items(), *([access.write] if access.write else [])):
-            self.ordered(n, cell, "writes", other)
-        self.seen[cell] = _Access((n, int(self.clocks[n][n])), {})
-        self.values[cell] = value
+            self.ordered(n, location, "writes", other)
+        self.seen[location] = _Access((n, int(self.clocks[n][n])), {})
+        self.values[location] = value
 
 
 def run(
@@ -241,10 +242,10 @@ def run(
     for g in range(len(found.gpus)):
         for chunk in range(found.chunks):
             for loop in range(loops):
-                cell = state.cell(g, "o", chunk, loop)
-                if cell not in state.values:
+                location = state.location(g, "o", chunk, loop)
+                if location not in state.values:
                     raise ScheduleError(f"gpu {g}: chunk {chunk} of the output is never written")
-                out[g, chunk, loop] = state.values[cell]
+                out[g, chunk, loop] = state.values[location]
     return out.reshape(len(found.gpus), -1)
 
 

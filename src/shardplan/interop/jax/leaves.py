@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.outside import JaxMove, outside, together
+from shardplan.interop.jax.outside import JaxMove, move_together, outside
 from shardplan.interop.jax.primitive import moved
 from shardplan.interop.jax.types import type_of
 
@@ -181,7 +181,7 @@ def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
         found = {k: _one(leaf, room) for k, leaf in placed.items()}
     else:
         moves = [JaxMove(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
-        found = dict(zip(placed, together(moves, room) if moves else [], strict=True))
+        found = dict(zip(placed, move_together(moves, room) if moves else [], strict=True))
         found = {k: leaf.x if leaf.stays else _rewrapped(leaf, found[k]) for k, leaf in placed.items()}
     return found | {k: _one(leaf, None) for k, leaf in host.items()}
 

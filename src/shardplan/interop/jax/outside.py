@@ -57,7 +57,7 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
     return _weak(sharding)(found) if array.weak_type else found
 
 
-def together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
+def move_together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
     """Return several arrays under other shardings, by one plan within one limit on their sum."""
     sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
                            strict=True)  # fmt: skip

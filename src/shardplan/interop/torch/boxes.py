@@ -22,6 +22,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
+from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
@@ -63,7 +64,7 @@ class BoxMove:
         ends = [f"{end.placements} {end.shard_order} {end.mesh.mesh.tolist()}" for end in (source, target)]
         text = f"{shape} {dtype} {ends}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.name = f"move of boxes {self.digest[:8]}"
+        self.name = f"move of boxes {self.digest[:NAME_DIGITS]}"
         partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial)]
         kept = [k for k in partial if source.mesh == target.mesh and source.placements[k] == target.placements[k]]
         ends_here = [k for k in partial if k not in kept]

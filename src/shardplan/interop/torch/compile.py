@@ -99,7 +99,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 4
+            return (None,) * 4  # one an argument of `forward`
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
         spec = _known(grad)
         move = _planned(spec, gradient_of(ctx.spec, spec), travels, ctx.options)
