@@ -22,7 +22,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import View, group_of, members_of, parts, place_of, shape_of, view_of
-from shardplan.execution.torch.pack import at, make_of
+from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.sums import Bound, One, one_by_one
 from shardplan.execution.torch.wire import TorchWire
@@ -70,7 +70,7 @@ def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
 
 def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float) -> One:
     """The step of one operand; a group of one is left to the torch backend."""
-    make = make_of(u, device)
+    make = maker(u, device)
     members = members_of(op, u if isinstance(op, Broadcast) else t, device)
     if len(members) < 2:
         return _alone(bind_direct(op, [t], [u], device))

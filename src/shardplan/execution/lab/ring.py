@@ -40,7 +40,7 @@ from shardplan.execution.torch.pack import (
     PeerPart,
     at,
     flat_view,
-    make_of,
+    maker,
     pack,
     receive_buffer,
     send_buffer,
@@ -148,7 +148,7 @@ def _all_gather(op: AllGather, operands: Sequence[TensorType], results: Sequence
     """All operands in one ring: a member's block is what it holds of each, widest elements first."""
     t = operands[0]
     place = place_of(t, device)
-    makers = [make_of(u, device) for u in results]
+    makers = [maker(u, device) for u in results]
     members = [] if place is None else [t.mesh.devices[m] for m in group_of(op, t, place)]
     me = members.index(device) if members else -1
     befores, afters = ([shape_of(x, device) for x in side] for side in (operands, results))
@@ -206,9 +206,9 @@ def _fields(
 
 def _reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int) -> One:
     members = members_of(op, t, device)
-    make, shape = make_of(u, device), shape_of(t, device)
+    make, shape = maker(u, device), shape_of(t, device)
     if not members:
-        return _nothing(u, device)
+        return _idle(u, device)
     me = members.index(device)
     p = parts(op, t, u, device)
     boxes = dict(p.sends) | ({device: p.keeps[0][0]} if p.keeps else {})
@@ -233,9 +233,9 @@ def _flat(x: torch.Tensor, view: View | None) -> torch.Tensor:
     return flat_view(x, view) if view.contiguous else at(x, view).reshape(-1)
 
 
-def _nothing(u: TensorType, device: int) -> One:
+def _idle(u: TensorType, device: int) -> One:
     """A device that holds nothing of the value: its result must not be read."""
-    make = make_of(u, device)
+    make = maker(u, device)
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
@@ -248,9 +248,9 @@ def _all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     """A reduce-scatter of the flat shard, cut by the tiling rule, and an all-gather of its parts."""
     members = members_of(op, t, device)
     if not members:
-        return _nothing(t, device)
+        return _idle(t, device)
     me = members.index(device)
-    make = make_of(t, device)
+    make = maker(t, device)
     owned = ranges(box_elements(tuple((0, n) for n in shape_of(t, device))), len(members))
     rounds = [[shifted(span, c, op.chunks) for span in owned] for c in range(op.chunks)]
 
@@ -271,10 +271,10 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
     """In its r-th stage a member sends to the r-th after it and receives from the r-th before it."""
     place = place_of(t, device)
     if place is None or not at_root(t)[place]:
-        return _nothing(u, device)
+        return _idle(u, device)
     members = members_of(op, t, device)
     me, q = members.index(device), len(members)
-    make, before, after = make_of(u, device), shape_of(t, device), shape_of(u, device)
+    make, before, after = maker(u, device), shape_of(t, device), shape_of(u, device)
     p = parts(op, t, u, device)
     gives, takes = dict(p.sends), dict(p.receives)
     copies = [(view_of(before, old), view_of(after, new)) for old, new in p.keeps]

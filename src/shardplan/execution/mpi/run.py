@@ -28,9 +28,10 @@ from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
 from shardplan.execution.mpi.agreed_programs import agreed_programs
+from shardplan.execution.mpi.binding import Binding, Bound
 from shardplan.execution.mpi.faults import MpiWatch, abort, announce_end
 from shardplan.execution.mpi.mail import mail
-from shardplan.execution.mpi.steps import Binding, Bound, bind
+from shardplan.execution.mpi.steps import bind
 from shardplan.execution.mpi.wire import MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan

@@ -32,7 +32,7 @@ def at(x: torch.Tensor, view: View) -> torch.Tensor:
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
-def make_of(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
+def maker(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
     """Return how the shard of a device, given by id, is allocated."""
     shape, dtype = shape_of(t, device), torch_dtype(t.dtype)
 

@@ -43,7 +43,7 @@ from shardplan.execution.torch.pack import (
     PeerPart,
     at,
     largest_round,
-    make_of,
+    maker,
     pack,
     receive_buffer,
     send_buffer,
@@ -134,7 +134,7 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
         for width, (sends, receives) in traffic.items()
     }
     kinds = {t.itemsize: torch_dtype(t.dtype) for t in operands}  # of a width any dtype will do: bytes are moved
-    makers = [make_of(u, device) for u in results]
+    makers = [maker(u, device) for u in results]
 
     def run(arrays: Arrays, wire: TorchWire) -> Running:
         out = [make(wire) for make in makers]

@@ -39,7 +39,7 @@ from shardplan.execution.torch.pack import (
     PeerPart,
     at,
     largest_round,
-    make_of,
+    maker,
     pack,
     send_buffer,
 )
@@ -64,7 +64,7 @@ def one_by_one(steps: Sequence[One]) -> Bound:
 
 def _idle(u: TensorType, device: int) -> One:
     """A device that holds nothing of the value: its result must not be read."""
-    make = make_of(u, device)
+    make = maker(u, device)
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
@@ -88,7 +88,7 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int)
     if not members:
         return _idle(u, device)
     p = parts(op, t, u, device)
-    shape, make, chunks, reduction = shape_of(t, device), make_of(u, device), op.chunks, op.reduction
+    shape, make, chunks, reduction = shape_of(t, device), maker(u, device), op.chunks, op.reduction
     after = shape_of(u, device)
     n = box_elements(tuple((0, k) for k in after))
     whole = tuple((0, k) for k in after)
@@ -146,7 +146,7 @@ def all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     if not members:
         return _idle(t, device)
     me = members.index(device)
-    make, chunks, reduction = make_of(t, device), op.chunks, op.reduction
+    make, chunks, reduction = maker(t, device), op.chunks, op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     owned = ranges(n, len(members))
     others = [(k, d) for k, d in enumerate(members) if k != me]
@@ -192,7 +192,7 @@ def reduce(op: Reduce, t: TensorType, device: int) -> One:
     if not members:
         return _idle(t, device)
     me = members.index(device)
-    make, reduction = make_of(t, device), op.reduction
+    make, reduction = maker(t, device), op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
@@ -225,7 +225,7 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
     if not members:
         return _idle(u, device)
     me = members.index(device)
-    make = make_of(u, device)
+    make = maker(u, device)
     n = box_elements(tuple((0, k) for k in shape_of(u, device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me - 1] if me else None
@@ -254,7 +254,7 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
 def to_partial(op: ToPartial, t: TensorType, u: TensorType, device: int) -> One:
     """Keep, fill or drop; a dim that grows keeps the own part."""
     place = place_of(t, device)
-    make = make_of(u, device)
+    make = maker(u, device)
     if place is None or not at_root(u)[place]:
         return _idle(u, device)
     before, after = t.boxes()[place], u.boxes()[place]
