@@ -45,6 +45,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
+    """The processor as the machine calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -77,6 +78,7 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
+    """What git prints."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -100,6 +102,7 @@ def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
 
 
 def _json(value: Any, depth: int) -> str:
+    """A value as JSON that is read and compared by people: a row of a table a line, what is short on one."""
     flat = json.dumps(_plain(value), ensure_ascii=False)
     if depth > 3 or len(flat) < 100 or not isinstance(value, (dict, list)):
         return flat
@@ -275,6 +278,7 @@ def family(program: Program) -> str:
 
 
 def _kind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType]) -> str:
+    """The row of the result that an op counts for."""
     match op:
         case Slice():
             return "local"
@@ -303,7 +307,7 @@ def listed(ends: TensorType | Sequence[TensorType]) -> list[TensorType]:
 
 
 def single(cases: Iterable[suites.Case]) -> Iterator[tuple[TensorType, TensorType]]:
-    """The problems that are no batches and have no further keywords."""
+    """Yield the problems that are no batches and have no further keywords, in their order."""
     for s, t, keywords in cases:
         if isinstance(s, TensorType) and isinstance(t, TensorType) and not keywords:
             yield s, t

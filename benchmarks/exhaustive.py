@@ -59,7 +59,10 @@ def _name(claim: tuple[str, str, str]) -> str:
 
 
 def pairs(kind: str, seed: int, count: int) -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
-    """Yield pairs of a kind, shared by meshes and numbers of dims; what small ones cannot use goes to others."""
+    """Yield pairs of a kind, shared by meshes and numbers of dims; what small ones cannot use goes to others.
+
+    Pairs of a kind that is drawn go through the grids in turn; roomy ones come grid by grid.
+    """
     rng = random.Random(f"exhaustive {kind} {seed}")
     grids = [(sizes, ndim) for ndim in (1, 2, 3) for sizes in MESHES]
     if kind != "roomy":
@@ -84,6 +87,7 @@ def _sample(rng: random.Random, mesh: sp.Mesh, ndim: int, most: int) -> list[tup
 
 
 def _drawn(kind: str, rng: random.Random, mesh: sp.Mesh, ndim: int) -> tuple[sp.TensorType, sp.TensorType]:
+    """The next pair of two different types that can be made."""
     while True:
         try:
             if kind == "tight":

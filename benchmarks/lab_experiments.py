@@ -75,6 +75,7 @@ def told(v: ScoreVerdict) -> str:
 
 
 def _row(s: Summary) -> list[str]:
+    """A model's scores as a row of the table."""
     top = ["/".join(f"{100 * x:.0f}" for x in (t.share, t.tied_share, t.chance)) if t.fields else "-" for t in s.top]
     return [
         f"{s.model}, {'pooled' if s.pooled else 'per placement'}",

@@ -284,6 +284,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _losses(rows: list[dict[str, Any]], side: str, floor: float) -> list[dict[str, Any]]:
+    """The problems on which a side takes longer than XLA by more than the noise floor, the worst first."""
     lost = [(x, name) for x, name in ratios(rows, side, "seconds") if x < math.exp(-floor)]
     predicted = {name: x for x, name in ratios(rows, side, "predicted")}
     return [{"xla over ours": x, "predicted": predicted[name], "problem": name} for x, name in sorted(lost)]

@@ -224,6 +224,7 @@ def samples(operator: int, dtype: torch.dtype, seed: int) -> list[Any]:
 
 
 def _held(x: torch.Tensor) -> bool:
+    """Whether a tensor holds its values as they are, so that it can be distributed."""
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided and not (
         x.is_quantized or x.is_conj() or x.is_neg() or x.is_nested
     )  # fmt: skip
@@ -346,6 +347,7 @@ def _texts(places: list[Placed]) -> str:
 
 
 def _text(p: Placed) -> str:
+    """A placement, and its order where it is not the usual one."""
     order = "" if p.usual else f" {'strided' if p.strided else 'in'} order {[(e[0], e[1]) for e in p.order]}"
     return f"({', '.join(map(str, p.placements))}){order}"
 

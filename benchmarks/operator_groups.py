@@ -70,6 +70,7 @@ class Group:
         return [found[rank] for rank in range(self.world)]
 
     def _answers(self, ranks: Iterable[int], failed: Callable[[Any], bool] = _never) -> dict[int, Any]:
+        """Wait for these ranks; raises `Broken` where one dies, fails or says nothing in time."""
         waiting = {self.pipes[rank]: rank for rank in ranks}
         found: dict[int, Any] = {}
         until = time.monotonic() + PATIENCE

@@ -107,7 +107,7 @@ class Ours:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """DTensor with our moves."""
+        """Put our moves in the place of DTensor's while the block runs."""
 
         def whole(*given: Any, **named: Any) -> DTensor:  # a function, so that it becomes a method of DTensor
             return self.whole(*given, **named)
@@ -191,17 +191,20 @@ class Answers:
         return None
 
     def _call(self, way: str) -> None:
+        """Distribute the inputs and run the operator."""
         p = self.problem
         assert p is not None
         run = self.runs[way] = Run(p.distributed(self.rank))
         run.results = pytree.tree_leaves(p.call(list(run.inputs)))
 
     def _results(self, way: str) -> None:
+        """Gather the results."""
         run = self.runs[way]
         with torch.no_grad():
             run.gathered = [_gathered(x) for x in run.results]
 
     def _gradient(self, way: str) -> None:
+        """Run backward, from the same weights of the results both ways."""
         p, run = self.problem, self.runs[way]
         assert p is not None
         at = [k for k, x in enumerate(run.results) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -218,6 +221,7 @@ class Answers:
         run.gradients = list(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
 
     def _gradients(self, way: str) -> None:
+        """Gather the gradients."""
         run = self.runs[way]
         with torch.no_grad():
             run.gathered_gradients = [_gathered(x) for x in run.gradients]
@@ -227,6 +231,7 @@ class Answers:
         return {"wrong": self.wrong(OURS), "moves": dict(self.swap.moves)} | self._compared(steps)
 
     def _compared(self, steps: int) -> dict[str, list[str]]:
+        """What differs between the two ways beyond rounding, and within it."""
         assert self.problem is not None
         stock, ours = (self.runs.get(way, Run([])) for way in (STOCK, OURS))
         out: dict[str, list[str]] = {"differs": [], "rounding": []}
@@ -287,6 +292,7 @@ class Truth:
 
 
 def truth_of(p: Problem, seed: int = 1) -> Truth:
+    """What the operator gives on whole tensors in one process: results and gradients."""
     torch.manual_seed(seed)
     random.seed(seed)
     inputs = p.copies()

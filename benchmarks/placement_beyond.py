@@ -77,7 +77,7 @@ def axes_of(sizes: Sequence[int]) -> tuple[sp.Mesh, list[tuple[str, ...]]]:
 
 
 def cases(topology: sp.Topology, meshes: Sequence[tuple[int, ...]], algorithm: str) -> Iterator[Case]:
-    """Price every placement of some meshes on a system."""
+    """Yield every placement of some meshes on a system with its prices, for all sets of axes to reduce over."""
     for sizes in meshes:
         mesh, sets = axes_of(sizes)
         for axes in sets:

@@ -82,7 +82,7 @@ class Case:
 
 
 def meshes(devices: int, wide: bool) -> Iterator[tuple[int, ...]]:
-    """Axes of a set, powers of two above 1: all devices, two axes (the first at most 32), three axes."""
+    """Yield the axes of a set, powers of two above 1: all devices, two axes (the first at most 32), three axes."""
     powers = [2**k for k in range(1, devices.bit_length())]
     yield (devices,)
     yield from ((a, devices // a) for a in powers if a <= 32 and devices // a > 1)

@@ -56,7 +56,7 @@ class Chunk:
         return f"{self.suite} large" if self.large else self.suite
 
     def cases(self) -> Iterator[tuple[int, suites.Case]]:
-        """Its problems, with their place in the generator's sequence."""
+        """Yield its problems, with their numbers in the generator's sequence; large chunks leave out small meshes."""
         found = 0
         for k, case in enumerate(self._drawn()):
             if self.large and _mesh(case).size <= SMALL:
@@ -67,6 +67,7 @@ class Chunk:
                 return
 
     def _drawn(self) -> Iterator[suites.Case]:
+        """Yield what the generator makes for the chunk, for large ones enough to choose from."""
         if self.suite in suites.LISTS:
             yield from (_small(case) for case in suites.problems(self.suite, 0, self.count))
             return

@@ -55,6 +55,7 @@ def main() -> None:
 
 
 def _summary(chunks: list[dict[str, Any]], complete: bool) -> dict[str, Any]:
+    """Sums over the chunks, by number of processes."""
     rows: list[dict[str, Any]] = []
     for world in WORLDS:
         here = [c for c in chunks if c["processes"] == world]

@@ -59,7 +59,7 @@ class Move:
 
 
 def moves(count: int) -> Iterator[Move]:
-    """The suite, and its moves at 16 devices."""
+    """Yield the moves of the suite (R0, ..), then those at 16 devices (S0, ..)."""
     for k, (s, t, _) in enumerate(suites.problems("R", 0, count)):
         batch, sources, targets = isinstance(s, list), listed(s), listed(t)
         first = f"{len(sources)} tensors" if batch else f"{sources[0]} -> {targets[0]}"

@@ -31,6 +31,7 @@ def main() -> None:
 
 
 def _measured(n: int, repetitions: int) -> dict[str, Any]:
+    """Operations and seconds of n ranks that agree, ours and plainly: threads of one process."""
     import torch.distributed as dist
 
     from shardplan.execution.torch.faults import TorchWatch

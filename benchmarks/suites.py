@@ -239,6 +239,7 @@ def _mixed(s: Ends, t: Ends) -> bool:
 
 
 def _draw(suite: str, rng: random.Random, most_devices: int, most_multiple: int, most_tensors: int) -> Case:
+    """One problem of a suite."""
     if suite in ("s8", "s16"):
         mesh = make_mesh(rng.choice(OF_8 if suite == "s8" else OF_16))
         pair = even_pair(rng, mesh, rng.choice((2, 3)), most_multiple=most_multiple, least=mesh.size, keep=KEEP)
@@ -271,6 +272,7 @@ def _draw(suite: str, rng: random.Random, most_devices: int, most_multiple: int,
 
 
 def _same_size(rng: random.Random, mesh: Mesh, ndim: int, most_multiple: int) -> tuple[TensorType, TensorType]:
+    """A pair whose shards are equally large."""
     while True:
         s, t = even_pair(rng, mesh, ndim, axes=atoms(mesh), most_multiple=most_multiple)
         if s.local_bytes() == t.local_bytes():

@@ -59,6 +59,7 @@ def child(count: int, repeats: int, seed: int) -> None:
 
 
 def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
+    """Time one move every way, interleaved, on the ranks of this launch."""
     import torch
     import torch.distributed as dist
     from benchmarks.peers.dtensor_run import cached_by, dtensor, one_shot, placements_of, real_all_to_all

@@ -1,9 +1,10 @@
 """Faults planted in the package, one at a time, and the tests that must then fail.
 
-`faults/` lists them, a file a room: what is altered (`in`: a function, or a constant), a piece of its source that stands
-there once (`old`; a constant's repr), what stands there instead (`new`), what that is (`says`), and the tests that must
-fail then (`tests`). A fault is planted in a forked child: its function is compiled again from the altered source and takes
-the place of the old one's code, so that everybody who imported it has it; then pytest runs the tests there.
+`faults/` lists them, a file a room: the function that is altered (`in`), a piece of its source that stands there once
+(`old`), what stands there instead (`new`), what that is (`says`), and the tests that must fail then (`tests`). A fault
+is planted in a forked child: its function is compiled again from the altered source and takes the place of the old
+one's code, so that everybody who imported it has it; then pytest runs the tests there. Processes that they launch have
+the fault, too (`planting/`).
 
 `python -m tests.planted` tries all of them and lists those that survive; names select some.
 """
@@ -14,13 +15,15 @@ import __future__
 import ast
 import inspect
 import io
+import json
 import os
+import subprocess
 import sys
 import textwrap
 import tomllib
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -34,7 +37,7 @@ CAUGHT, SURVIVED, NOT_RUN = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `name` is the module and the qualified name of a function, or of a constant."""
+    """One fault: `name` is the module and the qualified name of a function."""
 
     name: str
     says: str
@@ -50,35 +53,39 @@ def listed() -> tuple[Fault, ...]:
     return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw)
 
 
-def home(name: str) -> tuple[ModuleType, str]:
-    """Return the module of a fault, and the name inside it."""
+def function_of(name: str) -> tuple[FunctionType, ModuleType]:
+    """Return a function and its module, the plain one behind a method, a property, or a cached or decorated function.
+
+    Raises `LookupError` where there is none of that name.
+    """
     parts = name.split(".")
     for k in range(len(parts) - 1, 0, -1):
         try:
-            return import_module(".".join(parts[:k])), ".".join(parts[k:])
+            module = import_module(".".join(parts[:k]))
         except ModuleNotFoundError:
             continue
-    raise LookupError(f"no module holds {name}")
+        found: Any = module
+        for part in parts[k:]:
+            found = inspect.getattr_static(found, part, None)
+        while found is not None and not isinstance(found, FunctionType):
+            found = next((getattr(found, a) for a in ("fget", "__func__", "__wrapped__") if hasattr(found, a)), None)
+        if found is not None:
+            return found, module
+        break
+    raise LookupError(f"a fault is in {name}, which is no function of the package")
 
 
-def function_of(module: ModuleType, inner: str) -> FunctionType | None:
-    """Return the plain function behind a name: of a method, a property, a cached or decorated function."""
-    found: Any = module
-    for part in inner.split("."):
-        found = inspect.getattr_static(found, part)
-    while not isinstance(found, FunctionType):
-        for attribute in ("fget", "__func__", "__wrapped__"):
-            if hasattr(found, attribute):
-                found = getattr(found, attribute)
-                break
-        else:
-            return None
-    return found
+def altered(fault: Fault) -> str:
+    """Return the source of the function with the fault in it; raises `LookupError` where `old` is not there once."""
+    source = textwrap.dedent(inspect.getsource(function_of(fault.name)[0]))
+    if (count := source.count(fault.old)) != 1:
+        raise LookupError(f"a fault's old {fault.old!r} stands {count} times in {fault.name}, not once")
+    return source.replace(fault.old, fault.new)
 
 
-def code_of(altered: str, function: FunctionType, module: ModuleType) -> CodeType:
+def code_of(source: str, function: FunctionType, module: ModuleType) -> CodeType:
     """Compile the altered source of a function, with the free variables that it had."""
-    node = ast.parse(altered).body[0]
+    node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef)
     node.decorator_list = []
     body: list[ast.stmt] = [node]
@@ -95,24 +102,24 @@ def code_of(altered: str, function: FunctionType, module: ModuleType) -> CodeTyp
 
 def plant(fault: Fault) -> None:
     """Alter the package in this process, and forget whatever it has remembered."""
-    module, inner = home(fault.name)
-    function = None if inner.isupper() else function_of(module, inner)
-    if function is None:
-        value = getattr(module, inner)
-        if repr(value) != fault.old:
-            raise LookupError(f"{fault.name} is {value!r}, not {fault.old}")
-        for other in package():
-            if other.__dict__.get(inner) is value:
-                setattr(other, inner, eval(fault.new, vars(module)))
-    else:
-        source = textwrap.dedent(inspect.getsource(function))
-        if source.count(fault.old) != 1:
-            raise LookupError(f"{fault.name} has {source.count(fault.old)} times {fault.old!r}")
-        function.__code__ = code_of(source.replace(fault.old, fault.new), function, module)
+    function, module = function_of(fault.name)
+    function.__code__ = code_of(altered(fault), function, module)
     for other in package():
         for value in (*vars(other).values(), *(m for c in vars(other).values() for m in members(c))):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+
+
+def pass_on(fault: Fault) -> None:
+    """Have the fault planted in the Python processes that this one launches, too: see `planting/sitecustomize.py`."""
+    start = subprocess.Popen.__init__
+
+    def launch(self: Any, *args: Any, env: Any = None, **more: Any) -> None:
+        env = dict(os.environ if env is None else env) | {"PLANTED": json.dumps(astuple(fault))}
+        paths = (str(ROOT / "tests" / "planting"), env.get("PYTHONPATH", ""))
+        start(self, *args, env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, **more)
+
+    subprocess.Popen.__init__ = launch
 
 
 def members(value: Any) -> tuple[Any, ...]:
@@ -136,12 +143,13 @@ def outcome(fault: Fault) -> tuple[int, str]:
             with redirect_stdout(said), redirect_stderr(said):
                 os.chdir(ROOT)
                 plant(fault)
+                pass_on(fault)
                 tests = [str(ROOT / t) for t in fault.tests]
                 options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line"]
                 ended = pytest.main([*options, *tests])
                 status = {pytest.ExitCode.OK: SURVIVED, pytest.ExitCode.TESTS_FAILED: CAUGHT}.get(ended, NOT_RUN)
-                if ended in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
-                    status = NOT_RUN
+        except LookupError as error:
+            said.write(str(error))
         except BaseException:
             said.write(traceback.format_exc())
         with os.fdopen(writer, "w") as pipe:
@@ -155,6 +163,7 @@ def outcome(fault: Fault) -> tuple[int, str]:
 
 def main(chosen: list[str]) -> int:
     """Try the faults and print what became of each; returns how many were not caught."""
+    import_module("conftest")  # it loads the whole package, which the children then need not
     faults = [f for f in listed() if not chosen or any(c in f.name or c in f.says for c in chosen)]
     left = 0
     for fault in faults:

@@ -1,15 +1,18 @@
-"""Rules of the house that no linter knows: short files, docstrings, and nothing of one machine in the text."""
+"""Rules of the house that no linter knows: short files, docstrings, no import circles, each class name used once, and
+nothing of one machine in the text.
+"""
 
 import ast
 import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-LONGEST = 450
+LONGEST = 400
 
 # Written so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.~}>-])/(?:work|root|home|Users|opt|mnt)/\w")
@@ -35,6 +38,100 @@ def test_no_file_is_too_long() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
     assert lengths
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """The syntax tree of every module below `root`, by its dotted name."""
+    trees: dict[str, ast.Module] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        trees[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return trees
+
+
+def imported(tree: ast.Module, known: set[str]) -> set[str]:
+    """The modules among `known` that a module imports anywhere: at its top, inside functions, for types only."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (parts & known) | ({node.module} if parts - known else set())
+    return found & known
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """The largest sets of modules that reach each other along imports."""
+    reached: dict[str, set[str]] = {}
+    for module in arrows:
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            new = arrows[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        reached[module] = seen
+    # A module that reaches itself is in a circle with all that it reaches and that reach it.
+    return [
+        list(c)
+        for c in sorted({tuple(sorted(b for b in to if a in reached[b])) for a, to in reached.items() if a in to})
+    ]
+
+
+def circles_below(root: Path) -> list[list[str]]:
+    trees = modules(root)
+    return circles({name: imported(tree, set(trees)) - {name} for name, tree in trees.items()})
+
+
+def test_imports_go_in_no_circle() -> None:
+    assert len(modules(ROOT / "src")) > 100
+    assert circles_below(ROOT / "src") == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import p.a",
+        "from p import a",
+        "from p.a import x",
+        "def f():\n    from p.a import x",
+        "if TYPE_CHECKING:\n    import p.a",
+    ],
+)
+def test_a_circle_is_found(back: str, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    for name, text in {
+        "__init__": "",
+        "a": "from p.b import y",
+        "b": "from p import c",
+        "c": back,
+        "d": "import p.a",
+    }.items():
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    assert circles_below(tmp_path) == [["p.a", "p.b", "p.c"]]
+    (tmp_path / "p" / "c.py").write_text("import d")
+    assert circles_below(tmp_path) == []
+
+
+def repeated_classes(root: Path) -> dict[str, list[str]]:
+    """Class names that stand more than once, at the top of modules or inside, and where."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, tree in modules(root).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_a_class_name_is_used_once() -> None:
+    assert repeated_classes(ROOT / "src") == {}
+
+
+def test_a_class_name_used_twice_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Edge: ...\nclass Row: ...\n")
+    (tmp_path / "b.py").write_text("def f():\n    class Edge: ...\n")
+    assert repeated_classes(tmp_path) == {"Edge": ["a", "b"]}
 
 
 def test_every_module_has_a_docstring() -> None:

@@ -1,14 +1,39 @@
 """Every fault of `faults/` is caught by the tests that it names: they hold what they say, and hold it tightly."""
 
 import pytest
-from tests.planted import CAUGHT, SURVIVED, Fault, listed, outcome
+from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, altered, listed, outcome
 
 FAULTS = listed()
 
 
-def test_names_are_given_once() -> None:
+ROOMS = "core hardware plans movement simulation launches execution interop report cli".split()
+
+
+def test_there_are_a_hundred_over_all_rooms_each_once() -> None:
     said = [(f.name, f.old, f.new) for f in FAULTS]
-    assert len(said) == len(set(said))
+    assert len(said) == len(set(said)) >= 100
+    assert {f.name.split(".")[1] for f in FAULTS} == set(ROOMS)
+
+
+def test_every_fault_alters_what_stands_in_the_source_once() -> None:
+    misfits: list[str] = []
+    for fault in FAULTS:
+        try:
+            altered(fault)
+        except LookupError as error:
+            misfits.append(str(error))
+    assert not misfits, "\n".join(misfits)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "reason"),
+    [
+        ("shardplan.core.mesh.primes", "no such line", "a fault's old 'no such line' stands 0 times in {}, not once"),
+        ("shardplan.core.mesh.prime", "", "a fault is in {}, which is no function of the package"),
+    ],
+)
+def test_a_fault_that_fits_nowhere_says_so_in_a_line(name: str, old: str, reason: str) -> None:
+    assert outcome(Fault(name, "nothing", old, old, ())) == (NOT_RUN, reason.format(name))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{f.name.removeprefix('shardplan.')}: {f.says}" for f in FAULTS])

@@ -3,6 +3,20 @@
 The vocabulary: a `Mesh` of named axes, a `TensorType` on it, a `Topology` of hardware levels and a `Placement` of the
 mesh on it, a `Program` of typed ops, and the `Plan` with its `Certificate` that the verbs return. A name is imported
 from its room when it is first used, so `import shardplan` costs next to nothing.
+
+Rooms, each of which imports from those above it only:
+
+- `errors`      what a user can cause, as exceptions
+- `core`        meshes, layouts, types, ops and programs, and what they mean
+- `hardware`    topologies, placements, and what communication costs on them
+- `plans`       a program with its certificate and its price, as a value and as a file
+- `movement`    the verbs redistribute, reduce and place
+- `launches`    where a job that exists put its mesh, and whether that is placed well
+- `simulation`  timelines: predicted from a program, measured, compared
+- `execution`   programs run for real on torch, JAX and MPI, and on an emulated cluster
+- `interop`     drop-ins for torch and JAX, checkpoints, exports
+- `report`      results as text, as JSON and as pictures
+- `cli`         the command line
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-LONGEST = 80  # characters of a value in a message
+LONGEST = 80  # characters of a value in a message: what is said about it fits beside it on two lines of a terminal
+LONGEST_LINE = 4 * LONGEST  # of a path or of another error's text, which may be the whole message
 
 
 class ShardplanError(Exception):
@@ -95,21 +96,13 @@ def shown(value: object) -> str:
 def line(text: object) -> str:
     """Return a path or another error's text on one line, cut where it is long."""
     found = " ".join(str(text).split())
-    return found if len(found) <= 4 * LONGEST else found[: 4 * LONGEST - 3] + "..."
+    return found if len(found) <= LONGEST_LINE else found[: LONGEST_LINE - 3] + "..."
 
 
 def optional(module: str, extra: str) -> ModuleType:
-    """Import a module that needs an optional package.
+    """Return a module that needs an optional package, which this extra of shardplan installs.
 
-    Args:
-        module: Its full name.
-        extra: The extra of shardplan that installs the package.
-
-    Returns:
-        The module.
-
-    Raises:
-        MissingExtra: The package is not installed.
+    Raises `MissingExtra` where the package is not installed.
 
     >>> optional("json", "none").__name__
     'json'

@@ -13,6 +13,7 @@ import pytest
 
 import shardplan as sp
 from shardplan.cli import run_command
+from shardplan.core.ops import AllGather
 
 MESH = "data=2,tensor=3"
 SRC, DST = "f32[4@data, 6@tensor]", "f32[4, 6@data]"
@@ -208,6 +209,23 @@ def test_run_of_computed_values_has_nothing_to_compare_with(capsys, tmp_path):
     assert json.loads(out)["ok"] is None
 
 
+def test_a_run_whose_output_differs_fails(capsys, tmp_path, monkeypatch):
+    """A gather that is wrong on all devices alike, of the first of two outputs only: replicas agree."""
+    path = tmp_path / "two.txt"
+    path.write_text(
+        "program\n  mesh x=2\n  input %a: f32[4@x]\n  input %b: f32[6@x]\n  %c = all_gather(%a; dim=0, axes=(x))\n"
+        "  %d = all_gather(%b; dim=0, axes=(x))\n  output %c, %d\n"
+    )
+    right = json.loads(call(capsys, "run", path, "--json")[1])
+    move = AllGather.move
+    monkeypatch.setattr(AllGather, "move", lambda self, x, t, u: [y + (t.shape == (4,)) for y in move(self, x, t, u)])
+    status, out, err = call(capsys, "run", path, "--json")
+    found = json.loads(out)
+    assert (right["ok"], found["ok"]) == (True, False)
+    assert [a == b for a, b in zip(right["outputs"], found["outputs"], strict=True)] == [False, True]
+    assert (status, err) == (4, f"shardplan: {path}: an output that was only moved differs from its input\n")
+
+
 def test_svg_is_well_formed_and_stands_alone(capsys, tmp_path, plan_file):
     path = tmp_path / "picture.svg"
     for arguments in (redistribute("--svg", path), ("show", plan_file, "--svg", path)):
@@ -299,6 +317,13 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path, option):
     assert (status, out) == (2, "")
     assert "there is no folder" in err and len(err.splitlines()) == 1
     assert call(capsys, *redistribute(option, tmp_path))[0] == 2
+
+
+@pytest.mark.parametrize("option", ["--out", "--svg"])
+def test_a_folder_is_refused_before_any_work(capsys, tmp_path, option):
+    """Of a request that nothing can satisfy, too."""
+    status, out, err = call(capsys, *redistribute("--memory-limit", "1 B", option, tmp_path))
+    assert (status, out, err) == (2, "", f"shardplan: cannot write {tmp_path}: it is a folder\n")
 
 
 def test_a_topology_file_with_a_wrong_unit(capsys, tmp_path):

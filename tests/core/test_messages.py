@@ -1,24 +1,31 @@
 """Who sends what to whom, against boxes written out device by device."""
 
 import itertools
+import random
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracle
 import strategies as some
+from shardplan.core import messages as module
+from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     at_root,
     kept,
     lacking,
     messages,
+    most_receivers,
+    most_senders,
     moved_atoms,
     own_places,
-    peers,
     permutation,
+    stays,
     tiles,
+    traffic,
 )
 from shardplan.core.tensor import TensorType
 
@@ -46,7 +53,7 @@ def test_every_missing_element_arrives_once(pair: Pair) -> None:
     for k, c in enumerate(count):
         assert np.all(c[oracle.index(oracle.box(t, k))] == 1)
     arrived = Counter(receivers.tolist())
-    assert peers(s, t) == max(arrived.values(), default=0)
+    assert most_senders(s, t) == max(arrived.values(), default=0)
 
 
 @settings(max_examples=200, deadline=None)
@@ -77,6 +84,79 @@ def test_tiles_and_the_index_name_every_box(t: TensorType) -> None:
             assert tuple(cuts[index[d][k]]) == oracle.box(t, k)[d]
 
 
+def test_what_is_held_by_hand() -> None:
+    rooted, whole = (TensorType.parse(text, Mesh(a=2)) for text in ("i32[4]{root:a}", "i32[4]"))
+    assert at_root(rooted).tolist() == [True, False]
+    assert kept(rooted, whole).tolist() == [4, 0]
+    here, there = (TensorType("i32", (4,), (None,), Mesh({"a": 2}, devices=ids)) for ids in ((2, 3), (3, 4)))
+    assert own_places(here, there).tolist() == [1, -1]
+    # In the other order each sub-axis stands behind another product of sizes, and tiles 1 and 2 change places.
+    s, t = (TensorType.parse(text, Mesh(a=2, b=2)) for text in ("i32[4@(a,b)]", "i32[4@(b,a)]"))
+    assert moved_atoms(s, t) == {0, 1}
+
+
+def test_messages_by_hand() -> None:
+    # Of two rows of devices each exchanges its halves among itself: nobody is sent what it has.
+    s, t = (TensorType.parse(text, Mesh(a=2, b=2)) for text in ("i32[4@b]", "i32[4]"))
+    assert sorted(zip(*(x.tolist() for x in messages(s, t)), strict=True)) == [
+        (0, 1, 2),
+        (1, 0, 2),
+        (2, 3, 2),
+        (3, 2, 2),
+    ]
+
+
+def test_peers_and_receivers_by_hand() -> None:
+    # Nested tiles of 5 elements: 1, 1, 1, 0 and 1, 1, 0, 0. Who has none hears from the five that have one.
+    mesh = Mesh(a=2, b=4)
+    s, t = (TensorType.parse(text, mesh) for text in ("i32[5@(a,b)]", "i32[5]"))
+    assert most_senders(s, t) == 5
+    # Where all have one, everybody hears from all but itself.
+    s, t = (TensorType.parse(text, mesh) for text in ("i32[8@(a,b)]", "i32[8]"))
+    assert most_senders(s, t) == 7
+    # Each tile is wanted by all eight, its holder among them.
+    assert most_receivers(s, t) == 8
+
+
+@settings(max_examples=100, deadline=None)
+@given(PLAIN)
+def test_a_device_sends_to_no_more_than_its_receivers(pair: Pair) -> None:
+    s, t = pair
+    served = Counter(messages(s, t)[0].tolist())
+    assert max(served.values(), default=1) <= most_receivers(s, t) <= t.mesh.size
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.pairs(("even",)))
+def test_traffic_in_closed_form_is_that_of_the_messages(pair: Pair) -> None:
+    s, t = pair
+    senders, places, sizes = messages(s, t)
+    sent, got, whole_tiles, whole_boxes = traffic(s, t)
+    assert (sent, got) == tuple(int(np.bincount(x, sizes, 1).max()) for x in (senders, places))
+    assert not whole_tiles or np.array_equal(sizes, s.elements()[senders])
+    assert not whole_boxes or np.array_equal(sizes, t.elements()[places])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        # Three others want each tile of 2, whole, and are sent three tiles: of a box of 8 none is all.
+        ("i32[8@a]", "i32[8]", (6, 6, True, False)),
+        # Tile and box are one: two of four take the tile of 4 that stands at the other coordinate.
+        ("i32[8@b]", "i32[8@c]", (4, 4, True, True)),
+        # The box of 2 x 2 is half of the tile of 2 x 4 that it lies in.
+        ("i32[4@b, 4]", "i32[4@c, 4@d]", (4, 4, False, True)),
+        # Of a tile of 2 x 4 a half goes to the other device, and is half of its box of 4 x 2.
+        ("i32[4@b, 4]", "i32[4, 4@b]", (4, 4, False, False)),
+        ("i32[8]", "i32[8@a]", (0, 0, True, True)),
+    ],
+)
+def test_traffic_by_hand(source: str, target: str, expected: tuple[int, int, bool, bool]) -> None:
+    mesh = Mesh(a=4, b=2, c=2, d=2)
+    s, t = (TensorType.parse(text, mesh) for text in (source, target))
+    assert traffic(s, t) == expected
+
+
 @settings(max_examples=200, deadline=None)
 @given(some.pairs(("even",)))
 def test_load_is_spread_over_replicas(pair: Pair) -> None:
@@ -103,6 +183,23 @@ def test_messages_stay_inside_groups_of_the_moved_atoms(pair: Pair) -> None:
         for k in group:
             got = sum(oracle.overlap(b, oracle.box(t, k)) for b in held)
             assert got == oracle.volume(oracle.box(t, k))
+
+
+# Only the devices with a = 0 want something, both elements: their tile is the first, and they lack the second.
+BOTH_TILES = tuple(TensorType.parse(text, Mesh(a=2, b=2)) for text in ("i32[1, 2@a]", "i32[1@a, 2]"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.pairs(("uneven",)), some.rngs())
+@example(BOTH_TILES, random.Random(0))
+def test_moves_of_too_many_messages_are_not_said_to_stay_where_they_do_not(pair: Pair, rng: random.Random) -> None:
+    s, t = pair
+    for count in range(len(s.mesh.axes)):
+        axes = tuple(rng.sample(s.mesh.axes, count))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "MOST_MESSAGES", 0)
+            claimed = stays(s, t, axes)
+        assert not claimed or stays(s, t, axes)
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,8 +235,6 @@ def test_a_permutation_is_one_to_one_and_keeps_the_most_devices_still(pair: Pair
 
 def test_a_permutation_with_replicas_moves_only_who_must() -> None:
     """Pitfall 5: without the bijection that keeps devices still the volume doubles."""
-    from shardplan.core.mesh import Mesh
-
     mesh = Mesh(a=2, b=2)
     for x, y in itertools.permutations(("a", "b"), 2):
         s, t = TensorType("f32", (4,), (x,), mesh), TensorType("f32", (4,), (y,), mesh)

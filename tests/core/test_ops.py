@@ -249,6 +249,8 @@ REFUSED: list[tuple[Op, str, str]] = [
      "permute: the tiles of f32[12@b, 6] are not one to one inside the tiles of f32[12@a, 6]"),
     (Exchange(Layout(((), ()), ("a",), "sum")), "f32[12, 6]",
      "exchange: f32[12, 6] and f32[12, 6]{+a} differ in their partial or root axes; those must be equal"),
+    (Exchange(Layout(((), ()), root=("a",))), "f32[12, 6]",
+     "exchange: f32[12, 6] and f32[12, 6]{root:a} differ in their partial or root axes; those must be equal"),
     (Exchange(Layout(((), ("a",))), ("b",)), "f32[12@a, 6]",
      "exchange: groups over b do not hold all of f32[12, 6@a] under f32[12@a, 6]"),
     (Send(Layout(((), ())), Mesh(z=2)), "f32[12, 6]{+a}", "send: f32[12, 6]{+a} is partial; reduce it first"),
@@ -258,6 +260,8 @@ REFUSED: list[tuple[Op, str, str]] = [
      "reduce_scatter(sum) over b: f32[12, 6]{+a} is partial over a with sum"),
     (Broadcast(("a",)), "f32[12, 6]{root:b}",
      "broadcast over a: each must be root or unused, one root, in f32[12, 6]{root:b}"),
+    (Broadcast(("a", "b")), "f32[12@b, 6]{root:a}",
+     "broadcast over (a,b): each must be root or unused, one root, in f32[12@b, 6]{root:a}"),
     (ToPartial(("a",), "mean"), "f32[12, 6]", "to_partial: unknown reduction 'mean'; legal are sum, max, min, product, band, bor, bxor, root"),  # noqa: E501
     (ToPartial(("a",), "root"), "f32[12@a, 6]", "to_partial(root) over a: they must be unused in f32[12@a, 6]"),
     (ToPartial(("a",), "sum"), "f32[12, 6]{max:b}",
@@ -326,6 +330,28 @@ def test_bytes_and_rounds_by_hand(op: Op, text: str, nbytes: int, rounds: int) -
     t = T(text)
     assert int(op.received(t).max()) == nbytes
     assert op.rounds(t) == rounds
+
+
+STAGED: list[tuple[Op, str, int]] = [
+    # A tile of 1 x 12 is cut into runs of 3, which are sent as they stand, and arrive as rows.
+    (AllToAll(0, 1, ("a", "c")), "f32[4@(a,c), 12]", 0),
+    # In the other order the runs do not stand in the order of the devices: all 12 elements are packed.
+    (AllToAll(0, 1, ("a", "c"), ("c", "a")), "f32[4@(a,c), 12]", 12 * 4),
+    # Of a tile of 6 x 6 the rows that are sent are one run, the columns are not: 6 x 3 elements are packed.
+    (Permute(Layout((("c", "a"), ()))), "f32[12@a, 6]", 0),
+    (Permute(Layout((("c",), ("a",)))), "f32[12@a, 6]", 6 * 3 * 4),
+]
+
+
+@pytest.mark.parametrize(("op", "text", "nbytes"), STAGED, ids=lambda x: str(x)[:60])
+def test_what_is_not_contiguous_is_staged(op: Op, text: str, nbytes: int) -> None:
+    assert op.staging(T(text)) == nbytes
+
+
+def test_an_all_reduce_counts_the_part_that_each_member_owns() -> None:
+    # Of 7 elements three members own 3, 3 and 1: two addends of each of these, and the rest reduced.
+    got = AllReduce(("b",)).received(T("f32[7]{+b}", Mesh(b=3)))
+    assert got.tolist() == [(2 * 3 + 4) * 4, (2 * 3 + 4) * 4, (2 * 1 + 6) * 4]
 
 
 def test_partial_and_root_axes_are_renamed_by_permute_alone() -> None:

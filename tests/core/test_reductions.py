@@ -61,6 +61,16 @@ def test_what_becomes_partial_reduces_to_itself(kind: str, axes: tuple[str, ...]
         assert oracle.wrong(shards, u, array) is None
 
 
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_off_coordinate_0_lies_the_identity_where_a_copy_would_count_twice(kind: str) -> None:
+    t = TensorType("i32", (4,), (), Mesh(a=2))
+    array = np.array([1, 2, 3, 5], np.int32)
+    ((first, second),) = ToPartial(("a",), kind).reference([[array, array]], [t])
+    assert np.array_equal(first, array)
+    once = np.array_equal(COMBINE[kind](array, array), array)
+    assert np.array_equal(second, array if once else np.full_like(array, identity(kind, array.dtype)))
+
+
 def test_bits_of_floats_are_refused() -> None:
     with pytest.raises(LayoutError) as error:
         TensorType("f32", (4,), (), MESH, partial={"a": "bxor"})

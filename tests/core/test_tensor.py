@@ -9,6 +9,7 @@ from hypothesis import given, settings
 import oracle
 import strategies as some
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops import AllReduce
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, ParseError
 
@@ -72,6 +73,25 @@ def test_same_across_meshes_goes_by_device_id(pair: tuple[TensorType, TensorType
     t, u = pair
     by_id = [{d: oracle.box(x, k) for k, d in enumerate(x.mesh.devices)} for x in pair]
     assert same(t, u) == (by_id[0] == by_id[1])
+
+
+def test_same_tells_addends_and_roots_apart() -> None:
+    mesh = Mesh(a=2, b=2)
+    assert not same(TensorType("f32", (4,), (None,), mesh, root=("a",)), TensorType("f32", (4,), (None,), mesh))
+    there, back = (
+        TensorType("f32", (4,), (None,), Mesh({"x": 2}, devices=ids), {"x": "sum"}) for ids in ((0, 1), (1, 0))
+    )
+    assert not same(there, back), "the first addend is on device 0, or on device 1"
+
+
+def test_the_bytes_of_a_type_are_those_of_its_largest_shard() -> None:
+    assert TensorType("f32", (5, 3), ("a", None), Mesh(a=2)).local_bytes() == 3 * 3 * 4
+
+
+def test_bytes_are_counted_exactly_beyond_64_bits() -> None:
+    t = TensorType("f32", (2**31, 2**30), (None, None), Mesh(a=2), {"a": "sum"})
+    # Of 2^63 bytes a device receives the addend of its half, and the other half reduced.
+    assert AllReduce(("a",)).received(t).tolist() == [2**63] * 2
 
 
 @pytest.mark.parametrize(

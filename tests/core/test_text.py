@@ -43,6 +43,13 @@ def test_the_text_of_the_docstring() -> None:
     assert sp.Program.parse(unclaimed) == program
 
 
+def test_axes_named_like_words_stay_names() -> None:
+    mesh = sp.Mesh({"None": 2, "True": 2})
+    program = sp.redistribute("f32[8@(None,True)]", "f32[8]", mesh=mesh).program
+    assert 'axes=("None","True")' in str(program)
+    assert sp.Program.parse(str(program)) == program
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message", "at"),
     [

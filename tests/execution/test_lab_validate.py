@@ -1,5 +1,6 @@
 """Scores worked out by hand on a small stored result: ranks, ties, regrets, chance levels, targets."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,14 @@ def test_ranks_by_hand() -> None:
     assert s.kendall == pytest.approx(0.0)
     assert s.errors == pytest.approx((-0.7, 1 / 12 - 1, 2 / 11 - 1, -0.8))
     assert s.mean_error == pytest.approx(np.mean([0.7, 11 / 12, 9 / 11, 0.8]))
+
+
+def test_the_least_regret_is_against_the_least_of_all() -> None:
+    """By medians the first is the best, 10 to 12; of its runs none took less than 9, of the other's one took 8."""
+    first, second = replace(row(10, 2), seconds=(9, 10, 11)), replace(row(12, 1), seconds=(8, 12, 16))
+    (by_median, by_least), (_, right) = ((s.regret, s.min_regret) for s in (
+        score([first, second], "events", 0.0), score([replace(first, events=0.5), second], "events", 0.0)))  # fmt: skip
+    assert (by_median, by_least, right) == pytest.approx((0.2, 0.0, 9 / 8 - 1))
 
 
 def test_what_noise_cannot_tell_apart_is_no_mistake() -> None:

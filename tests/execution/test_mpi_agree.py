@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.execution.mpi.agree import Agreement, Refusal, Start, program_name
+from shardplan.execution.mpi.agree import Agreement, Refusal, Runs, Start, program_name
 from shardplan.execution.mpi.faults import silent
 
 ONE, OTHER = (hashlib.sha256(text).digest() for text in (b"one", b"other"))
@@ -77,6 +77,16 @@ def test_two_programs_never_start(ranks: tuple[int, ...], seed: int, data: st.Da
         assert program_name(ONE) in agreement.verdict.why
         assert program_name(OTHER) in agreement.verdict.why
     assert max(sent.values()) <= 3
+
+
+def test_another_program_is_refused_where_it_is_heard() -> None:
+    """By the parent of the odd rank, which tells its own parent and children; not only when the root hears of it."""
+    middle = Agreement((0, 1, 2, 3, 4), 1, ONE)
+    middle.open()
+    said = middle.hear(3, Runs(OTHER))
+    assert [receiver for receiver, _ in said] == [0, 3, 4] and {word for _, word in said} == {middle.verdict}
+    assert isinstance(middle.verdict, Refusal) and "rank 1 runs" in middle.verdict.why
+    assert middle.hear(4, Runs(ONE)) == []
 
 
 @pytest.mark.parametrize("count", [4, 16, 64, 1024])

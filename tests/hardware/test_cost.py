@@ -1,6 +1,7 @@
 """Prices of patterns against closed forms."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -132,6 +133,38 @@ def test_ring_alpha_is_nccls(n, g):
     assert price(groups("all_reduce", members), fabric, "tree").alpha == pytest.approx(tree_alpha, rel=1e-9)
 
 
+@pytest.mark.parametrize("k", [2, 3, 5, 8, 13])
+def test_a_binomial_tree_sends_what_is_there_and_reduces_what_has_come(k):
+    for kind in ("broadcast", "reduce"):
+        rounds = list(tree(kind, np.arange(k)[None, :], np.array([1.0]), Fabric(switches(k))))
+        assert len(rounds) == math.ceil(math.log2(k))
+        pairs = [list(zip(one.flows.sender.tolist(), one.flows.receiver.tolist(), strict=True)) for one in rounds]
+        # A reduction is a broadcast run backwards.
+        turned = pairs if kind == "broadcast" else [[(b, a) for a, b in reversed(one)] for one in reversed(pairs)]
+        there = {0}
+        for one in turned:
+            assert {a for a, _ in one} <= there, "a sender has nothing yet"
+            assert not {b for _, b in one} & there, "a receiver has it already"
+            there |= {b for _, b in one}
+        assert there == set(range(k))
+
+
+def test_the_slowest_group_says_the_latency():
+    # Beside a group across nodes, one inside a node: both run in one round of the outer latency.
+    fabric = Fabric(two_levels(2, 4, lat=(9e-6, 2e-6)))
+    for members in ([[0, 1], [2, 4]], [[0, 4], [2, 3]]):
+        assert price(groups("all_gather", members), fabric, "ring").alpha == pytest.approx(9e-6, rel=1e-9)
+
+
+def test_heads_of_double_trees_lie_on_different_units():
+    # Two racks of two nodes, and two groups over all four nodes. In each rack a group's chain edge carries B each way,
+    # and its head B each way to the other rack: a node that holds one group's head carries 3 B, one with both 4 B.
+    levels = (("rack", 1000 * GB), ("node", GB), ("gpu", 1000 * GB))
+    topology = Topology("t", tuple(Level(name, 2, "switch", bandwidth, 0.0) for name, bandwidth in levels))
+    members = np.arange(8).reshape(4, 2).T
+    assert price(groups("all_reduce", members), Fabric(topology), "tree").transfer == pytest.approx(3, rel=1e-9)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 16])
 def test_double_tree_is_two_spanning_trees(n):
     (one,) = tree("all_reduce", np.arange(n)[None, :], np.array([2.0]), Fabric(switches(n)))
@@ -217,6 +250,53 @@ def test_uplinks():
     # A device with two ports uses both.
     ports = Fabric(Topology("p", (Level("gpu", 2, "switch", GB, 0.0, uplinks=2),)))
     assert price(Messages(np.array([0]), np.array([1]), np.array([1e9])), ports).transfer == pytest.approx(0.5)
+
+
+def test_a_group_s_port_is_its_place_among_those_that_cross_the_unit():
+    # Of three nodes every two have a group. Each node is crossed by two groups, which take its two ports: the first and
+    # the third group node 1's, where both would be on port 0 by their number; and the second group is the second at
+    # node 0, but the first at node 2, where the third has port 1.
+    fabric = Fabric(Topology("t", (Level("node", 3, "switch", GB, 0.0, 2), Level("gpu", 2, "switch", 100 * GB, 0.0))))
+    pairs_of_nodes = groups("all_gather", [[0, 2], [1, 4], [3, 5]], GB)
+    assert price(pairs_of_nodes, fabric, "ring").transfer == pytest.approx(1, rel=1e-9)
+
+
+def test_ports_are_given_in_the_order_of_devices_however_groups_are_listed():
+    fabric = Fabric(Topology("t", (Level("node", 2, "switch", GB, 0.0, 2), Level("gpu", 3, "switch", 100 * GB, 0.0))))
+    # The first and the third group share a port, and carry 1 + 2 GB.
+    for order in itertools.permutations(range(3)):
+        pattern = groups("all_gather", [[k, k + 3] for k in order], [(1, 1, 2)[k] * GB for k in order])
+        assert price(pattern, fabric, "ring").transfer == pytest.approx(3, rel=1e-9)
+
+
+def test_what_meets_on_its_way_shares_it():
+    # Into a port: from nodes 0 and 1 to node 2.
+    fabric = Fabric(two_levels(3, 2))
+    pattern = Messages(np.array([0, 2]), np.array([4, 5]), np.full(2, 8 * GB))
+    assert price(pattern, fabric).transfer == pytest.approx(2, rel=1e-9)
+    # On a torus: dim 0 comes first, so what starts at (0, 0) passes (1, 0) on its way to (1, 1).
+    torus = Fabric(Topology("t", (Level("chip", 4, "torus", GB, 0.0, shape=(2, 2)),)))
+    pattern = Messages(np.array([0, 2]), np.array([3, 3]), np.full(2, GB))
+    assert price(pattern, torus).transfer == pytest.approx(2, rel=1e-9)
+
+
+def test_the_capacity_of_a_unit_is_that_of_all_ways_into_it():
+    levels = (Level("node", 2, "switch", GB, 0.0, 2), Level("gpu", 4, "ring", 3 * GB, 0.0))
+    fabric = Fabric(Topology("t", levels))
+    assert fabric.capacity(0).tolist() == [2 * GB] * 2
+    # Two links of the ring, and the two ports of its node.
+    assert fabric.capacity(1).tolist() == [2 * 3 * GB + 2 * GB] * 8
+
+
+def test_every_chunk_pays_its_rounds_again():
+    switch = Level("gpu", 4, "switch", GB, 2e-6, reduces=True)
+    fabric = Fabric(Topology("t", (switch,)), launch=3e-6)
+    # Launch and latencies: three partners of an all-to-all, up and down the switch that reduces, three hops of a ring.
+    for kind, algorithm, rounds in (("all_to_all", "auto", 3), ("all_reduce", "network", 2), ("all_gather", "ring", 3)):
+        whole, cut = (price(groups(kind, [[0, 1, 2, 3]], chunks=n), fabric, algorithm) for n in (1, 5))
+        assert whole.alpha == pytest.approx(3e-6 + rounds * 2e-6, rel=1e-9)
+        assert cut.alpha == pytest.approx(5 * whole.alpha, rel=1e-9)
+        assert cut.transfer == whole.transfer
 
 
 def test_degraded_unit_slows_what_passes_it():

@@ -68,6 +68,13 @@ def test_digits_number_the_devices(placement):
         assert [d for f in factors(placement, axes) for d in f.digits] == [d for f in flat for d in f.digits]
 
 
+def test_digits_stand_side_by_side_inside_a_level():
+    placement = Placement(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), ((2, 4), (1, 2)))
+    digits = [d for f in factors(placement, "data") for d in f.digits]
+    # Of a node's eight devices two neighbours differ in tensor.
+    assert [(d.name, d.size, d.stride) for d in digits] == [("data.node", 2, 8), ("data.gpu", 4, 2)]
+
+
 def test_axes_are_checked():
     placement = Placement(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), ((2, 4), (1, 2)))
     assert checked_axes(placement, ("tensor", "data")) == ("data", "tensor")

@@ -10,7 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from interop.export_cases import Case, cases, chain, place, random_case, topology
-from shardplan.core.ops import AllReduce, Broadcast, Reduce
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceScatter
 from shardplan.errors import BackendError, LayoutError, ParseError, ScheduleError, ShardplanError
 from shardplan.interop.exports.msccl import msccl_text
 from shardplan.interop.exports.msccl_interpreter import run, verify
@@ -102,6 +102,19 @@ def test_channels_are_added_when_blocks_grow_too_long() -> None:
     long = chain(place([[40]], topology(gpu=40)), ["data"], (40,), 40, AllReduce(("data",)))
     found = verify(msccl_text(long))
     assert (found.channels, max(len(b.steps) for g in found.gpus for b in g.blocks)) == (2, 40)
+
+
+def test_a_block_may_have_as_many_steps_as_an_executor_takes() -> None:
+    """A part takes 16 steps of the inner ring's block, so four parts take the 64 that a block may have."""
+    found = verify(msccl_text(TWO.program, parts=4))
+    assert (found.channels, max(len(b.steps) for g in found.gpus for b in g.blocks)) == (2, MOST_STEPS)
+
+
+def test_a_write_waits_for_those_that_read() -> None:
+    """What the first ring still sends of a chunk, the second must not overwrite: nothing else holds it back."""
+    gather = (ReduceScatter(1, ("data.gpu",)), AllGather(1, ("data.gpu",)))
+    program = chain(TWO.placement, ["data"], (2, 4), 64, *gather, AllReduce(("data.node",)))
+    verify(msccl_text(program))
 
 
 def test_a_group_of_one_copies() -> None:

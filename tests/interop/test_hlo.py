@@ -147,6 +147,20 @@ def test_spellings_of_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> 
     assert parse_groups(text, 4) == groups
 
 
+def test_groups_over_the_middle_of_an_axis() -> None:
+    """Of eight devices as 2 x 2 x 2: neither the halves nor neighbours."""
+    middle = ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert parse_groups("replica_groups=mesh['x'=8] {'x':(2)2}", 8) == middle
+    assert parse_groups("replica_groups=mesh['x'=8], device_ids=([8]) {'x':(2)2}", 8) == middle
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("pred", 24), ("s4", 12), ("bf16", 48), ("c64", 192), ("f8e4m3fn", 24)])
+def test_bytes_of_elements(dtype: str, nbytes: int) -> None:
+    """Of 24 elements: a pred is a byte, though it has one bit of value."""
+    (one,) = parse_hlo(f"ENTRY %main () -> x {{\n  %g = {dtype}[4,6]{{1,0}} all-reduce({dtype}[4,6] %a)\n}}\n", 2)
+    assert (one.operand_bytes, one.output_bytes) == (nbytes, nbytes)
+
+
 def test_messages() -> None:
     with pytest.raises(ParseError, match=r"^not the text of an HLO module: it has no ENTRY computation$"):
         parse_hlo("HloModule nothing", 4)

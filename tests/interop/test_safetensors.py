@@ -137,6 +137,14 @@ def test_equal_arguments_give_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_every_tensor_is_aligned(tmp_path: Path) -> None:
+    """Wide elements come first, whatever their names: after 3 bytes those of 8 would lie anywhere."""
+    safetensors.write(tmp_path / "a", {"a": np.ones(3, np.int8), "b": np.ones(2), "c": np.ones(1, np.int16)})
+    with safetensors.open(tmp_path / "a") as file:
+        assert file.names == ("b", "c", "a")
+        assert [file.entry(name).begin % width for name, width in (("b", 8), ("c", 2))] == [0, 0]
+
+
 def test_header(tmp_path: Path) -> None:
     path = raw_file(tmp_path, {"w": {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}}, b"\0" * 8)
     header = safetensors.read_header(path)

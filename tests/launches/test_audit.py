@@ -14,7 +14,7 @@ from launches.rank_generator import rank_groups
 from launches.systems import placed, plain_groups, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
-from shardplan.hardware import Fabric, Placement, Topology, count, placements
+from shardplan.hardware import Fabric, Level, Placement, Topology, count, placements
 from shardplan.launches.audit import audit, leaving_bytes, stock_ranking, stock_seconds
 from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
@@ -248,6 +248,24 @@ def test_tensor_across_nodes():
 def test_causes(ids, mesh, topology, traffic, cause):
     found = audit(ids, mesh, topology, traffic)
     assert found.cause == cause
+
+
+def test_the_worst_cause_is_the_first():
+    """Over `a` 10 MB cross pods at 0.1 GB/s, over `b` 100 MB nodes at 1 GB/s: a loses 0.8 s, b 0.4 s."""
+    rates = {"pod": (2, 1e8), "node": (2, 1e9), "gpu": (4, 1e10)}
+    topology = Topology("", tuple(Level(name, n, "switch", rate, 0.0) for name, (n, rate) in rates.items()))
+    wanted = ("`a` spans 2 pods: 8 groups share each uplink of a pod", "`b` spans 2 nodes: 4 groups share each NIC")
+    for axes in itertools.permutations("abc"):
+        traffic = {axis: {"a": 1e7, "b": 1e8, "c": 1e6}[axis] for axis in axes}
+        assert audit(range(16), Mesh(a=2, b=2, c=4), topology, traffic).causes == wanted
+
+
+def test_the_order_string_is_that_of_where_ranks_run():
+    """Ranks in turn on two hosts: to have tp inside a host it must be the slow one, and host by host the fast one."""
+    mesh, topology = Mesh(dp=2, tp=2), switches(2, 2)
+    inside = Placement(mesh, topology, ((2, 1), (1, 2)))
+    orders = {ids: fix(Launch(mesh, topology, ids), inside).megatron_order for ids in ((0, 1, 2, 3), (0, 2, 1, 3))}
+    assert orders == {(0, 1, 2, 3): "tp-cp-ep-dp-pp", (0, 2, 1, 3): "cp-ep-dp-tp-pp"}
 
 
 def test_without_traffic():

@@ -99,6 +99,15 @@ def test_hosts_are_the_units_of_a_level():
     assert host_names(launch_of(Mesh(a=4), SMALL, parse_hostfile("x\ny"))) == ("x", "y")
 
 
+def test_hosts_are_the_innermost_units_that_are_as_many():
+    """The second level cuts nothing: its 2 units are those of the first, and the 4 of the third are too many."""
+    assert host_level(switches(2, 1, 2, 2), 2) == 1
+
+
+def test_a_host_has_slots_up_to_its_greatest():
+    assert parse_rankfile("0 a 3\n1 b 0\n2 a 1\n").slots == (4, 1)
+
+
 def test_the_mesh_says_which_rank_has_which_coordinates():
     launch = launch_of(Mesh({"a": 4}, devices=[0, 2, 1, 3]), SMALL, parse_hostfile("x:1\ny:1\nx:1\ny:1"))
     assert launch.ids == (0, 1, 2, 3)

@@ -168,6 +168,8 @@ def ring_system(link="ring", size=8, shape=()):
         (ring_system(), Mesh(a=8), [3, 4, 5, 6, 7, 0, 1, 2], "equivalent"),
         (ring_system(), Mesh(a=8), range(7, -1, -1), "equivalent"),
         (ring_system(), Mesh(a=8), [0, 2, 1, 3, 4, 5, 6, 7], "interleaved"),
+        # From four devices on an order may take the long way: 2 + 1 + 2 + 1 hops instead of 4.
+        (ring_system(size=4), Mesh(a=4), [0, 2, 1, 3], "interleaved"),
         # The axes of a level in the other order: each as good as it can be.
         (ring_system(), Mesh(a=4, b=2), [0, 4, 1, 5, 2, 6, 3, 7], "equivalent"),
         (ring_system("torus", 16, (4, 4)), Mesh(a=4, b=4), np.arange(16).reshape(4, 4).T.reshape(-1), "equivalent"),

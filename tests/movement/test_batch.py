@@ -7,6 +7,9 @@ import oracle
 import shardplan as sp
 import strategies as some
 from benchmarks import suites
+from shardplan.core.accounting import account
+from shardplan.core.ops import AllToAll
+from shardplan.core.program import Step
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]
 
@@ -60,6 +63,22 @@ def test_equal_plans_are_packed() -> None:
     plan = sp.redistribute([s] * 20, [t] * 20)
     assert len(plan.program.steps) == 1 and len(plan.program.steps[0].operands) == 20
     assert oracle.unsound(plan.program, [t] * 20) is None
+
+
+def test_tensors_move_together_as_far_as_a_limit_allows() -> None:
+    """All at once they need twice their bytes, one by one they pay for rounds sixteen times; in fours they fit."""
+    mesh = sp.Mesh(a=4)
+    s, t = sp.TensorType("f32", (64, 64), ("a", None), mesh), sp.TensorType("f32", (64, 64), (None, "a"), mesh)
+    fours = [
+        Step(AllToAll(0, 1, ("a",), chunks=8), [f"s{k}" for k in four], [f"t{k}" for k in four])
+        for four in (range(first, first + 4) for first in range(0, 16, 4))
+    ]
+    by_hand = sp.Program({f"s{k}": s for k in range(16)}, fours, [f"t{k}" for k in range(16)])
+    limit = 25 * s.local_bytes()
+    assert account(by_hand).workspace_bytes <= limit < 2 * 16 * s.local_bytes()
+    plan = sp.redistribute([s] * 16, [t] * 16, memory_limit=limit)
+    bound = plan.certificate.bound_bytes
+    assert oracle.cost(plan.program, bound) <= oracle.cost(by_hand, bound) * (1 + 1e-9)
 
 
 def test_an_empty_batch_and_a_batch_of_identities() -> None:

@@ -8,6 +8,7 @@ import oracle
 import shardplan as sp
 import strategies as some
 from shardplan.core.ops import Send
+from shardplan.movement.batches.crossings import relabel
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 
@@ -62,6 +63,36 @@ def test_the_order_of_devices_folds_into_the_move() -> None:
     assert oracle.unsound(plan.program, [t]) is None
     assert plan.certificate.received_bytes == (8, 8, 8, 8)
     assert plan.certificate.rounds == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.cross_pairs())
+def test_a_relabelled_type_is_the_same_on_every_device(pair: Pair) -> None:
+    s, t = pair
+    moved = relabel(s, t.mesh)
+    assert moved is None or sp.same(moved, s)
+
+
+def test_no_axes_of_other_devices_name_the_boxes() -> None:
+    a, b = sp.Mesh(x=4), sp.Mesh({"z": 4}, devices=range(4, 8))
+    assert relabel(T("f32[64@x]", a), b) is None
+
+
+def test_addends_are_scattered_before_they_are_sent() -> None:
+    """Each of four devices receives three addends of its quarter, and sends the sum of it once."""
+    a, b = sp.Mesh(x=4), sp.Mesh({"z": 4}, devices=range(4, 8))
+    plan = sp.redistribute(T("f32[64]{+x}", a), T("f32[64@z]", b))
+    quarter = 64 * 4 // 4
+    assert plan.certificate.received_bytes == (3 * quarter,) * 4 + (quarter,) * 4
+
+
+def test_an_array_crosses_to_replicas_once() -> None:
+    """Four devices of another node want all of it: each fetches a quarter, over both axes, and they gather the rest."""
+    links = (sp.hardware.Level("node", 2, "switch", 1e9, 1e-6), sp.hardware.Level("gpu", 4, "switch", 1e12, 1e-6))
+    a, b = sp.Mesh(x=4), sp.Mesh({"p": 2, "q": 2}, devices=range(4, 8))
+    s = T("f32[1048576@x]", a)
+    plan = sp.redistribute(s, T("f32[1048576]", b), topology=sp.Topology("t", links))
+    assert plan.certificate.level_bytes[0] == s.nbytes
 
 
 def test_overlapping_meshes_do_not_send_what_is_held() -> None:

@@ -227,6 +227,30 @@ def test_staging_is_one_buffer_each_way() -> None:
     assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
 
 
+def test_the_least_is_attained_on_the_narrowest_way() -> None:
+    """No plan needs less than the destination and, as the operand of its last step, an element on each device."""
+    s, t = (sp.TensorType.parse(x, sp.Mesh(a=2, b=2, c=2)) for x in ("f32[2, 2@(c,b)]", "f32[2@c, 2]"))
+    assert least(s, t) == t.local_bytes() + 4
+    plan = sp.redistribute(s, t, memory_limit=t.local_bytes() + 4)
+    assert [x.local_bytes() for x in plan.certificate.types[:-1]] == [4] * (len(plan.program.steps) - 1)
+
+
+@pytest.mark.parametrize("spare", [100, 400, 1600, 10_000])
+def test_a_step_has_the_fewest_chunks_that_keep_the_limit(spare: int) -> None:
+    mesh = sp.Mesh(a=4)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
+    limit = least(s, t) + spare
+    plan = sp.redistribute(s, t, memory_limit=limit)
+    (step,) = plan.program.steps
+
+    def workspace(chunks: int) -> int:
+        op = replace(step.op, chunks=chunks)  # type: ignore[call-arg]
+        cut = replace(step, op=op)
+        return account(sp.Program(plan.program.inputs, [cut], plan.program.outputs)).workspace_bytes
+
+    assert most_chunks(plan) == next(n for n in range(1, MANY + 1) if workspace(n) <= limit)
+
+
 def test_limits_are_positive() -> None:
     t = sp.TensorType("f32", (4,), (None,), sp.Mesh(a=2))
     with pytest.raises(sp.LayoutError) as error:

@@ -163,6 +163,52 @@ def test_a_degraded_unit():
     assert shift[0].seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("levels", "slow", "before", "after", "renaming"),
+    [
+        # A binomial tree over four nodes: 0 sends to 2, then 0 to 1 and 2 to 3. Node 0, at a tenth of the rate, makes
+        # both rounds last 10. Swapped with node 1, at half of it, they last 2 and 10; swapped with node 3, 1 and 10.
+        (((4, 1e9),), ((0, 0.1), (1, 0.5)), 10 + 10, 1 + 10, (3, 1, 2, 0)),
+        # In two racks of two a slow node takes part in both rounds unless its own neighbour stands in for it.
+        (((2, 1e12), (2, 1e9)), ((2, 0.1),), 10 + 10, 1 + 10, (0, 1, 3, 2)),
+    ],
+)
+def test_the_best_renaming_is_taken_among_siblings(levels, slow, before, after, renaming):
+    topology = switches(*levels)
+    *outer, last = topology.levels
+    topology = replace(topology, levels=(*outer, replace(last, degraded=slow)))
+    ranking = sp.place(sp.Mesh(data=4), topology, {"data": [("broadcast", 1e9, 1)]}, programs="stock", algorithm="tree")
+    found = ranking.degraded
+    assert found is not None
+    assert ranking[0].seconds == pytest.approx(before, rel=1e-6)
+    assert found.gain == pytest.approx(before / after, rel=1e-6)
+    assert found.renaming == renaming
+
+
+def test_a_stock_program_is_not_called_exact():
+    topology, mesh = switches((2, 1e9), (4, 1e10)), sp.Mesh(data=8)
+    best, stock = (
+        sp.place(mesh, topology, {"data": 1e9}, programs=kind, algorithm="ring")[0] for kind in ("best", "stock")
+    )
+    assert best.seconds < stock.seconds
+    assert [row.plans["data",].certificate.status for row in (best, stock)] == ["exact", "heuristic"]
+
+
+def test_two_members_attain_the_bound_of_a_demand():
+    # A kilobyte each way in a microsecond, and a microsecond of latency; both steps of it.
+    (row,) = sp.place(sp.Mesh(data=2), switches((2, 1e9)), {"data": [("all_gather", 1e3, 2)]})
+    assert row.lower_bound_seconds == pytest.approx(row.seconds, rel=1e-9)
+    assert row.lower_bound_seconds == pytest.approx(2 * 2e-6, rel=1e-9)
+
+
+def test_the_gain_of_placing_is_the_worst_over_the_best_of_stock_collectives():
+    # Best programs rank placements otherwise than stock collectives do.
+    job = sp.Mesh(a=4, b=4), switches((4, 1e9), (4, 1e11)), {"a": [("reduce", 1e8, 1)], "b": 1e8}
+    found, stock = (sp.place(*job, programs=kind, algorithm="ring") for kind in ("best", "stock"))
+    assert found[0].placement != stock[0].placement
+    assert found.placement_gain == pytest.approx(stock[-1].seconds / stock[0].seconds, rel=1e-9)
+
+
 def test_a_renaming_gains_nothing_from_what_has_no_program():
     topology = switches((4, 1e10), (8, 1e11))
     slow = replace(topology, levels=(replace(topology.levels[0], degraded=((2, 0.5),)), topology.levels[1]))

@@ -328,6 +328,22 @@ def test_typed_programs_run_and_their_prices_are_the_enumeration_s(placement, da
         assert target.layout.partial == target.layout.root == ()
 
 
+def test_every_enumerated_program_costs_what_its_types_say_and_is_not_called_exact():
+    placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (4, 1e10), latency=2e-6)))
+    every = sp.reductions(placement, "a", 2**20)
+    assert len(every) == 93
+    for one in every:
+        assert one.certificate is not None
+        assert one.certificate.seconds == pytest.approx(one.seconds, rel=1e-9)
+        assert one.certificate.status == "heuristic"
+
+
+def test_of_equal_costs_the_shorter_programs_come_first():
+    graph = state_graph(2)
+    lengths = [len(path) for _, path in graph.best([0.0] * len(graph.edges), 93)]
+    assert lengths == sorted(len(path) for path in graph.programs(5))
+
+
 @given(systems(depth=3), st.sampled_from(["replicated", "sharded", "root"]))
 @settings(max_examples=30, deadline=None)
 def test_other_targets(placement, target):

@@ -1,17 +1,22 @@
 """The search against exhaustive Dijkstra over typed op instances (T8), and the graph's costs against the ops' own."""
 
+import itertools
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import oracle
 import shardplan as sp
 from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
-from shardplan.core.ops import Exchange
+from shardplan.core.ops import AllToAll, Exchange
 from shardplan.movement.redistribution.candidates import is_portable
-from shardplan.movement.redistribution.emit import edge
+from shardplan.movement.redistribution.closed_form import closed_form, counts, one_axis_steps
+from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
+from shardplan.movement.redistribution.search import STEP, Objective, shortest, tightest
 from shardplan.movement.redistribution.space import LOCAL, MOVE
 
 NONE: Marks = (frozenset(), frozenset())
@@ -127,13 +132,13 @@ def test_t8_counterexamples(sizes: dict[str, int], source: str, target: str, por
     assert cost == pytest.approx(best, rel=1e-9)
 
 
-def whole_units(mesh: sp.Mesh, ndim: int, n: int, allowed: Marks) -> Problem:
-    """A problem whose units are the whole axes, whatever their primes."""
+def whole_axes(mesh: sp.Mesh, ndim: int, n: int, allowed: Marks) -> Problem:
+    """A problem whose runs are the whole axes, whatever their primes."""
     spec = [None] * ndim
     s = sp.TensorType("f32", (n,) * ndim, spec, mesh, partial=dict.fromkeys(sorted(allowed[0]), "sum"))
     t = sp.TensorType("f32", (n,) * ndim, spec, mesh, root=tuple(sorted(allowed[1])))
-    units = tuple(mesh.span(a).atoms for a in mesh.axes)
-    return Problem(s, t, units, tuple(True for _ in units), all(len(u) == 1 for u in units))
+    runs = tuple(mesh.span(a).atoms for a in mesh.axes)
+    return Problem(s, t, runs, tuple(True for _ in runs), all(len(r) == 1 for r in runs))
 
 
 GRAPHS = [
@@ -148,7 +153,7 @@ GRAPHS = [
 @pytest.mark.parametrize(("sizes", "ndim", "allowed"), GRAPHS, ids=label)
 def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim: int, allowed: Marks) -> None:
     n = 2 * math.prod(sizes.values())
-    p = whole_units(sp.Mesh(sizes), ndim, n, allowed)
+    p = whole_axes(sp.Mesh(sizes), ndim, n, allowed)
     graph = p.graph
     types = [p.type(k) for k in range(len(graph.types))]
     assert len(set(types)) == len(types)
@@ -178,6 +183,40 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
                 assert rounds == row.rounds[b], where
 
 
+def cheapest(prices: np.ndarray) -> np.ndarray:
+    """The cost of the cheapest path from every state to every state, where one step costs what the table says."""
+    reach = prices.copy()
+    np.fill_diagonal(reach, 0.0)
+    for k in range(len(reach)):
+        reach = np.minimum(reach, reach[:, k, None] + reach[None, k, :])
+    return reach
+
+
+@pytest.mark.parametrize(("sizes", "ndim", "allowed"), [GRAPHS[0], GRAPHS[2], GRAPHS[9]], ids=label)
+def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, int], ndim: int, allowed: Marks) -> None:
+    graph = whole_axes(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
+    every = np.arange(len(graph.types))
+    objective = Objective(byte=1.0, turn=0.002, step=STEP)
+    edges = [graph.row(a) for a in every]
+    best = cheapest(np.array([objective.price(e, graph, np.array(a), every) for a, e in enumerate(edges)]))
+    legal = np.array([np.isfinite(e.bytes) for e in edges])
+    both = graph.size[:, None] + graph.size[None, :]
+    rng = random.Random(0)
+    for _ in range(100):
+        s, t = rng.sample(range(len(every)), 2)
+        path = shortest(graph, s, t, objective, np.ones(len(every), dtype=bool), budget=len(every))
+        if path is None:
+            assert best[s, t] == math.inf
+            continue
+        assert path.exact
+        assert path.cost == pytest.approx(best[s, t], rel=1e-9)
+        narrow = tightest(graph, s, t, np.ones(len(every), dtype=bool), portable=False)
+        assert narrow is not None
+        width = max(both[a, b] for a, b in itertools.pairwise(narrow.nodes))
+        # No path is left among the steps that are narrower.
+        assert cheapest(np.where(legal & (both < width * (1 - 1e-9)), 1.0, np.inf))[s, t] == math.inf
+
+
 def divides(t: sp.TensorType, u: sp.TensorType) -> bool:
     """Whether in every dim one number of tiles divides the other: then the graph's rounds are exact."""
     for x, y in zip(t.layout.dims, u.layout.dims, strict=True):
@@ -185,6 +224,51 @@ def divides(t: sp.TensorType, u: sp.TensorType) -> bool:
         if p % q and q % p:
             return False
     return True
+
+
+def test_what_is_known_to_be_dearer_than_the_best_is_not_called_exact() -> None:
+    """The first counterexample above: the graph estimates the rounds of its exchanges."""
+    mesh = sp.Mesh(a=2, b=3, c=2)
+    plan = sp.redistribute("f32[12@a, 12@(b,c)]", "f32[12@b, 12@(c,a)]", mesh=mesh, portable=True)
+    assert plan.certificate.status == "heuristic"
+
+
+def test_of_equal_prices_the_simplest_program_is_taken() -> None:
+    """Two slices are free, and so is the permute in which every device keeps its own corner."""
+    mesh = sp.Mesh(a=2, b=3, c=2)
+    plan = sp.redistribute("f32[2, 2, 2]", "f32[2@c, 2, 2@a]", mesh=mesh)
+    assert plan.certificate.received_bytes == (0,) * 12 and plan.certificate.rounds == 0
+    assert [step.op.name for step in plan.program.steps] == ["permute"]
+
+
+def test_the_best_of_all_placements_is_taken() -> None:
+    """On a topology a default mesh may lie anyhow; the first placement has the gathered axis across nodes."""
+    mesh, topology = sp.Mesh(a=2, b=4), sp.Topology.load("gcp-v100x8", nodes=2)
+    topology = replace(topology, levels=(topology.levels[0], replace(topology.levels[1], size=4)))
+    ends = "f32[65536@b]", "f32[65536]"
+    every = [sp.redistribute(*ends, mesh=mesh, topology=p).seconds for p in sp.placements(mesh, topology)]
+    assert min(every) < every[0]
+    assert sp.redistribute(*ends, mesh=mesh, topology=topology).seconds == min(every)
+
+
+def test_the_direct_exchange_runs_over_the_axes_that_move() -> None:
+    mesh = sp.Mesh(a=2, b=2, c=2)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@a, 8@b]", "f32[8@b, 8]"))
+    assert direct(s, t) == [Exchange(t.layout, ("a", "b"))]
+
+
+def test_the_closed_form_is_minimal() -> None:
+    """It moves the axis that can be moved at once, and has as many steps of each kind as its formula says."""
+    mesh = sp.Mesh(a=2, b=2, c=3)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[12@(a,b), 12]", "f32[12@a, 12@b]"))
+    assert closed_form(s, t) == [AllToAll(0, 1, ("b",))]
+    rng = random.Random(0)
+    types = Graph(sp.TensorType("f32", (12, 12), (), mesh)).even
+    for _ in range(50):
+        s, t = rng.choice(types), rng.choice(types)
+        asked, found = counts(s, t), one_axis_steps(closed_form(s, t), s)
+        for kind, number in (("slice", asked.slices), ("all_to_all", asked.moves), ("all_gather", asked.gathers)):
+            assert {p: n for p, n in number.items() if n} == found[kind]
 
 
 def test_a_type_lost_between_uneven_ones_is_found() -> None:
@@ -195,7 +279,7 @@ def test_a_type_lost_between_uneven_ones_is_found() -> None:
     assert oracle.cost(plan.program, oracle.bound(s, t)) == pytest.approx(40.256)
 
 
-def test_a_sub_axis_beside_an_unused_one_is_a_unit_of_its_own() -> None:
+def test_a_sub_axis_beside_an_unused_one_is_a_run_of_its_own() -> None:
     """An unused atom and the first atom of the first dim are no neighbours."""
     mesh = sp.Mesh(a=8)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("i32[2]{+a}", "i32[2@a.2]{+a.0}"))
@@ -204,11 +288,11 @@ def test_a_sub_axis_beside_an_unused_one_is_a_unit_of_its_own() -> None:
     assert oracle.unsound(plan.program, [t]) is None
 
 
-def test_units_keep_what_stands_together_whole() -> None:
+def test_runs_keep_what_stands_together_whole() -> None:
     mesh = sp.Mesh(a=64, b=32, c=32)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[65536@(a,b), 1024@c]", "f32[65536@(a,b), 1024]"))
     p = problem(s, t)
-    assert p is not None and len(p.units) <= 8
+    assert p is not None and len(p.runs) <= 8
     plan = sp.redistribute(s, t)
     assert [step.op.name for step in plan.program.steps] == ["all_gather"]
 

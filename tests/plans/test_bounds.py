@@ -5,12 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardplan as sp
 from hardware.topologies import GB, any_topology, grouped, switches
 from shardplan.core.pattern import Groups, Messages
 from shardplan.hardware import Fabric, Level, Topology, price, seconds
+from shardplan.plans import bounds
 from shardplan.plans.bounds import (
     all_gather_bound,
     all_reduce_bound,
+    batch_lower_bound_seconds,
     entry_bytes,
     lower_bound_seconds,
     reduce_scatter_bound,
@@ -57,16 +60,26 @@ def test_entry_bytes_equal_sets_of_cells(case):
 @given(boxes())
 @settings(max_examples=80, deadline=None)
 def test_the_coarse_bound_is_a_bound(case):
-    from shardplan.plans import bounds
-
     (src, dst), units = case
-    limit, bounds._EXACT = bounds._EXACT, 0
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "_EXACT", 0)
         coarse = entry_bytes(src, dst, units)
-    finally:
-        bounds._EXACT = limit
     assert (coarse <= true_entry(src, dst, units)).all()
     assert (coarse >= 0).all()
+
+
+def test_what_enters_is_what_the_unit_lacks(monkeypatch):
+    # Of a row in quarters unit 0 holds the first half and unit 1 the second: of the whole row each lacks the other's.
+    units = np.array([0, 0, 1, 1])
+    quarters = np.array([[[0, 10]], [[10, 20]], [[20, 30]], [[30, 40]]])
+    row, swapped = np.broadcast_to(np.array([[0, 40]]), (4, 1, 2)), quarters[[2, 3, 0, 1]]
+    assert entry_bytes(quarters, row, units).tolist() == [20, 20]
+    # With the halves swapped all that they hold is of no use.
+    assert entry_bytes(quarters, swapped, units).tolist() == [20, 20]
+    # The coarse bound attains the first; of the second it counts the largest box of a device, which is a quarter.
+    monkeypatch.setattr(bounds, "_EXACT", 0)
+    assert entry_bytes(quarters, row, units).tolist() == [20, 20]
+    assert entry_bytes(quarters, swapped, units).tolist() == [10, 10]
 
 
 def test_entry_bytes_of_no_devices():
@@ -83,6 +96,24 @@ def test_gathering_a_row():
     assert lower_bound_seconds(src, src, 4, np.arange(4), fabric) == 0
     swapped = src[[1, 0, 3, 2]]
     assert lower_bound_seconds(src, swapped, 4, np.arange(4), fabric) == pytest.approx(2e-6 + 4000 / 10e9)
+
+
+def test_tensors_of_a_batch_share_the_wires():
+    src = np.array([[[0, 1000]], [[1000, 2000]]])
+    dst = np.broadcast_to(np.array([[0, 2000]]), (2, 1, 2))
+    # Each device lacks 1000 elements of 4 bytes and 1000 of 2.
+    bound = batch_lower_bound_seconds([(src, dst, 4), (src, dst, 2)], np.arange(2), Fabric(switches(2)))
+    assert bound == pytest.approx((4000 + 2000) / GB)
+
+
+def test_a_batch_that_reduces_attains_its_bound_in_seconds():
+    mesh, n = sp.Mesh(a=2), 250_000
+    source = sp.TensorType("f32", (n,), (None,), mesh, partial={"a": "sum"})
+    target = sp.TensorType("f32", (n,), (None,), mesh, root=("a",))
+    plan = sp.redistribute([source, source], [target, target], topology=switches(2, latency=5e-6))
+    # One message with the addends of both tensors.
+    assert plan.seconds == pytest.approx(5e-6 + 2 * 4 * n / GB, rel=1e-9)
+    assert plan.certificate.lower_bound_seconds == pytest.approx(plan.seconds, rel=1e-9)
 
 
 @given(any_topology(), st.data())
@@ -139,6 +170,17 @@ def test_gather_bound_takes_complements():
     level = Level("node", 4, "switch", GB, 0.0, degraded=((3, 0.25),))
     members, nbytes = np.arange(4)[None, :], np.array([1e9])
     assert all_gather_bound(members, nbytes, Fabric(Topology("t", (level,)))) == pytest.approx(3 / 0.25)
+
+
+@pytest.mark.parametrize(("kind", "slow", "share"), [("all_gather", 0, 3), ("reduce_scatter", 1, 3 / 4)])
+def test_what_a_unit_gives_out_bounds_it_too(kind, slow, share):
+    # Three members in one node and one in the other: to gather, 3 B leave the first and B enters it; to scatter sums,
+    # three of four parts of B leave the second and one enters it. The ring moves no more, and each way out is slow.
+    outer = Level("node", 2, "switch", GB, 0.0, degraded=((slow, 0.25),))
+    fabric = Fabric(Topology("t", (outer, Level("gpu", 3, "switch", 1000 * GB, 0.0))))
+    members, nbytes = np.arange(4)[None, :], np.array([1e9])
+    assert BOUNDS[kind](members, nbytes, fabric) == pytest.approx(share / 0.25)
+    assert price(Groups(kind, members, nbytes), fabric, "ring").transfer == pytest.approx(share / 0.25)
 
 
 def test_ring_arcs():

@@ -247,6 +247,16 @@ def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
     )
 
 
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("where", ["", "@a", "{root:a}"])
+def test_a_reduction_attains_its_bound_on_the_bytes_of_all_devices(k: int, where: str) -> None:
+    """Of every element k addends are merged in k - 1 messages, and each further copy is one more."""
+    dims, root = (where, "") if where.startswith("@") else ("", where)
+    c = sp.redistribute("f32[30]{+a}", f"f32[30{dims}]{root}", mesh=sp.Mesh(a=k)).certificate
+    copies = 1 if where else k
+    assert c.total_lower_bound_bytes == sum(c.received_bytes) == (k - 1 + copies - 1) * 30 * 4
+
+
 def test_a_claim_is_named_in_the_message() -> None:
     mesh = sp.Mesh(x=2)
     c = sp.redistribute(*(sp.TensorType.parse(x, mesh) for x in ("f32[8@x]", "f32[8]"))).certificate

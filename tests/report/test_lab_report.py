@@ -8,6 +8,7 @@ import pytest
 import shardplan as sp
 from execution.lab_here import needs_lab
 from shardplan.cli.lab import (
+    _subjects,
     in_order,
     lab_run_command,
     lab_sweep_command,
@@ -20,11 +21,14 @@ from shardplan.core.ops import AllGather
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError, ParseError, TopologyError
-from shardplan.execution.lab import Cluster
+from shardplan.execution.lab import CONSTANTS, Cluster, Measurement
+from shardplan.execution.lab.measurement import Repetition
 from shardplan.execution.lab.results import Sweep
 from shardplan.hardware.placement import Placement
-from shardplan.report.lab_text import sweep_text
+from shardplan.report.lab_text import run_answer, sweep_text
 from shardplan.report.text import json_text
+from shardplan.simulation.events import simulate
+from shardplan.simulation.timeline import Timeline
 
 STORED = Path(__file__).parents[1] / "execution" / "lab_results" / "small.json"
 LATE = 5.0
@@ -138,3 +142,31 @@ def test_sweep_and_validate(tmp_path: Path) -> None:
     assert said == ["1 experiments of 1 to measure, about 0 minutes; result in sweep.json"]
     assert found.object["experiments"][0]["pairs"][0]["exact"]
     assert lab_validate_command([out]).object["pairs"] == 1
+
+
+def measurement(edges: dict[str, tuple[int, int]]) -> Measurement:
+    """One repetition of nothing; by link the payload, which is also what was predicted, and what the kernel counted."""
+    payload, kernel = zip(*edges.values(), strict=True)
+    once, line = Repetition(1.0, 0.0, 0.0, 0, kernel), Timeline((), source="measured")
+    return Measurement("x", "ring", tuple(edges), (once,), False, 0, True, {}, payload, {}, payload, 0.0, line)
+
+
+def test_the_busiest_link_of_every_level_and_direction_is_printed() -> None:
+    edges = {"node[0] up": (10, 11), "node[1] up": (20, 22), "node[0] down": (20, 21), "node[1] down": (10, 12)}
+    found = run_answer(Cluster.of("2x2", (200, 1000)), [Timeline(())], [measurement(edges)])
+    start = next(k for k, line in enumerate(found.text.splitlines()) if line.startswith("busiest link"))
+    assert [line.split() for line in found.text.splitlines()[start + 1 :]] == [
+        ["node[1]", "up", "20", "20", "22"],
+        ["node[0]", "down", "20", "20", "21"],
+    ]
+
+
+def test_the_best_reduction_is_the_fastest_predicted() -> None:
+    """Ranks that share a loopback: the barrier form, which knows links with two directions only, prefers another."""
+    cluster = Cluster.of("2x2", (1000, 200), "lo")
+    place = in_order(sp.Mesh(a=4), cluster)
+    programs = [r.program for r in sp.reductions(place, ("a",), 2**16, limit=3, algorithm="ring") if r.program]
+    seconds = [simulate(p, place, shared=True, constants=CONSTANTS).seconds for p in programs]
+    best, flat = _subjects([], "a", "a=4", cluster, "64KiB", False)
+    assert best.predict(cluster).seconds == min(seconds) < 0.6 * seconds[0]
+    assert (best.title.split(":")[0], flat.title) == (f"best of {len(programs)}", "flat all_reduce")

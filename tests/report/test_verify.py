@@ -96,6 +96,19 @@ def test_by_blocks_and_by_ends_a_wrong_op_is_found(monkeypatch, most):
         verify.verify(plan)
 
 
+def test_shards_are_compared_by_device_and_not_by_place():
+    """Two meshes list the same devices in another order, and their types give every device the same part."""
+    found = sp.TensorType("i32", (8,), (("x", "y"),), sp.Mesh({"y": 2, "x": 2}, devices=(0, 2, 1, 3)))
+    asked = sp.TensorType("i32", (8,), (("a", "b"),), sp.Mesh(a=2, b=2))
+    array = verify.index_data(asked)
+    shards = sp.distribute(array, found)
+    assert [s.tolist() for s in shards] == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    verify.compare(shards, found, array, asked, "output 0")
+    shards[1][0] = 9
+    with pytest.raises(sp.BackendError, match=r"^output 0: device 2 holds 9 at index \(4,\), not 4$"):
+        verify.compare(shards, found, array, asked, "output 0")
+
+
 def test_a_computed_output_is_no_descendant():
     program = sp.Program.parse(
         "program\n  mesh x=2\n  input %a: f32[4@x]\n  input %b: f32[4@x]\n"

@@ -102,6 +102,35 @@ def test_a_bucket_lets_the_first_bytes_through() -> None:
     assert simulate(script((0, 1, 300)), FLAT, constants=constants).seconds == pytest.approx(300 / 1e8)
 
 
+def test_a_message_waits_for_its_receiver() -> None:
+    """Device 1 takes one message in its first stage, and another, long posted, in its second: latencies add up."""
+    first, second = ({1: (ScriptRound((), ((d, 1000),)),), d: (ScriptRound(((1, 1000),), ()),)} for d in (2, 0))
+    found = simulate(Script((Stage(0, first), Stage(1, second)), ("x", "y"), ("x", "y")), FLAT)
+    once = 0.25 + 1e-3
+    assert {(i.device, i.step): i.end for i in found.intervals} == pytest.approx(
+        {(2, 0): once, (1, 0): once, (0, 1): 2 * once, (1, 1): 2 * once}
+    )
+
+
+def test_a_message_has_the_latency_of_the_outermost_level_it_crosses() -> None:
+    levels = (Level("node", 2, "switch", OUTER, 0.5), Level("gpu", 4, "switch", INNER, 0.25))
+    for receiver, seconds in ((1, 0.25 + 1000 / INNER), (4, 0.5 + 1000 / OUTER)):
+        assert simulate(script((0, receiver, 1000)), Topology("", levels)).seconds == pytest.approx(seconds)
+
+
+def test_a_message_flows_beside_a_longer_one() -> None:
+    """Across nodes a millisecond later than inside, and done while the other is still under way."""
+    levels = (Level("node", 2, "switch", OUTER, 1e-3), Level("gpu", 4, "switch", INNER, 0.0))
+    found = simulate(script((0, 1, 40_000), (2, 6, 1000)), Topology("", levels))
+    assert {i.device: i.end for i in found.intervals} == pytest.approx({0: 4e-3, 1: 4e-3, 2: 2e-3, 6: 2e-3})
+
+
+def test_a_degraded_link_is_slow_both_ways() -> None:
+    slow = Topology("", (Level("node", 2, "switch", OUTER, 0.0, degraded=((1, 0.25),)), CLUSTER.levels[1]))
+    for pair, rate in (((0, 4), OUTER / 4), ((4, 0), OUTER / 4), ((4, 5), INNER)):
+        assert simulate(script((*pair, 1000)), slow).seconds == pytest.approx(1000 / rate)
+
+
 def test_devices_go_on_at_their_own_pace() -> None:
     """The group on the fast links is in its second step while the other, on the slow one, is still in its first."""
     mixed = sp.Mesh({"g": 2, "x": 2}, devices=(0, 1, 2, 4))
@@ -150,6 +179,12 @@ def test_what_never_comes_is_an_error() -> None:
         simulate(lonely, ring)
     with pytest.raises(ShardplanError, match="a payload share above 0"):
         Constants(payload_share=0)
+
+
+def test_messages_are_received_as_they_are_sent_and_not_only_as_many_bytes() -> None:
+    sent = {0: (ScriptRound(((1, 8), (1, 4)), ()),), 1: (ScriptRound((), ((0, 4), (0, 8))),)}
+    with pytest.raises(ScriptError, match=r"^device 0 sends \[8, 4\] bytes to device 1, which waits for \[4, 8\]$"):
+        Script((Stage(0, sent),), ("x",), ("x",)).checked()
 
 
 @given(

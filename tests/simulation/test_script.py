@@ -6,6 +6,7 @@ import pytest
 import shardplan as sp
 from conformance import cases
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
+from shardplan.core.ops.base import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.simulation.ring import SEGMENT, script_of, segments
@@ -64,3 +65,19 @@ def test_segments_of_a_chain() -> None:
     (stage,) = script_of(one("i8[400000]{root:x}", Broadcast(("x",)), sp.Mesh(x=3))).stages
     assert [len(r.receives) + len(r.sends) for r in stage.rounds[1]] == [1, 2, 2, 2, 1]
     assert max(n for r in stage.rounds[0] for _, n in r.sends) <= SEGMENT
+
+
+def test_a_collective_whose_messages_are_not_known_is_refused() -> None:
+    """It is not dropped as if it were local."""
+
+    class Shuffle(Collective):
+        name = "shuffle"
+
+        def result(self, t: sp.TensorType) -> sp.TensorType:
+            return t
+
+        def move(self, shards: list[np.ndarray], t: sp.TensorType, u: sp.TensorType) -> list[np.ndarray]:
+            return shards[1:] + shards[:1]
+
+    with pytest.raises(sp.BackendError, match=r"^step 0: the ring engine's script has no messages for shuffle$"):
+        script_of(one("i8[16@x]", Shuffle(), sp.Mesh(x=4)))

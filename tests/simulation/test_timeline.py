@@ -121,6 +121,11 @@ def test_waiting_counts_for_what_was_waited_for() -> None:
     assert Timeline((slow, fast, caused), source="measured").critical_path == (fast, caused)
 
 
+def test_the_last_to_finish_a_step_need_not_be_the_last_to_start() -> None:
+    long, late = I(0, 0, 9, step=0), I(1, 1, 4, step=0)
+    assert Timeline((long, late), source="measured").critical_path == (long,)
+
+
 def test_steps_that_finish_out_of_order_are_on_the_path_as_they_finish() -> None:
     long, short = I(0, 0, 9, step=0), I(1, 0, 4, step=1)
     line = Timeline((long, short), source="measured")

@@ -1,8 +1,15 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
 Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a
-failure while running. `plans` holds the commands about plans, `placing` those about placements, `labs` those of the
-lab, `options` what they share; what they print is made in `report`.
+failure while running. What the commands print is made in `report`. Reading order:
+
+- `options`       what the commands share: options, and how their texts are read
+- `plans`         the commands about plans: redistribute, check, show, run
+- `placing`       the commands about placements: place, reduce, audit
+- `audit`         what `audit` does: a launch read from texts and files, and audited
+- `lab_commands`  the commands of the lab: run, sweep, validate
+- `lab`           what they do: programs measured beside their prediction
+- `bar`           a progress bar on the terminal
 """
 
 from __future__ import annotations
@@ -14,12 +21,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from shardplan.cli import labs
+from shardplan.cli import lab_commands
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
-MISTAKE, IMPOSSIBLE, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 3, 4, 130, 141
+MISTAKE, IMPOSSIBLE, FAILED = 2, 3, 4
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell says of a process that SIGINT or SIGPIPE ended: 128 and the signal
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
 
 app = typer.Typer(
@@ -39,13 +47,9 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command.
+    """Run one command, what stands after `shardplan`, and return its exit status; errors are printed to stderr.
 
-    Args:
-        arguments: What stands after `shardplan`; none of it asks for help.
-
-    Returns:
-        The exit status; errors are printed to stderr.
+    None of the arguments asks for help.
     """
     try:
         status = app(list(arguments) or ["--help"], prog_name="shardplan", standalone_mode=False)
@@ -72,6 +76,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _complain(error: object, status: int, default: str = "failed") -> int:
+    """Print an error, `default` where it says nothing, and return the status."""
     print(f"shardplan: {str(error) or default}", file=sys.stderr)
     return status
 
@@ -90,4 +95,4 @@ def options(
 
 for _command in (redistribute, check, show, run, place, reduce, audit):
     app.command()(_command)
-app.add_typer(labs.app)
+app.add_typer(lab_commands.app)

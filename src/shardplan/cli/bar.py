@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar() -> Generator[Callable[[float, float, str], None] | None]:
-    """Yield what is called with the work done, the work to do, and what is being done; None without a terminal."""
+    """Yield what is called with the work done, the work to do, and what is being done; None without a terminal.
+
+    It is called as often as work is done; the bar is gone when the context ends.
+    """
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,7 +1,7 @@
 """The commands of `lab`: a program measured beside its prediction, a sweep, a validation.
 
-They take what the command line takes, as texts, and give what it prints and exits with; a
-picture is written to the file that is named. Times are those of sockets between processes on one machine.
+They take what the command line takes, as texts, and give what it prints and exits with; a picture is written to the
+file that is named. Times are those of sockets between processes on one machine.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from shardplan.report.lab_text import LabAnswer, done_object, run_answer, sweep_
 from shardplan.simulation import events
 from shardplan.simulation.timeline import Timeline
 
+# Mbit/s by the cluster's sizes: what a small machine's processors can carry, the outer level slower, as it is.
 RATES = {"2x4": (200.0, 1000.0), "2x2x2": (100.0, 200.0, 1000.0), "4x4": (100.0, 500.0), "4x2": (200.0, 1000.0)}
 DEFAULT_OUT = "lab_sweep.json"
 
@@ -53,7 +54,7 @@ class Subject:
     placement: Placement
 
     def predict(self, cluster: Cluster) -> Timeline:
-        """Predict it event-wise."""
+        """Return its timeline, predicted event-wise."""
         return events.simulate(self.program, self.placement, constants=CONSTANTS, shared=cluster.leaf == "lo")
 
 
@@ -73,25 +74,24 @@ def lab_run_command(
     most_late: float = MOST_LATE,
     progress: Progress | None = None,
 ) -> LabAnswer:
-    """Run what the command line describes on an emulated cluster, and print it beside its prediction.
+    """Run what the command line describes on an emulated cluster, and return it beside its prediction.
+
+    A warning says where the processors were busy.
 
     Args:
         what: A file of a program or a plan; or source and destination type; or nothing, with `reduce`.
         reduce: Axes of the mesh to reduce over, with commas between them: the best program and the flat all_reduce.
         mesh: Axes and sizes; needed but for a file. Device k of its order is rank k.
-        cluster: Sizes, outermost first.
+        cluster: Sizes of the levels, outermost first.
         rates: Mbit/s of every level, with commas between them; by default those of `RATES`.
         nbytes: Payload of every device, with `reduce`.
-        engine: `ring` or `gloo`.
-        leaf: `ns`, or `lo`.
+        engine: `ring`, or `gloo` for its own collectives.
+        leaf: `ns`, a namespace a rank, or `lo`, one loopback for the ranks of a node.
         repetitions: Timed runs.
         png: File for a picture of both timelines of the first program.
         portable: Plan with MPI-style collectives only.
         most_late: As for `Lab`.
         progress: Called often, for a bar.
-
-    Returns:
-        Text and object; with a warning where the processors were busy.
 
     Raises:
         ParseError: A file cannot be read or a text is malformed.
@@ -119,6 +119,7 @@ def lab_run_command(
 def _subjects(
     what: Sequence[str], reduce: str | None, mesh: str | None, cluster: Cluster, nbytes: str, portable: bool
 ) -> list[Subject]:
+    """What to run: of a reduction two programs, else one."""
     forms = "a program or plan file, two types with --mesh, or --reduce AXES with --mesh"
     if reduce is not None:
         if what or mesh is None:
@@ -129,9 +130,9 @@ def _subjects(
             raise LayoutError("two types need --mesh, such as --mesh data=2,tensor=4")
         ours = _mesh(mesh)
         source, target = (TensorType.parse(text.strip(), ours) for text in what)
-        place = in_order(ours, cluster)
-        plan = redistribute(source, target, topology=place, portable=portable)
-        return [Subject(f"{what[0].strip()} -> {what[1].strip()}", plan.program, place)]
+        placement = in_order(ours, cluster)
+        plan = redistribute(source, target, topology=placement, portable=portable)
+        return [Subject(f"{what[0].strip()} -> {what[1].strip()}", plan.program, placement)]
     if len(what) != 1 or mesh is not None:
         raise LayoutError(f"lab run takes {forms}")
     return [_file(Path(what[0]), cluster)]
@@ -139,19 +140,19 @@ def _subjects(
 
 def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str) -> list[Subject]:
     """The best program and the flat all_reduce."""
-    place = in_order(mesh, cluster)
+    placement = in_order(mesh, cluster)
     names = [a.strip() for a in axes.split(",")]
-    found = [r for r in reductions(place, names, parse_bytes(nbytes), LIMIT, algorithm="ring") if r.program]
+    found = [r for r in reductions(placement, names, parse_bytes(nbytes), LIMIT, algorithm="ring") if r.program]
     every = [
-        Subject("; ".join(s.op.name for s in r.program.steps) or "nothing", r.program, place)
+        Subject("; ".join(s.op.name for s in r.program.steps) or "nothing", r.program, placement)
         for r in found
         if r.program is not None
     ]
     timed = sorted(every, key=lambda s: s.predict(cluster).seconds)
     best = timed[0]
     flat = [s for s in every if [x.op.name for x in s.program.steps] == ["all_reduce"] and s is not best]
-    return [Subject(f"best of {len(every)}: {best.title}", best.program, place),
-            *(Subject("flat all_reduce", s.program, place) for s in flat[:1])]  # fmt: skip
+    return [Subject(f"best of {len(every)}: {best.title}", best.program, placement),
+            *(Subject("flat all_reduce", s.program, placement) for s in flat[:1])]  # fmt: skip
 
 
 def _file(path: Path, cluster: Cluster) -> Subject:
@@ -173,10 +174,9 @@ def _file(path: Path, cluster: Cluster) -> Subject:
 
 
 def ranks_in_order(program: Program, cluster: Cluster) -> Placement:
-    """Lay a program's device ids, ascending, on the ranks.
+    """Return the placement that lays a program's device ids, ascending, on the ranks.
 
-    Raises:
-        TopologyError: It has more devices than the cluster ranks.
+    Raises `TopologyError` where it has more devices than the cluster ranks.
     """
     ids = sorted(program.devices)
     size = cluster.ranks
@@ -192,16 +192,15 @@ def ranks_in_order(program: Program, cluster: Cluster) -> Placement:
 def in_order(mesh: Mesh, cluster: Cluster) -> Placement:
     """Return the placement in which the k-th device of a mesh is rank k, where there is one, else the first.
 
-    Its topology has the payload's share and the latency of the lab: what plans are priced on.
-
-    Raises:
-        TopologyError: The mesh has another number of devices than the cluster ranks.
+    Its topology has the payload's share and the latency of the lab: what plans are priced on. Raises `TopologyError`
+    where the mesh has another number of devices than the cluster ranks.
     """
     every = list(placements(mesh, emulated(cluster.topology)))
     return next((p for p in every if np.array_equal(p.device_mesh().reshape(-1), np.arange(mesh.size))), every[0])
 
 
 def _mesh(text: str) -> Mesh:
+    """The mesh of a text; an error names the option."""
     try:
         return Mesh.parse(text)
     except ParseError as error:
@@ -209,7 +208,7 @@ def _mesh(text: str) -> Mesh:
 
 
 def read_rates(cluster: str, text: str | None) -> tuple[float, ...]:
-    """Read rates in Mbit/s; without a text those of `RATES`.
+    """Return rates in Mbit/s; without a text those of `RATES`.
 
     >>> read_rates("2x4", "100, 1000")
     (100.0, 1000.0)
@@ -225,7 +224,7 @@ def read_rates(cluster: str, text: str | None) -> tuple[float, ...]:
 
 
 def read_leaf(text: str) -> Leaf:
-    """Check the kind of leaf."""
+    """Return the kind of leaf that a text names."""
     if text not in get_args(Leaf):
         raise LayoutError(f"--leaf {text!r}; legal are {', '.join(get_args(Leaf))}")
     return cast(Leaf, text)
@@ -251,17 +250,19 @@ def lab_sweep_command(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LabAnswer:
-    """Measure every placement and reduction program; the file grows with every experiment, and is gone on with.
+    """Measure every placement and reduction program, and return what was found.
+
+    The result file grows with every experiment, and is gone on with.
 
     Args:
-        cluster: Sizes, outermost first; None for the standard sweep of half an hour, which reads no option but
-            `engine`, `repetitions` and `out`.
+        cluster: Sizes of the levels, outermost first; None for the standard sweep of half an hour, which reads no
+            option but `engine`, `repetitions` and `out`.
         rates: Mbit/s of every level, with commas between them; by default those of `RATES`.
         mesh: Axes and sizes; by default one axis over all ranks, and two axes of which the first has size 2.
         axes: The reduced axes, with commas between them and ';' between experiments; by default each axis alone.
         nbytes: Payload of every device.
-        engine: `ring` or `gloo`.
-        leaf: `ns`, or `lo`.
+        engine: `ring`, or `gloo` for its own collectives.
+        leaf: `ns`, a namespace a rank, or `lo`, one loopback for the ranks of a node.
         limit: Most instructions of a program.
         repetitions: Timed runs of every pair.
         out: The result file.
@@ -269,9 +270,6 @@ def lab_sweep_command(
         most_late: As for `Lab`.
         progress: Called often, for a bar.
         say: Called with a line before the first run: what is to do, and about how long it takes.
-
-    Returns:
-        Text and object.
 
     Raises:
         ParseError: The file is there and is no result of a sweep, or a text is malformed.
@@ -303,6 +301,7 @@ def _run_sweep(
     progress: Progress | None,
     say: Callable[[str], None] | None,
 ) -> Sweep:
+    """Run the experiments that the file has not, and keep it up to date."""
     before = Sweep.load(path) if path.exists() else None
     have = {d.experiment for d in before.experiments if not d.error} if before else set[Experiment]()
     todo = [e for e in chosen if e not in have]
@@ -323,6 +322,7 @@ def _run_sweep(
 def _experiments(
     cluster: str, rates: str | None, mesh: str | None, axes: str | None, nbytes: str, leaf: str, limit: int
 ) -> list[Experiment]:
+    """The experiments of a sweep that is no standard one, mesh by mesh."""
     speeds, kind, payload = read_rates(cluster, rates), read_leaf(leaf), int(parse_bytes(nbytes))
     n = Cluster.of(cluster, speeds, kind).ranks
     if mesh is not None:
@@ -351,7 +351,9 @@ def lab_validate_command(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LabAnswer:
-    """Score the models on result files; without any the standard sweep is run first.
+    """Score the models on result files, and return the scores; without any the standard sweep is run first.
+
+    The status is 0 also where a target is missed.
 
     Args:
         results: Files of `lab sweep`, or of the benchmark.
@@ -361,9 +363,6 @@ def lab_validate_command(
         most_late: As for `Lab`.
         progress: Called often, for a bar.
         say: Called with a line before the first run.
-
-    Returns:
-        Text and object; the status is 0 also where a target is missed.
 
     Raises:
         ParseError: A file cannot be read, or holds no experiment.

@@ -22,7 +22,7 @@ TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
 
 
 def read_mesh(option: str, text: str) -> Mesh:
-    """Read a mesh; an error names the option."""
+    """Return the mesh that a text says; an error names the option."""
     from shardplan.core.mesh import Mesh
 
     try:
@@ -36,14 +36,14 @@ def read_mesh(option: str, text: str) -> Mesh:
 
 
 def read_types(text: str, mesh: Mesh) -> list[TensorType]:
-    """Read one type, or several with ';' between them."""
+    """Return the types of a text, with ';' between several."""
     from shardplan.core.tensor import TensorType
 
     return [TensorType.parse(part.strip(), mesh) for part in text.split(";")]
 
 
 def read_topology(name: str | None, nodes: int | None) -> Topology | None:
-    """Load a topology with as many nodes."""
+    """Return a topology with as many nodes; None where none is named."""
     from shardplan.hardware.topology import Topology
 
     if name is None:
@@ -54,7 +54,7 @@ def read_topology(name: str | None, nodes: int | None) -> Topology | None:
 
 
 def read_bytes(option: str, text: str) -> float:
-    """Read an amount such as 4GB or 64 MiB; an error names the option."""
+    """Return the bytes of a text such as 4GB or 64 MiB; an error names the option."""
     from shardplan.hardware.units import parse_bytes
 
     try:
@@ -64,7 +64,7 @@ def read_bytes(option: str, text: str) -> float:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse files that cannot be written before any work is done."""
+    """Raise `ParseError` for files that cannot be written, before any work is done."""
     for path in paths:
         if path is None:
             continue

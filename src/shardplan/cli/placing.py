@@ -65,7 +65,7 @@ def place(
     from shardplan.report.text import json_text
 
     check_writable(svg)
-    where = _needed(topology, nodes)
+    cluster = _needed(topology, nodes)
     subject: Mesh | Program
     if program is not None:
         if mesh is not None or traffic is not None:
@@ -79,7 +79,7 @@ def place(
     if top < 1:
         raise LayoutError(f"--top {top}: at least 1 placement is printed")
     kind = cast("Programs", programs)
-    found = rank(subject, where, demands, programs=kind, algorithm=algorithm, inside=_pairs(inside))
+    found = rank(subject, cluster, demands, programs=kind, algorithm=algorithm, inside=_pairs(inside))
     if svg is not None:
         write_atomic(svg, svg_placement(found[0].placement, demands).encode())
     if as_json:
@@ -123,30 +123,30 @@ def reduce(
     from shardplan.report.text import json_text
 
     check_writable(out)
-    where, amount = _needed(topology, nodes), read_bytes("--bytes", nbytes)
+    cluster, amount = _needed(topology, nodes), read_bytes("--bytes", nbytes)
     names = tuple(a.strip() for a in axes.split(","))
-    spot = _placement(placement, read_mesh("--mesh", mesh), where, names, amount, algorithm)
+    chosen = _placement(placement, read_mesh("--mesh", mesh), cluster, names, amount, algorithm)
     if every:
         if top < 1:
             raise LayoutError(f"--top {top}: at least 1 program is printed")
-        found = reductions(spot, names, amount, limit or None, top=None if limit else top, algorithm=algorithm)
+        found = reductions(chosen, names, amount, limit or None, top=None if limit else top, algorithm=algorithm)
         print(json_text(told.reductions_object(found, top)) if as_json else told.reductions_text(found, top))
         return
     wanted = cast("Target", target)
-    plan = best(spot, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
+    plan = best(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     if out is not None:
         plan.save(out)
     if export is not None:
         from shardplan.interop.exports.export import export_text
 
-        code = export_text(export, plan.program, spot)
+        code = export_text(export, plan.program, chosen)
         print(json_text({"export": export, "code": code}) if as_json else code)
         return
-    paper = instructions_text(spot, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
+    paper = instructions_text(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     one = Demand(names, stock_op(wanted), amount)
-    stock = stock_seconds(factors(spot, names), where, one, algorithm)
+    stock = stock_seconds(factors(chosen, names), cluster, one, algorithm)
     if as_json:
-        print(json_text(told.reduction_object(plan, paper, stock, spot)))
+        print(json_text(told.reduction_object(plan, paper, stock, chosen)))
     else:
         print(told.reduction_text(plan, paper, stock))
 
@@ -177,8 +177,8 @@ def audit(
     as_json: Json = False,
 ) -> int:
     """Say how a launch that exists is placed, what that costs, and how to do better."""
+    from shardplan.cli.audit import audit_command
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.audit import audit_command
     from shardplan.report.text import json_text
 
     check_writable(svg)
@@ -202,6 +202,7 @@ def audit(
 
 
 def _needed(name: str | None, nodes: int | None) -> Topology:
+    """The topology that a command cannot do without."""
     found = read_topology(name, nodes)
     if found is None:
         raise LayoutError("--topology is needed: a preset, a .toml file or NCCL's .xml file")
@@ -209,6 +210,7 @@ def _needed(name: str | None, nodes: int | None) -> Topology:
 
 
 def _traffic(text: str) -> Traffic:
+    """The traffic of a text; an error names the option."""
     from shardplan.movement.placing.traffic import parse_traffic
 
     try:
@@ -218,6 +220,7 @@ def _traffic(text: str) -> Traffic:
 
 
 def _pairs(text: str | None) -> dict[str, str] | None:
+    """The level of each axis that is to stay inside one."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
@@ -229,6 +232,7 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 def _placement(
     text: str | None, mesh: Mesh, topology: Topology, axes: tuple[str, ...], nbytes: float, algorithm: str
 ) -> Placement:
+    """The placement of a text; without one the best for an all-reduce over the axes."""
     from shardplan.hardware.placement import Placement
     from shardplan.movement.placing.place import place as rank
 

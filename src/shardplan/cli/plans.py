@@ -167,6 +167,7 @@ def run(
 
 
 def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: Path | None, as_json: bool) -> None:
+    """Run as one process of a launcher; the one with the first device prints."""
     from shardplan.execution.launched import launched, trial
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
@@ -195,7 +196,7 @@ def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: 
 
 
 def load_plan(what: str) -> Plan | Program:
-    """Read a plan file (JSON) or a program file (text)."""
+    """Return the plan of a plan file (JSON), or the program of a program file (text)."""
     from shardplan.core.program import Program
     from shardplan.plans.plan import Plan
 
@@ -215,6 +216,7 @@ def load_plan(what: str) -> Plan | Program:
 
 
 def _write_svg(path: Path, program: Program | TensorType, title: str, subject: Plan | Program | TensorType) -> None:
+    """Write the picture; below its title stand the bytes of a plan."""
     from shardplan.hardware.units import format_bytes
     from shardplan.plans.plan import Plan
     from shardplan.plans.plan_file import write_atomic

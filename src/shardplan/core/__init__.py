@@ -2,19 +2,36 @@
 
 Reading order:
 
-- `dtypes`     the element types and their short names
-- `mesh`       named axes, sub-axes and device ids
-- `layout`     which axes cut which dim, which are partial, which are root
-- `tensor`     `TensorType`: dtype, shape, layout, mesh; boxes; notation
-- `notation`   the scanner that every parser of the package shares
-- `messages`   who sends which box to whom, vectorised over devices
-- `pattern`    the communication of one op, as `hardware` prices it
-- `ops`        one frozen class per operation, with its typing rule and its meaning in numpy
-- `step`       one op applied to named values
-- `text`       programs as text, and back
-- `program`    inputs, SSA steps, outputs; verified on construction
-- `reference`  `distribute`, `collect` and the numpy run that every other executor is compared with
-- `accounting` bytes live, moved and staged by a program
+- `notation`        the scanner that every parser of the package shares
+- `border`          what a user's value must be, with one line where it is not
+- `dtypes`          the element types and their short names; reductions over them
+- `mesh`            `Mesh`: named axes, sub-axes and device ids
+- `layout`          `Layout`: which axes cut which dim, which are partial, which are root
+- `tensor`          `TensorType`: dtype, shape, layout, mesh; boxes; notation
+- `messages`        who sends which box to whom, vectorised over devices
+- `pattern`         the communication of one op, as `hardware` prices it
+- `factor_rule`     how the dims of a compute op hang together, and its typing rule
+- `expression_tree` the tree of an elementwise expression, its text and its meaning
+- `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
+- `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
+- `step`            `Step`: one op applied to named values
+- `text`            programs as text, and back
+- `program`         `Program`: inputs, SSA steps, outputs; verified on construction
+- `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
+- `part`            a part of a value's elements, run as the whole would be
+- `accounting`      bytes live, moved and staged by a program
+
+Words, here and in every room:
+
+- *axis* of a mesh, *dim* of a tensor, *level* of the hardware;
+- *place*: a device's index in mesh order. Arrays over the devices of one mesh have a row a place;
+- *id*: the number that a mesh has at a place (`Mesh.devices`), and the same device in every mesh that has it. Patterns,
+  scripts and timelines name devices by it;
+- *device*, as an argument: a place, or coordinates over the axes, where a mesh or a type takes it, else an id;
+- *topology id*: a device's number on a topology: its id, unless a placement lays it elsewhere (`Placement.position`);
+- *unit*: a child at a level, numbered over the whole level; *port*: one of a unit's uplinks;
+- *member*: k-th of a group of a collective, in the order of the group's axes, major to minor;
+- *rank*: a process; *position*: an index along a dim, or of a character in a text.
 
 This room imports numpy, ml_dtypes and the errors, and nothing else of the package.
 """

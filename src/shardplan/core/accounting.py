@@ -19,7 +19,9 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, live_reduction, same
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
-MANY_CHUNKS = 64  # a step that runs in more pays its latency so often that a plan says so
+# A step in more chunks than these pays its latency so often that a plan says so; `Infeasible.least_bytes` is what works
+# with at most so many.
+MANY_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Account:
 
 
 class _Ledger:
-    """Bytes of types per device of the union of the meshes; plain integers while all devices agree."""
+    """Bytes of types per device, by ascending id over all meshes; plain integers while all devices agree."""
 
     def __init__(self, devices: tuple[int, ...]) -> None:
         self.devices = devices
@@ -142,7 +144,7 @@ def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType
 
 
 def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.ndarray:
-    """Return the bytes that each device must receive at least: int64 [devices].
+    """Return the bytes that each of `devices` (ascending ids) must receive at least: int64 [devices].
 
     Equal partial parts: the destination box minus what the device holds (nothing away from the source's mesh or root);
     addends are taken to be moved, not recombined.

@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.notation import MOST_DIGITS
 from shardplan.errors import LayoutError, ShardplanError, shown
 
-MOST = 10**18 - 1  # the largest whole number that the text forms hold
-MOST_ITEMS = 2**22  # of a list: no mesh has more devices
+MOST = 10**MOST_DIGITS - 1  # what text cannot hold, no value may have: it would print and not be read back
+MOST_ITEMS = 2**22  # of a list: an endless one is cut off, and no mesh has more devices (`mesh.MOST_DEVICES`)
 
 Kind = type[ShardplanError]
 
 
 def whole(what: str, value: object, least: int = 0, most: int = MOST, kind: Kind = LayoutError) -> int:
-    """Return a whole number from `least` to `most`.
+    """Return a whole number from `least` to `most`; raises `kind` for any other value.
 
-    Raises `kind`, a `LayoutError` by default, for any other value; a float is none, even where it is whole.
+    A float is none, even where it is whole.
 
     >>> whole("rank", np.int64(3))
     3
@@ -77,7 +78,7 @@ def text(what: str, value: object, kind: Kind = LayoutError) -> str:
 def items(what: str, value: object, of: str, kind: Kind = LayoutError) -> list[Any]:
     """Return the items of a list, a tuple, an array or any other ordered series; `of` says in an error what they are.
 
-    Raises `kind` for a text, for a set or a mapping, which have no such order, and for more than any mesh has devices.
+    Raises `kind` for a text, for a set or a mapping, which have no such order, and for more than `MOST_ITEMS`.
     """
     if not isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)) and isinstance(value, Iterable):
         try:

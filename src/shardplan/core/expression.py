@@ -19,6 +19,8 @@ import numpy as np
 from shardplan.core.expression_tree import (
     COMPARISONS,
     FUNCTIONS,
+    LOOSEST,
+    ORDERED,
     SYMBOLS,
     ZERO,
     Binary,
@@ -32,6 +34,8 @@ from shardplan.core.expression_tree import (
     walk,
 )
 from shardplan.errors import ParseError, TypingError
+
+MOST_EXPONENT = 127  # of an integer: numpy takes an exponent in the dtype of its base, and i8 ends there
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Expression:
 
     def __str__(self) -> str:
         """Return the canonical text, which `parse` reads back to an equal expression."""
-        return text_of(self.root, 0)
+        return text_of(self.root, LOOSEST)
 
     def evaluate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Return the value on `arrays`, one per operand, broadcast as numpy does; constants take the arrays' dtype."""
@@ -141,10 +145,10 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
                 kind in "iu"
                 and symbol == "**"
                 and isinstance(right, Number)
-                and (isinstance(right.value, float) or not 0 <= right.value <= 127)
+                and (isinstance(right.value, float) or not 0 <= right.value <= MOST_EXPONENT)
             ):
-                return f"** {right.value}", "a floating dtype, or an exponent from 0 to 127"
-            if kind == "c" and symbol in COMPARISONS[:4]:
+                return f"** {right.value}", f"a floating dtype, or an exponent from 0 to {MOST_EXPONENT}"
+            if kind == "c" and symbol in ORDERED:
                 return symbol, "a real dtype"
         case Call(function, _):
             entry = FUNCTIONS[function]
@@ -162,7 +166,7 @@ def _unfit(node: Node, dtype: np.dtype[Any]) -> tuple[str, str] | None:
 
 
 def _degree(node: Node, names: frozenset[str]) -> int | None:
-    """0, 1, `ZERO`, or None for neither."""
+    """The degree in `names`, 0 or 1; `ZERO` of the constant 0; None of what is not homogeneous in them."""
     match node:
         case Name(name):
             return int(name in names)
@@ -201,6 +205,7 @@ def _degree(node: Node, names: frozenset[str]) -> int | None:
 
 
 def _same(x: int, y: int) -> int | None:
+    """The degree of a sum, None where its terms differ; a term 0 is of any degree."""
     if ZERO in (x, y):
         return max(x, y)
     return x if x == y else None
@@ -255,9 +260,11 @@ def _direction(node: Node, names: frozenset[str], reduction: str, finite: bool) 
 
 
 def _agree(x: int, y: int) -> int | None:
+    """The direction of what depends on two values, None where one rises and the other falls."""
     return None if x * y < 0 else x or y
 
 
+# An op keeps its expression as text, and every facet of the op asks for the tree.
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Expression:
     body = text.strip()

@@ -57,8 +57,11 @@ def _sigmoid(x: Any) -> Any:
     return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
 
+CUBIC = 0.044715  # of the usual approximation of GELU by a tanh: Hendrycks and Gimpel, arXiv 1606.08415, section 2
+
+
 def _gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + CUBIC * x * x * x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Function:
 
     arity: int
     meaning: Callable[..., Any]
-    flops: int = 1
+    flops: int = 1  # the operations of its formula, an elementary function counting as one
     increasing: bool = False  # on the whole extended line: the fill of a max or min partial is an infinity
     integers: bool = False  # maps integers to integers
     complex: bool = True
@@ -103,8 +106,11 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "==": lambda x, y: x == y,
     "!=": lambda x, y: x != y,
 }
-COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 4} | dict.fromkeys(COMPARISONS, 0)
+ORDERED = ("<", "<=", ">", ">=")  # not defined for complex numbers
+COMPARISONS = (*ORDERED, "==", "!=")
+# As in Python, so that text parses back to the same tree: a higher one binds more tightly.
+LOOSEST, NEGATION, POWER = 0, 3, 4
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": POWER} | dict.fromkeys(COMPARISONS, LOOSEST)
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",
     ast.Sub: "-",
@@ -147,17 +153,18 @@ def text_of(node: Node, outer: int) -> str:
         case Name(name):
             return name
         case Number(value):
-            # a base or a factor with a sign is set in parentheses, as Python would read it otherwise
-            return f"({value!r})" if outer >= 4 and math.copysign(1, value) < 0 else repr(value)
+            # Python reads -2 ** 2 as -(2 ** 2): a base with a sign is set in parentheses.
+            return f"({value!r})" if outer >= POWER and math.copysign(1, value) < 0 else repr(value)
         case Negate(operand):
-            return _paren(f"-{text_of(operand, 3)}", outer > 3)
+            return _paren(f"-{text_of(operand, NEGATION)}", outer > NEGATION)
         case Binary("**", left, right):
-            return _paren(f"{text_of(left, 5)} ** {text_of(right, 3)}", outer > 4)
+            # It associates to the right, and an exponent may have a sign.
+            return _paren(f"{text_of(left, POWER + 1)} ** {text_of(right, NEGATION)}", outer > POWER)
         case Binary(symbol, left, right):
-            level = PRECEDENCE[symbol]
-            return _paren(f"{text_of(left, level)} {symbol} {text_of(right, level + 1)}", outer > level)
+            own = PRECEDENCE[symbol]
+            return _paren(f"{text_of(left, own)} {symbol} {text_of(right, own + 1)}", outer > own)
         case Call(function, arguments):
-            return f"{function}({', '.join(text_of(x, 0) for x in arguments)})"
+            return f"{function}({', '.join(text_of(x, LOOSEST) for x in arguments)})"
         case _:
             assert_never(node)
 

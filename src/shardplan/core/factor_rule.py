@@ -21,7 +21,9 @@ from shardplan.errors import LayoutError, TypingError
 
 Dims = tuple[tuple[str, ...], ...]  # per dim its factors, major to minor
 Passes = Callable[[frozenset[int], str], bool]
-KINDS = ("pass", "reduce", "replicate")
+LETTERS = "ijklmnopqrstuvwxyz"  # of factors, as Shardy prints them
+# What an error offers as legal is tried out: sets of operands up to this many, of which so many are printed.
+MOST_OPERANDS, MOST_OFFERED = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Factor:
 
 def factor_names(count: int, skip: int = 0) -> tuple[str, ...]:
     """Return `count` factor names as Shardy gives them: i, j, ..., z, z_1, z_2, ..., after the first `skip`."""
-    return tuple(chr(ord("i") + k) if k < 18 else f"z_{k - 17}" for k in range(skip, skip + count))
+    last = len(LETTERS) - 1
+    return tuple(LETTERS[k] if k <= last else f"{LETTERS[last]}_{k - last}" for k in range(skip, skip + count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def _side(tensors: tuple[Dims, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One place where a factor lies: a dim of an operand, with the axes that the factor carries there."""
+    """A dim of an operand in which a factor lies, with the axes that the factor carries there."""
 
     operand: int
     dim: int
@@ -85,7 +88,15 @@ class _Held:
 def infer(
     rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtype: str | None = None
 ) -> tuple[TensorType, ...]:
-    """Return the result types, by rules 1 to 5 of section 1.
+    """Return the result types.
+
+    1. A factor is sharded alike wherever it occurs; a replicated one is not sharded.
+    2. An axis serves at most one factor, and none where it is partial in an operand.
+    3. Results are partial over what the operands are partial over, where the op passes that on, and over the axes of
+       the factors that are reduced, all with one reduction.
+    4. The axes of a dim are dealt out to its factors, major first, and put together in the results; both on even dims
+       only, where there are several factors.
+    5. Operands have equal root axes, which the results keep.
 
     `linear(partial, reduction)` says whether the op may take exactly the operands `partial` (indices) as partial with
     `reduction` over an axis, its result then being partial too: for `sum`, whether it is linear and homogeneous in
@@ -130,7 +141,7 @@ def _check_shapes(rule: FactorRule, operands: Sequence[TensorType], op: str) -> 
 def _parts(
     rule: FactorRule, t: TensorType, dim: int, factors: tuple[str, ...], where: str
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Deal the axes of a dim out to its factors: (factor, atoms, names); rule 4."""
+    """Yield the factors of a dim, major to minor, each with the atoms of its axes and their names; rule 4."""
     if len(factors) == 1:
         yield factors[0], t.atoms[dim], t.layout.dims[dim]
         return
@@ -138,6 +149,7 @@ def _parts(
         raise LayoutError(f"{where} is unevenly tiled over {_over(t.layout.dims[dim])}; legal to split is an even dim")
     left = list(t.atoms[dim])
     for name in factors:
+        # A factor takes axes as long as they divide what is left of it: only when it is full comes the next one's turn.
         rest, taken = rule.factor(name).size, list[int]()
         while left and rest % t.mesh.atoms[left[0]].size == 0:
             rest //= t.mesh.atoms[left[0]].size
@@ -150,38 +162,38 @@ def _parts(
         yield name, tuple(taken), t.mesh.fold(tuple(taken))
 
 
-def _meet(factor: Factor, places: list[_Held], operands: Sequence[TensorType], op: str) -> _Held:
+def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op: str) -> _Held:
     """Return the one way in which a factor is sharded in the operands; rule 1."""
-    if not places:
-        return _Held(-1, -1, (), ())
-    first = places[0]
+    if not held:
+        return _Held(-1, -1, (), ())  # in results only, as a kept dim of size 1: never sharded
+    first = held[0]
     if factor.kind == "replicate":
-        for p in places:
+        for p in held:
             if p.atoms:
                 raise LayoutError(
                     f"{op}: dim {p.dim} of operand {p.operand}, {operands[p.operand]}, is over {_over(p.names)}, "
                     f"but its factor {factor.name}={factor.size} may not be sharded; legal is no axes"
                 )
         return first
-    for p in places[1:]:
+    for p in held[1:]:
         if p.atoms != first.atoms:
-            legal = " or ".join(_over(c) for c in _candidates(places, operands))
+            legal = " or ".join(_over(c) for c in _candidates(held, operands))
             raise LayoutError(
                 f"{op}: the factor {factor.name}={factor.size} does not meet: dim {first.dim} of operand "
                 f"{first.operand}, {operands[first.operand]}, is over {_over(first.names)}, but dim {p.dim} of operand "
                 f"{p.operand}, {operands[p.operand]}, is over {_over(p.names)}; legal on both: {legal}"
             )
-    return max(places, key=lambda p: len(p.names))  # axes of size 1 that only one operand names are kept
+    return max(held, key=lambda p: len(p.names))  # axes of size 1 that only one operand names are kept
 
 
-def _candidates(places: list[_Held], operands: Sequence[TensorType]) -> list[tuple[str, ...]]:
-    """The ways to shard a factor, of those that its places have, that every operand has room for; and no axes."""
+def _candidates(held: list[_Held], operands: Sequence[TensorType]) -> list[tuple[str, ...]]:
+    """The ways to shard a factor, of those that the operands have, that every operand has room for; and no axes."""
     found: list[tuple[str, ...]] = []
-    for p in places:
+    for p in held:
         room = all(
             not set(p.atoms) & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used)) - set(q.atoms))
-            and sum(r.operand == q.operand for r in places) == 1
-            for q in places
+            and sum(r.operand == q.operand for r in held) == 1
+            for q in held
         )
         if p.atoms and room and p.names not in found:
             found.append(p.names)
@@ -205,7 +217,7 @@ def _partial(
 ) -> tuple[set[int], str | None]:
     """Return the atoms that the results are partial over, and the one reduction; rules 2 and 3."""
     mesh = operands[0].mesh
-    held: dict[int, set[int]] = {}
+    held: dict[int, set[int]] = {}  # atom -> the operands that are partial over it
     kinds: dict[str, str] = {}  # reduction -> who has it
     for k, t in enumerate(operands):
         for a in mesh.expand(t.layout.partial):
@@ -246,15 +258,16 @@ def _refuse_partial(
     linear: Passes,
     op: str,
 ) -> None:
+    """Raise the error of rule 3; it names all atoms that the same operands are partial over, and what would pass."""
     mesh = operands[0].mesh
     alike = tuple(sorted(a for a, who in held.items() if who == chosen and a >= atom))
     shown = " and ".join(f"operand {k}, {operands[k]}," for k in sorted(chosen))
     legal = [
         " and ".join(f"operand {k}" for k in s)
-        for size in range(1, min(len(operands), 4) + 1)
+        for size in range(1, min(len(operands), MOST_OPERANDS) + 1)
         for s in itertools.combinations(range(len(operands)), size)
         if linear(frozenset(s), reduction)
-    ][:8]
+    ][:MOST_OFFERED]
     verb = "is" if len(chosen) == 1 else "are"
     raise LayoutError(
         f"{op}: exactly {shown} {verb} partial ({reduction}) over {axes_text(mesh.fold(alike))}, and the op does not "
@@ -263,6 +276,7 @@ def _refuse_partial(
 
 
 def _root(operands: Sequence[TensorType], op: str) -> tuple[str, ...]:
+    """Return the root axes of the results, without those of size 1; rule 5."""
     first = operands[0]
     for k, t in enumerate(operands[1:], 1):
         if set(t.mesh.expand(t.layout.root)) != set(t.mesh.expand(first.layout.root)):
@@ -285,6 +299,8 @@ def _result_dims(
         for n in factors:
             p, size = carried[n], rule.factor(n).size
             product = math.prod(mesh.atoms[a].size for a in p.atoms)
+            # Merged dims are one dim in row-major order: tiles of a minor factor are runs of it only under whole
+            # coordinates of the major ones.
             if p.atoms and len(factors) > 1 and (size % product or not full):
                 why = "unevenly" if size % product else "under a major factor that is not fully sharded"
                 raise LayoutError(

@@ -186,6 +186,7 @@ def _loose(dims: tuple[tuple[str, ...], ...]) -> str:
 
 
 def _fold(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a dim with complete runs of sub-axes folded; a name of size 1 has no atoms and stays where it is."""
     if all(mesh.span(n).whole for n in names):
         return names
     out: list[str] = []
@@ -202,6 +203,7 @@ def _fold(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _fold_set(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of partial or root axes in one order, folded: they are a set, and equal sets are equal values."""
     ones = tuple(n for n in names if not mesh.span(n).atoms)
     atoms = mesh.expand(names)
     if len(set(atoms)) != len(atoms) or len(set(ones)) != len(ones):
@@ -212,7 +214,7 @@ def _fold_set(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
 def _check_once(mesh: Mesh, layout: Layout) -> None:
     seen: dict[int | str, str] = {}
     for name in layout.used:
-        for key in mesh.span(name).atoms or (name,):
+        for key in mesh.span(name).atoms or (name,):  # a name of size 1 has no atoms, and may not stand twice either
             if key in seen:
                 other = seen[key]
                 twice = f"axis {name!r} is used twice" if other == name else f"axes {other!r} and {name!r} overlap"

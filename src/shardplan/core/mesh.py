@@ -1,9 +1,10 @@
 """`Mesh`: ordered, named axes with sizes, and which device ids sit where.
 
-Invariants: axis names are unique identifiers; sizes are at least 1; the place of a device is its row-major index over
-the axes; device ids are distinct. Every axis is internally a run of *atoms*, its finest sub-axes: the prime factors of
-the axis, or of each part that `split` gave it, major first and ascending. A name (axis, part or atom) denotes a
-contiguous run of atoms, hence one (size, stride) pair in mesh order.
+Invariants: axis names are unique identifiers; sizes are at least 1; device ids are distinct. Mesh order is row-major
+over the axes: a device's *place* is its index there, its *id* is what `devices` has at that place (`core` says which
+word means what). Every axis is internally a run of *atoms*, its finest sub-axes: the prime factors of the axis, or of
+each part that `split` gave it, major first and ascending. A name (axis, part or atom) denotes a contiguous run of
+atoms, hence one (size, stride) pair in mesh order; an axis of size 1 has none.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from shardplan.core.notation import Scanner
 from shardplan.errors import LayoutError, shown
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-MOST_DEVICES = 2**22
-Parts = tuple[tuple[str, int], ...]
+MOST_DEVICES = border.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
+Parts = tuple[tuple[str, int], ...]  # names and sizes of the parts of one axis, major first; () where it is not split
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # planners ask for the same few sizes again and again
 def primes(n: int) -> tuple[int, ...]:
     """Return the prime factors of n >= 1, ascending, with multiplicity."""
     found: list[int] = []
@@ -64,6 +65,7 @@ class AxisSpan:
 def _index(
     axes: tuple[str, ...], sizes: tuple[int, ...], parts: tuple[Parts, ...]
 ) -> tuple[list[Atom], dict[str, AxisSpan]]:
+    """The atoms, major first, and what every name denotes; where two names are alike the coarser one has it."""
     atoms: list[Atom] = []
     spans: dict[str, AxisSpan] = {}
     stride = math.prod(sizes)
@@ -186,7 +188,7 @@ class Mesh:
         return tuple(place // self._spans[a].stride % s for a, s in zip(self.axes, self.sizes, strict=True))
 
     def place(self, device: int | tuple[int, ...]) -> int:
-        """Return the place in mesh order of `device`, given as a place or as coordinates over the axes."""
+        """Return the place of `device`, given as that or as coordinates over the axes; raises `LayoutError` outside."""
         if isinstance(device, tuple):
             device = tuple(border.whole("a coordinate of a device", c) for c in device)
             legal = len(device) == len(self.sizes) and all(0 <= c < s for c, s in zip(device, self.sizes, strict=True))
@@ -256,6 +258,7 @@ class Mesh:
 
 
 def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> None:
+    """Set the fields of a mesh: axes with sizes, device ids in mesh order, and by axis the sizes of its parts."""
     for name, size in table.items():
         if not isinstance(name, str) or not _IDENTIFIER.match(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"axis name {shown(name)} is not an identifier")
@@ -357,11 +360,11 @@ def scan_mesh(scanner: Scanner) -> Mesh:
 
 
 def _groups(size: int, digits: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Places grouped by the given (size, stride) digits: [groups, members]."""
+    """The places that differ in the given (size, stride) digits only, a row a group: int64 [groups, members]."""
     offsets = np.zeros(1, dtype=np.int64)
-    base = np.ones(size, dtype=bool)
+    first = np.ones(size, dtype=bool)  # the member of its group at which all the digits are 0
     places = np.arange(size)
     for count, stride in digits:
         offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
-        base &= places // stride % count == 0
-    return places[base][:, None] + offsets[None, :]
+        first &= places // stride % count == 0
+    return places[first][:, None] + offsets[None, :]

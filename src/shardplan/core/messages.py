@@ -1,8 +1,11 @@
 """Who sends which box to whom, vectorised over devices.
 
-The holder rule: of the replicas of a source tile, the sender is the device with the tile's coordinates on the source's
-axes and the receiver's own coordinates elsewhere. A receiver never gets what it holds, and replicas share the load.
-All functions work on any tiling; those that take even types only say so.
+The *general move* from a type `s` to a type `t`, on the same mesh or another, sends each device of `t` what it lacks of
+its box. The holder rule: of the replicas of a source tile, the sender is the device with the tile's coordinates on the
+source's axes and the receiver's own coordinates elsewhere. A receiver never gets what it holds, and replicas share the
+load. All functions work on any tiling; those that take even types only say so.
+
+Arrays over devices have a row a place of the mesh that is meant: senders are places of `s`, receivers places of `t`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,30 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.tensor import TensorType, counter, live_reduction
 
-MOST_MESSAGES = 2**21  # more than these are bounded, not listed
-RECENT = 16  # results kept: the facets of one op ask for the same pair several times
+MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are bounded, not listed
+RECENT = 16  # results kept: the facets of one op ask for the same pair several times, and then no more
+
+
+class Packed(NamedTuple):
+    """The elements that the busiest device packs for a move, on either side; a contiguous side needs no buffer."""
+
+    sent: int
+    received: int
+    sent_contiguous: bool
+    received_contiguous: bool
 
 
 def tiles(t: TensorType, dim: int) -> np.ndarray:
-    """Return the (start, stop) of every tile of a dim, in order of its mixed-radix tile index, int64 [tiles, 2]."""
+    """Return the (start, stop) of every tile of a dim, int64 [tiles, 2], in order of the tiles' numbers.
+
+    A tile's number is the mixed-radix index of its coordinates over the axes of the dim, major first.
+    """
     lo = np.zeros(1, dtype=np.int64)
     hi = np.full(1, t.shape[dim], dtype=np.int64)
     for name in t.layout.dims[dim]:
@@ -28,12 +44,13 @@ def tiles(t: TensorType, dim: int) -> np.ndarray:
         chunk = -(-(hi - lo) // size)
         start = lo[:, None] + np.arange(size) * chunk[:, None]
         stop = np.minimum(start + chunk[:, None], hi[:, None])
+        # What is left over is empty and stands at the end of its chunk: starts and stops ascend, and can be searched.
         lo, hi = np.minimum(start, hi[:, None]).reshape(-1), stop.reshape(-1)
     return np.stack([lo, hi], axis=1)
 
 
 def _offsets(t: TensorType, dim: int) -> np.ndarray:
-    """Contribution of every tile index of a dim to the place of its holder."""
+    """What the number of a tile of a dim adds to the place of its holder: int64 [tiles]."""
     out = np.zeros(1, dtype=np.int64)
     for name in t.layout.dims[dim]:
         span = t.mesh.span(name)
@@ -42,11 +59,11 @@ def _offsets(t: TensorType, dim: int) -> np.ndarray:
 
 
 def own_places(s: TensorType, t: TensorType) -> np.ndarray:
-    """Return, for every device of `t`, its place in the mesh of `s`, or -1: int64 [t.mesh.size]."""
+    """Return, for every device of `t`, its place in the mesh of `s`, or -1 where it has none: int64 [t.mesh.size]."""
     if s.mesh is t.mesh or s.mesh.devices == t.mesh.devices:
         return np.arange(t.mesh.size)
-    table = {d: k for k, d in enumerate(s.mesh.devices)}
-    return np.array([table.get(d, -1) for d in t.mesh.devices], dtype=np.int64)
+    table = {i: place for place, i in enumerate(s.mesh.devices)}
+    return np.array([table.get(i, -1) for i in t.mesh.devices], dtype=np.int64)
 
 
 def at_root(t: TensorType) -> np.ndarray:
@@ -61,7 +78,7 @@ def at_root(t: TensorType) -> np.ndarray:
 def kept(s: TensorType, t: TensorType) -> np.ndarray:
     """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
     places = own_places(s, t)
-    a, b = s.boxes()[places], t.boxes()
+    a, b = s.boxes()[places], t.boxes()  # a place of -1 reads some row, which is dropped below
     overlap = np.minimum(a[:, :, 1], b[:, :, 1]) - np.maximum(a[:, :, 0], b[:, :, 0])
     held = (places >= 0) & at_root(s)[places]
     return np.where(held, np.prod(np.maximum(overlap, 0), axis=1, dtype=counter(t)), 0)
@@ -76,8 +93,9 @@ def lacking(s: TensorType, t: TensorType) -> np.ndarray:
 
 
 def _bases(s: TensorType, t: TensorType) -> np.ndarray:
-    """The place in `s` that supplies each receiver's coordinates on the axes that `s` does not use."""
+    """The place, for each receiver, of the holder of the source's first tile: what `_offsets` are added to."""
     places = own_places(s, t)
+    # A receiver that is not on the mesh of `s` stands in for one that is, in turn: so replicas share the load.
     bases = np.where(places >= 0, places, np.arange(t.mesh.size) % s.mesh.size)
     for name in (*(n for d in s.layout.dims for n in d), *s.layout.root):
         span = s.mesh.span(name)
@@ -86,7 +104,10 @@ def _bases(s: TensorType, t: TensorType) -> np.ndarray:
 
 
 def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Per dim, the first and one-past-last source tile that each receiver's box meets."""
+    """Per dim, the first and one-past-last source tile that each receiver's box meets.
+
+    Tiles that a box meets are neighbours, and a box meets the product of its dims' ranges.
+    """
     boxes = t.boxes()
     out: list[tuple[np.ndarray, np.ndarray]] = []
     for d in range(t.ndim):
@@ -102,10 +123,10 @@ def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]
 
 @lru_cache(maxsize=RECENT)
 def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return all messages of the general move from `s` to `t`: places of senders in `s`, of receivers in `t`, elements.
+    """Return all messages of the general move: senders, receivers, elements; int64 arrays [M].
 
-    int64 arrays [M]; what a device holds already is not sent. The box of a message is the intersection of the sender's
-    box under `s` with the receiver's under `t`.
+    What a device holds already is not sent. The box of a message is the intersection of the sender's box under `s` with
+    the receiver's under `t`.
     """
     ranges = _ranges(s, t)
     cuts = [tiles(s, d) for d in range(s.ndim)]
@@ -117,14 +138,15 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
     receivers: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     everyone = np.arange(t.mesh.size)
-    for steps in itertools.product(*(range(c) for c in counts)):
+    # The loop runs over what is few, the tiles that one box meets (its k-th along every dim); receivers are an array.
+    for nth in itertools.product(*(range(c) for c in counts)):
         live = wanted.copy()
         sender = bases.copy()
         size = np.ones(t.mesh.size, dtype=counter(t))
-        for d, k in enumerate(steps):
+        for d, k in enumerate(nth):
             first, last = ranges[d]
             tile = np.minimum(first + k, len(cuts[d]) - 1)
-            live &= first + k < last
+            live &= first + k < last  # this receiver's range may be shorter than the longest
             overlap = np.minimum(cuts[d][tile, 1], boxes[:, d, 1]) - np.maximum(cuts[d][tile, 0], boxes[:, d, 0])
             size *= np.maximum(overlap, 0)
             sender += offsets[d][tile]
@@ -136,21 +158,21 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 @lru_cache(maxsize=RECENT)
-def peers(s: TensorType, t: TensorType) -> int:
+def most_senders(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
     count = np.ones(t.mesh.size, dtype=np.int64)
     for d, (first, last) in enumerate(_ranges(s, t)):
         cuts = tiles(s, d)
         full = np.concatenate([[0], np.cumsum(cuts[:, 1] > cuts[:, 0])])  # empty tiles send nothing
         count *= np.maximum(full[np.maximum(last, first)] - full[first], 0)
-    count -= kept(s, t) > 0
+    count -= kept(s, t) > 0  # a receiver that holds a part of its box is among the holders, and hears not from itself
     return int(np.where(at_root(t) & (t.elements() > 0), count, 0).max(initial=0))
 
 
-def receivers(s: TensorType, t: TensorType) -> int:
+def most_receivers(s: TensorType, t: TensorType) -> int:
     """Return an upper bound of the number of receivers that a device of the general move sends to, at least 1."""
     count = np.ones(s.mesh.size, dtype=np.int64)
-    for first, last in _ranges(t, s):
+    for first, last in _ranges(t, s):  # backwards: the tiles of `t` that a source box meets
         count *= np.maximum(last - first, 0)
     return max(1, min(t.mesh.size, int(count.max(initial=0)) * _copies(s, t)))
 
@@ -173,6 +195,8 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
         senders, receivers, _ = messages(s, t)
         fixed = [a for k, a in enumerate(s.mesh.atoms) if k not in free]
         return all(np.array_equal(senders // a.stride % a.size, receivers // a.stride % a.size) for a in fixed)
+    # Without the messages: on an axis that no group is over, all tiles that a box meets must have the coordinate of the
+    # box's device. The first and the last tile tell, as the range of tiles is contiguous.
     wanted = at_root(t) & (t.elements() > 0)
     for d, (first, last) in enumerate(_ranges(s, t)):
         inner = 1
@@ -187,36 +211,36 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
 
 
 @lru_cache(maxsize=RECENT)
-def traffic(s: TensorType, t: TensorType) -> tuple[int, int, bool, bool]:
-    """Return the elements the busiest device sends and receives in the general move, and how whole its messages are.
+def traffic(s: TensorType, t: TensorType) -> Packed:
+    """Return what the busiest device sends and receives in the general move.
 
-    The two flags: every message is a whole source tile; every message is a whole destination box. Even types on one
+    A side is contiguous where every message is the sender's whole tile, or the receiver's whole box. Even types on one
     mesh are counted in closed form (the messages of large meshes are too many to list).
     """
     got = int((lacking(s, t) // t.itemsize).max(initial=0))
     if not got:
-        return 0, 0, True, True
+        return Packed(0, 0, True, True)
     if s.mesh == t.mesh and s.all_even and t.all_even:
         inside = [bool(np.all(b - a == 1)) for a, b in _ranges(s, t)]
         around = [bool(np.all(b - a == 1)) for a, b in _ranges(t, s)]
-        return int(_sent(s, t).max()), got, all(around), all(inside)
+        return Packed(int(_sent(s, t).max()), got, all(around), all(inside))
     if message_count(s, t) > MOST_MESSAGES:
-        return int(s.elements().max()) * _copies(s, t), got, False, False
-    senders, _, sizes = messages(s, t)
-    held, needed = s.elements()[senders], np.asarray(sizes)
-    receivers = messages(s, t)[1]
-    return (
+        return Packed(int(s.elements().max()) * _copies(s, t), got, False, False)
+    senders, receivers, sizes = messages(s, t)
+    return Packed(
         int(np.bincount(senders, sizes.astype(np.float64)).max()),
         got,
-        bool(np.all(needed == held)),
-        bool(np.all(needed == t.elements()[receivers])),
+        bool(np.all(sizes == s.elements()[senders])),
+        bool(np.all(sizes == t.elements()[receivers])),
     )
 
 
 def _copies(s: TensorType, t: TensorType) -> int:
     """Return how many receivers of one tile a device may serve at most."""
-    if s.mesh != t.mesh:
+    if s.mesh != t.mesh:  # all replicas of the destination tile
         return t.mesh.size // math.prod(t.mesh.span(n).size for d in t.layout.dims for n in d)
+    # On the axes that the source does not use, every receiver has a holder of its own; on those it uses and the
+    # destination does not, replicas of the destination share one.
     used = {a for run in s.atoms for a in run}
     return math.prod(s.mesh.atoms[a].size for a in used - {a for run in t.atoms for a in run})
 
@@ -244,11 +268,15 @@ def _sent(s: TensorType, t: TensorType) -> np.ndarray:
 def _comb_length(
     position: np.ndarray, n: int, run: tuple[int, ...], free: set[int], s: TensorType, places: np.ndarray
 ) -> np.ndarray:
-    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own."""
+    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own: [devices].
+
+    Digit by digit, major first, as one counts the numbers below a given one that have certain digits: what lies in
+    chunks before the one that `position` is in counts in full, then that chunk is entered.
+    """
     atoms = s.mesh.atoms
     length = np.zeros_like(position)
     rest = position.copy()
-    alive = np.ones(position.shape, dtype=bool)
+    alive = np.ones(position.shape, dtype=bool)  # the chunks entered so far all belong to the comb
     chunk = n
     inside = n // math.prod(atoms[a].size for a in run if a not in free)  # matching length in one chunk
     for a in run:
@@ -289,14 +317,15 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
     if s.mesh is not t.mesh and s.mesh != t.mesh:
         return None
     n = s.mesh.size
-    have, want = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    have, want = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)  # numbers of tiles (with addends), by place
     boxes = t.boxes()
     for d, names in enumerate(s.layout.dims):
         cuts = tiles(s, d)
         first = np.minimum(np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"), len(cuts) - 1)
         if np.any((cuts[first, 1] < boxes[:, d, 1]) & (boxes[:, d, 0] < boxes[:, d, 1])):
-            return None
+            return None  # a box reaches beyond one tile
         have, want = have * len(cuts) + s.mesh.index(names), want * len(cuts) + first
+    # The partial axes may change names, not their number of addends: which addend it is belongs to a tile's number.
     addends, renamed = (math.prod(s.mesh.span(x).size for x in u.layout.partial) for u in (s, t))
     if addends != renamed or live_reduction(s) != live_reduction(t):
         return None
@@ -312,11 +341,12 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
     wanted = want[receivers]
     slot = np.searchsorted(keys, wanted)
     if np.any(slot >= len(keys)) or np.any(keys[np.minimum(slot, len(keys) - 1)] != wanted):
-        return None
+        return None  # nobody holds what somebody wants
+    # The n-th of those that want a tile gets it from the n-th of those that hold it.
     _, first = np.unique(wanted, return_index=True)
-    rank = np.arange(len(wanted)) - np.repeat(first, np.diff(np.append(first, len(wanted))))
-    position = starts[slot] + rank
+    nth = np.arange(len(wanted)) - np.repeat(first, np.diff(np.append(first, len(wanted))))
+    chosen = starts[slot] + nth
     ends = np.append(starts[1:], len(senders))
-    if np.any(position >= ends[slot]):
-        return None
-    return senders[position], receivers
+    if np.any(chosen >= ends[slot]):
+        return None  # more want a tile than hold it
+    return senders[chosen], receivers

@@ -11,7 +11,7 @@ from shardplan.errors import ParseError, shown
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 INTEGER = re.compile(r"\d+")
-MOST_DIGITS = 18
+MOST_DIGITS = 18  # of a number: the most for which every number fits in 64 bits
 _SPACE = re.compile(r"[ \t]*")
 
 

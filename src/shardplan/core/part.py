@@ -80,14 +80,8 @@ class Part:
 def run_part(program: Program, name: str, shards: Shards, positions: Positions) -> dict[str, list[Array]]:
     """Run what a program makes of one input by moving it, on a part.
 
-    Args:
-        program: The program.
-        name: The input.
-        shards: What its devices hold of the part.
-        positions: Of each dim.
-
-    Returns:
-        By name what the devices hold of the outputs that are the input, moved.
+    `shards` is what the input's devices hold of the part, in mesh order. Returns, by name, what devices hold of the
+    outputs that are the input, moved.
     """
     values = {name: list(shards)}
     for step, freed in zip(program.steps, program.last_uses(), strict=True):
@@ -115,7 +109,10 @@ def descent(program: Program, name: str) -> dict[str, TensorType]:
 
 
 def corners(types: Iterable[TensorType]) -> Positions:
-    """Return, of each dim, the first and the last position of every run that no box of any device cuts."""
+    """Return, of each dim, the first and the last position of every run that no box of any device cuts.
+
+    Inside a run every element goes the same way, so these few positions say how all the others are moved.
+    """
     ends: list[set[int]] = []
     for t in types:
         boxes = t.boxes()
@@ -131,7 +128,7 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Positions]:
     >>> [[p.tolist() for p in block] for block in blocks((2, 5), 3)]
     [[[0], [0, 1, 2]], [[0], [3, 4]], [[1], [0, 1, 2]], [[1], [3, 4]]]
     """
-    steps: list[int] = []
+    steps: list[int] = []  # of each dim as much as fits beside the whole of the minor ones, so that blocks are runs
     for d in reversed(range(len(shape))):
         inner = math.prod(shape[d + 1 :])
         steps.insert(0, min(shape[d], max(1, most // inner)))

@@ -1,7 +1,7 @@
 """The communication of one op, all devices at once, as `hardware` prices it.
 
-Device ids are those of the meshes. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a
-`Messages` is explicit point-to-point traffic; a `Local` only copies.
+Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
+point-to-point traffic; a `Local` only copies.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
 
 
 def spread(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
-    """Return what every device holds of an array in its box; `flat` numbers the elements of the whole value.
+    """Return what every device holds of an array in its box, int64 [devices, ndim, 2].
 
-    Only their remainders by the number of addends count.
+    `flat` numbers the elements of the whole value; only their remainders by the number of addends count.
     """
     dtype, held = numpy_dtype(t.dtype), at_root(t)
     addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
@@ -69,6 +69,8 @@ def _addend(part: Array, owner: Array, index: int, addends: int, reduction: str)
     if reduction != "sum" or dtype.kind not in "iu":
         return np.where(owner == index, part, identity(reduction, dtype)).astype(dtype)
     flat = np.arange(part.size, dtype=np.int64).reshape(part.shape)
+    # Small numbers that differ between neighbours and between addends (11 is prime, and divides neither 7 nor 13): an
+    # addend that is dropped, doubled or taken from elsewhere then shows in the sum, as identities would not.
     noise = [((flat * 7 + k * 13) % 11).astype(dtype) for k in range(addends)]
     rest = sum((np.where(owner == k, dtype.type(0), noise[k]) for k in range(addends)), np.zeros_like(part))
     with np.errstate(over="ignore"):  # integers wrap

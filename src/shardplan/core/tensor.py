@@ -258,6 +258,7 @@ def type_of(what: str, value: object, mesh: Mesh | str | None = None) -> TensorT
     return value
 
 
+# Every facet of an op asks for the boxes of the same few types; an entry may take 16 bytes a dim and device.
 @lru_cache(maxsize=256)
 def _boxes(t: TensorType) -> np.ndarray:
     out = np.empty((t.mesh.size, t.ndim, 2), dtype=np.int64)
@@ -291,6 +292,7 @@ def _elements(t: TensorType) -> np.ndarray:
 
 def counter(t: TensorType) -> type:
     """Return the numpy scalar that counts bytes of a tensor: int64, or Python's own integers beyond it."""
+    # A device sends and receives at most twice the array in a step; the other half is for sums of two such counts.
     return np.int64 if 4 * t.nbytes < 2**63 else object
 
 

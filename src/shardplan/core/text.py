@@ -33,6 +33,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORDS = {"True": True, "False": False, "None": None}
 _MESH_NAME = re.compile(r"m\d+")
+ALIGNED = 110  # characters: comments stand behind the longest step up to here; one longer step does not push them out
 
 
 def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None) -> str:
@@ -82,7 +83,7 @@ def program_text(
         claims = "; ".join(typed(types[r]) for r in step.results)
         text = f"  {results} = {op_text(step.op, step.operands, names)}: {claims}"
         body.append((text, note(number, step) if note else ""))
-    width = max((len(t) for t, _ in body if len(t) <= 110), default=0)
+    width = max((len(t) for t, _ in body if len(t) <= ALIGNED), default=0)
     lines += [f"{t:<{width}}  # {n}" if n else t for t, n in body]
     if outputs:
         lines.append(f"  output {', '.join('%' + o for o in outputs)}")
@@ -106,7 +107,7 @@ def _any(value: object, _: object) -> bool:
     return True
 
 
-# By the annotation of an op's field, what a text may say there.
+# By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
     "int": _whole,
     "str": lambda value, _: isinstance(value, str),
@@ -235,11 +236,11 @@ class _Parser:
                     raise s.error(f"{name} has no attribute {key!r}; legal are {', '.join(fields)}")
                 s.expect("=", "an attribute")
                 s.skip()
-                value, place = self.attribute(), s.position
+                value, end = self.attribute(), s.position
                 if not _KINDS.get(str(fields[key].type), _any)(value, self.meshes):
                     s.position = at
                     raise s.error(f"{name}: {key}={shown(value)} is no {fields[key].type}")
-                s.position = place
+                s.position = end
                 attributes[key] = self.meshes.get(value, value) if fields[key].type == "Mesh" else value
                 if not s.take(","):
                     break

@@ -12,7 +12,8 @@ Reading order:
 - `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
 - `aggregate`      all-to-all and in-network reduction, priced without listing flows
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
-- `level_factors`  what a placement makes of the axes of a reduction; `alpha_beta` prices of collectives over them
+- `level_factors`  what a placement makes of the axes of a reduction, level by level
+- `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered
 
 This room imports `core` and the errors, and numpy.
 """

@@ -1,7 +1,9 @@
-"""The collective algorithms, as latency and flows: ring, double tree, halving-doubling, binomial tree, pairwise.
+"""The collective algorithms, as latency and flows: ring, double tree, halving-doubling, binomial tree.
 
-Each function takes the groups' members as topology ids and returns *rounds*: a latency and the flows that run together.
-Rounds run one after the other. B is the bytes a member holds before the op, k the group size.
+An algorithm takes the collective's kind, the groups' members as topology ids, int64 [G, k] in member order, and the
+bytes B that a member holds before the op, float64 [G]. It yields *rounds* in the order in which they run: a latency and
+the flows of all groups that run together. One that pipelines (a ring, the double tree) is one round with all its bytes,
+since its steps run at once; one whose steps wait for each other yields a round a step.
 """
 
 from __future__ import annotations
@@ -26,18 +28,11 @@ Rounds = Iterator[FlowRound]
 
 
 def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
-    """Run a collective on a ring in member order; Reduce and Broadcast on the chain from member 0.
+    """Run a collective on a ring in member order; reduce and broadcast on the chain to, or from, member 0.
 
-    Args:
-        kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
-        members: Topology ids, `[G, k]`.
-        nbytes: B, `[G]`.
-        fabric: The resources.
-
-    Yields:
-        One round: 2(k-1)/k B (AllReduce), (k-1)/k B, (k-1) B (AllGather) an edge, or B an edge of the chain. Its
-        latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, u_l the distinct units of a group
-        (NCCL tuning.cc).
+    Yields one round: 2(k-1)/k B (all_reduce), (k-1)/k B (reduce_scatter) or (k-1) B (all_gather) an edge of the ring, B
+    an edge of the chain. Its latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, where u_l counts the
+    distinct units of a group and r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
     """
     groups, k = members.shape
     share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
@@ -49,25 +44,19 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         flows = _flows(members[:, :-1], members[:, 1:], nbytes, groups)
     else:
         flows = _flows(members[:, 1:], members[:, :-1], nbytes, groups)
+    # All steps of the ring in one: they are alike, and each starts when its predecessor's first bytes are there.
     yield FlowRound(flows, latency)
 
 
 def _flows(sender: Ints, receiver: Ints, nbytes: Floats, groups: int, rails: bool = False) -> Flows:
+    """The flows of all groups, from senders to receivers [G, m]; by `rails`, or each group by a port of its own."""
     width = sender.shape[1]
     lane = None if rails else np.repeat(np.arange(groups), width)
     return Flows(sender.reshape(-1), receiver.reshape(-1), np.repeat(nbytes, width), lane)
 
 
 def units_spanned(members: Ints, fabric: Fabric) -> Ints:
-    """Count the distinct units of every group at every level.
-
-    Args:
-        members: Topology ids, `[G, k]`.
-        fabric: The resources.
-
-    Returns:
-        Counts, `[L, G]`.
-    """
+    """Return the number of distinct units of every group at every level: [L, G]."""
     ordered = np.sort(members, axis=1)
     rows: list[Ints] = []
     for wires in fabric.wires:
@@ -78,25 +67,19 @@ def units_spanned(members: Ints, fabric: Fabric) -> Ints:
 
 
 def _hop_latency(members: Ints, fabric: Fabric) -> float:
+    """The latency of one pass around a ring that visits units one after another, of the slowest group."""
     spanned = units_spanned(members, fabric)
     hops = np.diff(spanned, axis=0, prepend=1)
     return float((fabric.latencies() @ hops).max())
 
 
 def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
-    """Run AllReduce on the double binary tree, Reduce and Broadcast on a binomial tree.
+    """Run all_reduce on the double binary tree, reduce and broadcast on a binomial tree.
 
     Inside a unit the members form a chain; the chains' heads form a double tree over the outermost level that the group
     spans, each tree carrying B/2 up and B/2 down. Order and heads rotate from group to group, which spreads them.
 
-    Args:
-        kind: all_reduce, reduce or broadcast.
-        members: Topology ids, `[G, k]`.
-        nbytes: B, `[G]`.
-        fabric: The resources.
-
-    Yields:
-        One round for AllReduce, ceil(log2 k) for the others, with B an edge each.
+    Yields one round for all_reduce; for the others ceil(log2 k), with B an edge each.
 
     Source: NVIDIA/nccl `src/graph/trees.cc` (shape) and `tuning.cc` (latency).
     """
@@ -109,10 +92,12 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         parents = np.arange(0, k - distance, 2 * distance)
         upper, lower = members[:, parents], members[:, parents + distance]
         pair = (upper, lower) if kind == "broadcast" else (lower, upper)
+        # Towards the root from neighbours to far members, from it the other way: a member has all before it passes on.
         yield FlowRound(_flows(*pair, nbytes, groups))
 
 
 def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
+    """The flows and the latency of an all_reduce, from the innermost level out: heads go on to the next level."""
     groups, k = members.shape
     spanned = units_spanned(members, fabric)
     # The outermost level a group spans; further in its members form chains.
@@ -129,11 +114,11 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
         starts = np.flatnonzero(np.concatenate([[True], (lane[1:] != lane[:-1]) | (parent[1:] != parent[:-1])]))
         size = np.diff(np.concatenate([starts, [len(device)]]))
         first, width = np.repeat(starts, size), np.repeat(size, size)
-        rank = np.arange(len(device)) - first
-        # Rotation by group: place r of the chain or tree is held by the member at (r + turn) mod width.
-        held = first + (rank + turn[lane]) % width
+        node = np.arange(len(device)) - first
+        # Rotation by group: node n of the chain or tree is the member at (n + turn) mod width.
+        held = first + (node + turn[lane]) % width
         at_top = top[lane] == j
-        chain = np.flatnonzero(~at_top & (rank > 0))
+        chain = np.flatnonzero(~at_top & (node > 0))
         # A chain edge carries both trees' halves, each way.
         for _ in range(2):
             sender.append(device[held[chain]])
@@ -141,13 +126,14 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
             lanes.append(lane[chain])
         for mirrored in (False, True):
             child = np.flatnonzero(at_top)
-            up = _tree_parent(rank[child], width[child], mirrored)
-            child, up = child[up >= 0], up[up >= 0]
+            up = _tree_parent(node[child], width[child], mirrored)
+            child, up = child[up >= 0], up[up >= 0]  # without the root
             sender.append(device[held[child]])
             receiver.append(device[held[first[child] + up]])
             lanes.append(lane[child])
-        keep = ~at_top & (rank == 0)
+        keep = ~at_top & (node == 0)
         device, lane = device[held[keep]], lane[keep]
+    # What was reduced upwards comes down the same edges.
     up_from, up_to, group = np.concatenate(sender), np.concatenate(receiver), np.concatenate(lanes)
     flows = Flows(
         np.concatenate([up_from, up_to]),
@@ -157,7 +143,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
     )
     hops = np.diff(spanned, axis=0, prepend=1).astype(np.float64)
     depth = np.ceil(np.log2(np.maximum(spanned[top, np.arange(groups)], 1)))
-    hops[top, np.arange(groups)] = depth
+    hops[top, np.arange(groups)] = depth  # a tree is as slow as it is deep
     below = np.arange(len(fabric.wires))[:, None] > top[None, :]
     # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
     inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
@@ -175,41 +161,40 @@ def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
     return turn
 
 
-def _tree_parent(rank: Ints, width: Ints, mirrored: bool) -> Ints:
-    """Parents in NCCL's binary tree over `width` places, -1 at the root; the second tree is mirrored or shifted."""
+def _tree_parent(node: Ints, width: Ints, mirrored: bool) -> Ints:
+    """Parents in NCCL's binary tree over `width` nodes, -1 at the root.
+
+    The second tree is the first one mirrored where the width is even, else shifted by one, so that the leaves of one
+    are inside the other and everybody's two directions are used. The parent of a node has its lowest bit cleared and
+    the next one set; where that is beyond the end, the bit is only cleared.
+    """
     even = width % 2 == 0
-    place = np.where(even, width - 1 - rank, (rank - 1) % width) if mirrored else rank
-    low = place & -place
-    up = (place ^ low) | (low << 1)
-    up = np.where(up >= width, place ^ low, up)
-    up = np.where(place == 0, -1, up)
+    own = np.where(even, width - 1 - node, (node - 1) % width) if mirrored else node
+    low = own & -own
+    up = (own ^ low) | (low << 1)
+    up = np.where(up >= width, own ^ low, up)
+    up = np.where(own == 0, -1, up)
     if not mirrored:
         return up
     return np.where(up < 0, -1, np.where(even, width - 1 - up, (up + 1) % width))
 
 
 def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
-    """Run AllReduce, ReduceScatter or AllGather by halving and doubling; k must be a power of two.
+    """Run all_reduce, reduce_scatter or all_gather by halving and doubling; k must be a power of two.
 
-    Args:
-        kind: all_reduce, reduce_scatter or all_gather.
-        members: Topology ids, `[G, k]`.
-        nbytes: B, `[G]`.
-        fabric: The resources.
-
-    Yields:
-        log2 k rounds (twice that for AllReduce): reducing, the distance doubles from 1 while bytes halve from B/2, so
-        that far partners exchange little; gathering runs backwards. Messages use their devices' rails.
+    Yields log2 k rounds (twice that for all_reduce): reducing, the distance doubles from 1 while bytes halve from B/2,
+    so that far partners exchange little; gathering runs backwards. Messages use their devices' rails.
     """
     groups, k = members.shape
     distances = [1 << t for t in range(k.bit_length() - 1)]
-    places = np.arange(k)
+    member = np.arange(k)
     total = nbytes * (k if kind == "all_gather" else 1)
     for distance in reversed(distances) if kind == "all_gather" else distances:
-        one = FlowRound(_flows(members, members[:, places ^ distance], total / (2 * distance), groups, rails=True))
+        one = FlowRound(_flows(members, members[:, member ^ distance], total / (2 * distance), groups, rails=True))
         yield one
         if kind == "all_reduce":
-            # The gathering half runs the same exchanges in reverse order, at the same price.
+            # The gathering half runs the same exchanges in reverse order, at the same price: yielding each twice, and
+            # the same object, lets the cost price it once.
             yield one
 
 

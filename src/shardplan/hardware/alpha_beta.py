@@ -1,7 +1,8 @@
-"""What a collective over digits of a placement costs, as affine functions of its bytes.
+"""What a collective over digits of a placement costs, as affine functions of its bytes: alpha + beta * bytes.
 
-The groups of a collective over some digits lie regularly, so the price depends on the digits' sizes and strides alone;
-it is asked for by every program, placement and payload of a search, and worked out once. Where no link is degraded,
+The groups of a collective over some digits (`level_factors.Digit`) lie regularly, so the price depends on the digits'
+sizes and strides alone; it is asked for by every program, placement and payload of a search, and worked out once. A
+placement does not matter here: digits and members are in topology ids. Where no link is degraded,
 groups in different units of the levels outside the digits do the same, side by side, and only one unit's are looked at:
 outside the outermost digit's parent always, and of the outermost digit's level itself where its link is a switch, whose
 ports are each unit's own.
@@ -22,17 +23,12 @@ from shardplan.hardware.level_factors import Digit
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]
-Offers = tuple[tuple[float, float], ...]
-Place = tuple[int, int]
+Offers = tuple[tuple[float, float], ...]  # seconds at 0 bytes (alpha) and seconds a byte (beta), one of an algorithm
+SizeStride = tuple[int, int]  # of a digit
 
 
 class AlphaBeta:
-    """The prices of collectives on a topology under one algorithm, remembered.
-
-    Args:
-        topology: The hardware.
-        algorithm: As for `cost.price`.
-    """
+    """The prices of collectives on a topology under one algorithm (as for `cost.price`), remembered."""
 
     __slots__ = ("_known", "algorithm", "fabric")
 
@@ -40,10 +36,10 @@ class AlphaBeta:
         """Start with no prices."""
         self.fabric = Fabric(topology)
         self.algorithm = algorithm
-        self._known: dict[tuple[str, tuple[Place, ...], tuple[Place, ...]], Offers] = {}
+        self._known: dict[tuple[str, tuple[SizeStride, ...], tuple[SizeStride, ...]], Offers] = {}
 
     def offers(self, kind: str, varies: Sequence[Digit], zero: Sequence[Digit] = ()) -> Offers:
-        """Price a collective over the groups along some digits.
+        """Return what each algorithm asks for a collective over the groups along some digits; the least is paid.
 
         Args:
             kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
@@ -51,7 +47,7 @@ class AlphaBeta:
             zero: Digits at which only coordinate 0 takes part.
 
         Returns:
-            Pairs of seconds at 0 bytes and seconds per byte that a member holds before; the least sum is paid.
+            Pairs of seconds at 0 bytes and seconds per byte that a member holds before.
         """
         key = kind, tuple((d.size, d.stride) for d in varies), tuple((d.size, d.stride) for d in zero)
         found = self._known.get(key)
@@ -61,25 +57,19 @@ class AlphaBeta:
         return found
 
     def seconds(self, kind: str, varies: Sequence[Digit], zero: Sequence[Digit], nbytes: float) -> float:
-        """Price a collective whose members all hold `nbytes` before."""
-        return min(alpha + rate * nbytes for alpha, rate in self.offers(kind, varies, zero))
+        """Return the seconds of a collective whose members all hold `nbytes` before; the others as for `offers`."""
+        return min(alpha + beta * nbytes for alpha, beta in self.offers(kind, varies, zero))
 
     def uneven_seconds(self, kind: str, varies: Sequence[Digit], first: Ints, nbytes: NDArray[np.float64]) -> float:
-        """Price a collective whose groups hold different amounts.
+        """Return the seconds of a collective whose groups hold different amounts; `kind`, `varies` as for `offers`.
 
-        Args:
-            kind: As for `offers`.
-            varies: The digits along which members differ.
-            first: The first member of every group, topology ids `[G]`.
-            nbytes: Bytes that a member of each holds before, `[G]`.
-
-        Returns:
-            Seconds.
+        `first` is the first member of every group, topology ids [G]; a member of it holds `nbytes`, [G], before.
         """
         members = first[:, None] + offsets([(d.size, d.stride) for d in varies])
         return price(Groups(kind, members, nbytes), self.fabric, self.algorithm).seconds
 
     def _first_members(self, varies: Sequence[Digit], zero: Sequence[Digit]) -> Ints:
+        """The first member of every group that is looked at: those of one unit where the others do the same."""
         topology = self.fabric.topology
         ids = np.arange(topology.size)
         if not any(level.degraded for level in topology.levels):
@@ -91,15 +81,15 @@ class AlphaBeta:
         return ids
 
 
-def offsets(digits: Sequence[Place]) -> Ints:
-    """Return what each member of a group along digits (size, stride) adds to the first member's topology id, `[k]`."""
+def offsets(digits: Sequence[SizeStride]) -> Ints:
+    """Return what each member of a group along digits adds to the first member's topology id: int64 [k]."""
     out = np.zeros(1, dtype=np.int64)
     for size, stride in digits:
         out = (out[:, None] + np.arange(size) * stride).reshape(-1)
     return out
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # a topology at hand under one algorithm is an entry: a process has a few
 def alpha_beta(topology: Topology, algorithm: str = "auto") -> AlphaBeta:
     """Return the prices on a topology, shared by all who ask."""
     return AlphaBeta(topology, algorithm)

@@ -18,53 +18,39 @@ from shardplan.hardware.aggregate import all_to_all, in_network, in_network_lega
 from shardplan.hardware.algorithms import ALGORITHMS, FlowRound
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
+# What may be asked for (the first five; the others are what prices of other patterns say).
 ALGORITHM_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a pattern costs under one algorithm.
-
-    Args:
-        algorithm: Its name.
-        alpha: Seconds that do not depend on bytes, for all chunks.
-        transfer: Seconds of the busiest resource.
-        level_bytes: Bytes whose sender and receiver first differ at each level, outermost first, over all devices.
-    """
+    """What a pattern costs under one algorithm."""
 
     algorithm: str
-    alpha: float
-    transfer: float
-    level_bytes: tuple[float, ...]
+    alpha: float  # seconds that do not depend on bytes, for all chunks
+    transfer: float  # seconds of the busiest resource
+    level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Alpha and transfer together."""
         return self.alpha + self.transfer
 
 
 def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
-    """Price a communication pattern.
+    """Return the price of a communication pattern.
 
-    Args:
-        pattern: Collective over groups, messages, or a local copy; device ids are the mesh's.
-        fabric: The resources.
-        algorithm: `"auto"` for the cheapest, or `"ring"`, `"tree"`, `"halving-doubling"`, `"network"`; where it does
-            not serve the collective or the group size, the ring does (NCCL's tree is AllReduce only).
+    `algorithm` is `auto` for the cheapest, or `ring`, `tree`, `halving-doubling` or `network`; where it does not serve
+    the collective or the group size, the ring does (NCCL's tree is all_reduce only).
 
-    Returns:
-        Seconds, bytes for each level, and the algorithm.
-
-    Raises:
-        TopologyError: Unknown algorithm or collective, or a device without a place.
+    Raises `TopologyError` for an unknown algorithm or collective, and a device that is not on the topology.
 
     Source: arXiv 2110.10548; NCCL tuning.cc for latencies.
 
-    Example:
-        >>> from shardplan.hardware.topology import Topology
-        >>> fabric = Fabric(Topology.load("nominal", devices=4))
-        >>> price(Groups("all_gather", np.array([[0, 1, 2, 3]]), np.array([1e6])), fabric, "ring").transfer
-        6e-05
+    >>> from shardplan.hardware.topology import Topology
+    >>> fabric = Fabric(Topology.load("nominal", devices=4))
+    >>> price(Groups("all_gather", np.array([[0, 1, 2, 3]]), np.array([1e6])), fabric, "ring").transfer
+    6e-05
     """
     if algorithm not in ALGORITHM_NAMES:
         raise TopologyError(f"algorithm {algorithm!r} is unknown; legal: {', '.join(ALGORITHM_NAMES)}")
@@ -81,53 +67,47 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
 
 
 def seconds(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> float:
-    """Price a pattern in seconds; arguments and errors as for `price`."""
+    """Return the seconds of a pattern; arguments and errors as for `price`."""
     return price(pattern, fabric, algorithm).seconds
 
 
 def level_bytes(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> tuple[float, ...]:
-    """Add up the bytes that first differ at each level, outermost first; arguments and errors as for `price`."""
+    """Return the bytes whose two ends first differ at each level, outermost first; the rest as for `price`."""
     return price(pattern, fabric, algorithm).level_bytes
 
 
 def chosen(pattern: Pattern, fabric: Fabric) -> str:
-    """Name the cheapest algorithm for a pattern; arguments and errors as for `price`."""
+    """Return the name of the cheapest algorithm for a pattern; arguments and errors as for `price`."""
     return price(pattern, fabric).algorithm
 
 
 def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
-    """Write the cost of a collective as affine functions of bytes, one for each algorithm; the least of them is paid.
+    """Return the cost of a collective as affine functions of bytes, one for each algorithm; the least of them is paid.
 
     Args:
         kind: As in `Groups.kind`, but no all_to_all.
-        members: Topology ids, `[G, k]`, in member order, groups in the order of their least id.
+        members: Topology ids, int64 [G, k], in member order, groups in the order of their least id.
         fabric: The resources.
         algorithm: As for `price`.
 
     Returns:
         Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
     """
-    unit = Groups(kind, members, np.ones(len(members)))
-    found = (_one(name, unit, members, unit.nbytes, fabric) for name in _algorithms(kind, members, fabric, algorithm))
+    byte = Groups(kind, members, np.ones(len(members)))  # seconds are linear in bytes: those of one are the slope
+    found = (_one(name, byte, members, byte.nbytes, fabric) for name in _algorithms(kind, members, fabric, algorithm))
     return tuple((one.alpha, one.transfer) for one in found)
 
 
 def linear_cost(kind: str, members: Ints, fabric: Fabric) -> tuple[float, float]:
-    """Write the ring's cost of a collective as an affine function of bytes.
+    """Return the ring's cost of a collective as an affine function of bytes; errors as for `price`.
 
-    Args:
-        kind: As in `Groups.kind`.
-        members: Device ids, `[G, k]`, in member order.
-        fabric: The resources.
+    `members` are device ids, int64 [G, k], in member order.
 
     Returns:
         Seconds at 0 bytes, and seconds per byte that a member holds before the op.
-
-    Raises:
-        TopologyError: Unknown collective, or a device without a place.
     """
-    unit = price(Groups(kind, members, np.ones(len(members))), fabric, "ring")
-    return unit.alpha, unit.transfer
+    byte = price(Groups(kind, members, np.ones(len(members))), fabric, "ring")
+    return byte.alpha, byte.transfer
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
@@ -138,9 +118,11 @@ def _messages(pattern: Messages, fabric: Fabric) -> Price:
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
         return Price("direct", 0.0, 0.0, _none(fabric))
-    flows = Flows(fabric.place(pattern.sender[keep]), fabric.place(pattern.receiver[keep]), pattern.nbytes[keep])
+    sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
+    flows = Flows(sender, receiver, pattern.nbytes[keep])
     moved = fabric.level_bytes(flows)
     most = max(int(np.bincount(ids).max()) for ids in (flows.sender, flows.receiver))
+    # A device starts and takes in its messages one after another, which costs a latency each.
     alpha = pattern.chunks * (fabric.launch + most * _outermost_latency(moved, fabric))
     return Price("direct", alpha, fabric.transfer_seconds(flows), tuple(moved.tolist()))
 
@@ -155,7 +137,7 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
     default = "pairwise" if pattern.kind == "all_to_all" else "ring"
     if not legal and pattern.kind != "all_to_all":
         raise TopologyError(f"collective {pattern.kind!r} is unknown; legal: {', '.join([*ALGORITHMS, 'all_to_all'])}")
-    members = fabric.place(pattern.members)
+    members = fabric.topology_ids(pattern.members)
     nbytes = np.asarray(pattern.nbytes, dtype=np.float64)
     if members.ndim != 2 or nbytes.shape != members.shape[:1]:
         raise TopologyError(
@@ -188,6 +170,7 @@ def _algorithms(kind: str, members: Ints, fabric: Fabric, algorithm: str) -> lis
 
 
 def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric) -> Price:
+    """The price under one algorithm; a round that is yielded twice in a row is priced once."""
     if name == "network":
         return _aggregate(name, *in_network(members, nbytes, fabric), pattern.chunks, fabric)
     alpha, transfer, moved = fabric.launch, 0.0, np.zeros(len(fabric.wires))

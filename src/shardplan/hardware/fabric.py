@@ -6,16 +6,19 @@ level j itself is a ring, torus or mesh, the flow goes hop by hop over the links
 the shortest arc of each dim in turn, ties clockwise; links of such a level further in are not used, every device having
 its own way out.
 
-A unit with several uplinks: a flow of a group uses port number (place of the group among those that cross this unit)
-mod uplinks, which is the group's number mod uplinks where groups lie regularly; a single message uses the rail of the
+A unit with several uplinks: a flow of a group uses port n mod uplinks, the group being the n-th of those that cross
+this unit, which is the group's number mod uplinks where groups lie regularly; a single message uses the rail of the
 device at its end, the device's number inside the unit mod uplinks. Units with fewer devices than ports give each device
 an equal share of them. Parallel links of a ring, torus or mesh act as one.
+
+Devices are topology ids here, levels are numbers j from 0 for the outermost, units are numbered over their whole level.
+Arrays over flows are int64 or float64 [n]; bytes are floats.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,49 +29,50 @@ from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# A table of this many booleans is cheaper than sorting; above it, sort.
+# Units times groups: up to here who crosses what is a table of 2 MB, summed along its rows; above, keys are sorted.
 _DENSE = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flows:
-    """Point-to-point transfers that run together.
-
-    Args:
-        sender: Topology ids, `[n]`.
-        receiver: Topology ids, `[n]`.
-        nbytes: Bytes of each, `[n]`.
-        lane: Number of the group each belongs to, `[n]`; None for messages on rails.
-    """
+    """Point-to-point transfers that run together; all arrays [n]."""
 
     sender: Ints
     receiver: Ints
     nbytes: Floats
-    lane: Ints | None = None
+    lane: Ints | None = None  # the number of the group each belongs to; None for messages on rails
+
+
+class LanePorts(NamedTuple):
+    """The ports that groups have at the units they leave and enter, and their part of a group's bytes; all [n]."""
+
+    port_out: Ints
+    port_in: Ints
+    share_out: Floats
+    share_in: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wires:
-    """What is derived once from a level: bandwidth factors of its units, and where it stands."""
+    """A level with what is derived from it once."""
 
     level: Level
-    stride: int
-    units: int
-    factors: Floats | None
+    stride: int  # devices in a unit
+    units: int  # of the whole level
+    factors: Floats | None  # on the bandwidth of every unit [units]; None where no unit is degraded
 
 
 class Fabric:
-    """A topology as directed resources, with the map from mesh device ids to its devices.
+    """A topology as directed resources, with the map from device ids to topology ids.
 
     Args:
         topology: The hardware.
-        position: Topology id of each mesh device id, `[n]` with -1 where there is none; None for the identity.
-            `Placement.position()` gives it.
+        position: By device id its topology id, -1 where there is none, as `Placement.position()` gives it; None where
+            the two are equal.
         launch: Seconds to start any communication step.
         channels: Whether a group with ports to spare uses them all, as NCCL's channels do; else it uses one.
 
-    Raises:
-        TopologyError: A position is not a device of the topology.
+    Raises `TopologyError` where a position is not a device of the topology.
 
     Source: arXiv 2110.10548, simulator; NCCL's ring order.
     """
@@ -96,18 +100,8 @@ class Fabric:
             wires.append(_Wires(level, stride, units, factors))
         self.wires = tuple(wires)
 
-    def place(self, ids: Ints) -> Ints:
-        """Map mesh device ids to topology ids.
-
-        Args:
-            ids: Any shape.
-
-        Returns:
-            Topology ids, the same shape.
-
-        Raises:
-            TopologyError: An id has no place in the topology.
-        """
+    def topology_ids(self, ids: Ints) -> Ints:
+        """Return the topology ids of device ids, in the same shape; raises `TopologyError` for an id that has none."""
         array = np.asarray(ids, dtype=np.int64)
         if self.position is None or array.size == 0:
             return self.topology.checked(array)
@@ -120,42 +114,20 @@ class Fabric:
         return self.position[array]
 
     def crossed(self, sender: Ints, receiver: Ints) -> Ints:
-        """Find the outermost level at which senders and receivers differ.
-
-        Args:
-            sender: Topology ids, `[n]`.
-            receiver: Topology ids, `[n]`.
-
-        Returns:
-            Level numbers `[n]`, 0 for the outermost; L where they are equal.
-        """
+        """Return the outermost level at which senders and receivers differ, L where they are equal: [n]."""
         level = np.full(sender.shape, len(self.wires), dtype=np.int64)
-        for j in range(len(self.wires) - 1, -1, -1):
+        for j in range(len(self.wires) - 1, -1, -1):  # outwards, so that the outermost difference is written last
             level[sender // self.wires[j].stride != receiver // self.wires[j].stride] = j
         return level
 
     def level_bytes(self, flows: Flows) -> Floats:
-        """Add up bytes by the outermost level they cross.
-
-        Args:
-            flows: The transfers.
-
-        Returns:
-            Bytes for each level, `[L]`, outermost first.
-        """
+        """Return the bytes whose outermost level crossed is each of the levels: [L]."""
         depth = len(self.wires)
         load = np.bincount(self.crossed(flows.sender, flows.receiver), flows.nbytes, depth + 1)
         return load[:depth].astype(np.float64)
 
     def transfer_seconds(self, flows: Flows) -> float:
-        """Price the bandwidth term of flows that run together.
-
-        Args:
-            flows: The transfers.
-
-        Returns:
-            Seconds: the largest load over bandwidth of all resources.
-        """
+        """Return the bandwidth term of flows that run together: the largest load over bandwidth of all resources."""
         worst = 0.0
         for j, wires in enumerate(self.wires):
             out, into = flows.sender // wires.stride, flows.receiver // wires.stride
@@ -163,9 +135,10 @@ class Fabric:
             if not moving.any():
                 continue
             if wires.level.link != "switch":
+                # Links join the children of one parent; what comes from further out has its own way in.
                 moving &= out // wires.level.size == into // wires.level.size
             every = bool(moving.all())
-            keep = slice(None) if every else np.flatnonzero(moving)
+            keep = slice(None) if every else np.flatnonzero(moving)  # a slice copies nothing
             out, into, nbytes = out[keep], into[keep], flows.nbytes[keep]
             if not nbytes.size:
                 continue
@@ -178,25 +151,18 @@ class Fabric:
                 for unit, device in ((out, flows.sender[keep]), (into, flows.receiver[keep])):
                     worst = max(worst, self.rail_seconds(j, unit, device, nbytes))
             else:
-                port_out, port_in, share_out, share_in = self.lane_ports(j, out, into, flows.lane[keep])
-                worst = max(worst, self.port_seconds(j, out, nbytes * share_out, port_out))
-                worst = max(worst, self.port_seconds(j, into, nbytes * share_in, port_in))
+                lanes = self.lane_ports(j, out, into, flows.lane[keep])
+                worst = max(worst, self.port_seconds(j, out, nbytes * lanes.share_out, lanes.port_out))
+                worst = max(worst, self.port_seconds(j, into, nbytes * lanes.share_in, lanes.port_in))
         return worst
 
     def port_seconds(
         self, j: int, unit: Ints, nbytes: Floats, port: Ints | None = None, ports: int | None = None
     ) -> float:
-        """Price bytes that pass one direction of the uplinks of a level's units.
+        """Return the seconds of the busiest port when bytes pass one direction of the uplinks of level j's units.
 
-        Args:
-            j: Number of a level.
-            unit: Unit numbers, `[n]`.
-            nbytes: Bytes of each, `[n]`.
-            port: Port numbers, `[n]`; None for the only port.
-            ports: Ports that share the uplinks' bandwidth; the level's uplinks by default.
-
-        Returns:
-            Seconds on the busiest port.
+        `port` is a number for each of the bytes, None where a unit has one port. `ports` of a unit share the bandwidth
+        of all its uplinks; by default there are as many ports as uplinks.
         """
         wires = self.wires[j]
         ways = (wires.level.uplinks if ports is None else ports) if port is not None else 1
@@ -208,33 +174,18 @@ class Fabric:
         return float(load.max()) / rate
 
     def rail_seconds(self, j: int, unit: Ints, device: Ints, nbytes: Floats) -> float:
-        """Price bytes that leave or enter a level's units on the rails of the devices they start or end at.
+        """Return the seconds of the busiest port when bytes leave or enter units on the rails of devices in them.
 
-        Args:
-            j: Number of a level with a switch.
-            unit: Unit numbers, `[n]`.
-            device: Topology ids in these units, `[n]`.
-            nbytes: Bytes of each, `[n]`.
-
-        Returns:
-            Seconds on the busiest port.
+        Level j is a switch; `device` is where the bytes start (or end), a topology id in `unit`.
         """
         wires = self.wires[j]
         ways = min(wires.level.uplinks, wires.stride)
         return self.port_seconds(j, unit, nbytes, device % wires.stride % ways, ways)
 
-    def lane_ports(self, j: int, out: Ints, into: Ints, lane: Ints) -> tuple[Ints, Ints, Floats, Floats]:
-        """Give every group that crosses a unit a port there.
+    def lane_ports(self, j: int, out: Ints, into: Ints, lane: Ints) -> LanePorts:
+        """Return a port for every group at every unit that it crosses; level j is a switch.
 
-        Args:
-            j: Number of a level with a switch.
-            out: Units left, `[n]`.
-            into: Units entered, `[n]`.
-            lane: Group numbers, `[n]`.
-
-        Returns:
-            Ports at the units left and at those entered, and at each the share of a group's bytes on one of its ports
-            (1 unless `channels`); all `[n]`.
+        The shares are 1 unless `channels`: of groups fewer than ports each has several, and its bytes are dealt out.
         """
         wires = self.wires[j]
         lanes = int(lane.max()) + 1
@@ -243,33 +194,26 @@ class Fabric:
             table = np.zeros(wires.units * lanes, dtype=bool)
             table[key_out] = True
             table[key_in] = True
-            rank = table.reshape(wires.units, lanes).cumsum(axis=1, dtype=np.int64)
-            groups = rank[:, -1]
-            ranks = rank.reshape(-1)
-            rank_out, rank_in = ranks[key_out] - 1, ranks[key_in] - 1
+            # A group's number among those that cross the unit is how many of them come before it.
+            crossing = table.reshape(wires.units, lanes).cumsum(axis=1, dtype=np.int64)
+            groups = crossing[:, -1]
+            nth_out, nth_in = crossing.reshape(-1)[key_out] - 1, crossing.reshape(-1)[key_in] - 1
         else:
             keys = np.unique(np.concatenate([key_out, key_in]))
             groups = np.bincount(keys // lanes, minlength=wires.units)
             first = np.concatenate([[0], np.cumsum(groups)[:-1]])
-            rank_out = np.searchsorted(keys, key_out) - first[out]
-            rank_in = np.searchsorted(keys, key_in) - first[into]
+            nth_out = np.searchsorted(keys, key_out) - first[out]
+            nth_in = np.searchsorted(keys, key_in) - first[into]
         ports = wires.level.uplinks
         share = np.ones(wires.units)
         if self.channels:
             share = np.minimum(1.0, np.maximum(groups, 1) / ports)
-        return rank_out % ports, rank_in % ports, share[out], share[into]
+        return LanePorts(nth_out % ports, nth_in % ports, share[out], share[into])
 
     def link_seconds(self, j: int, out: Ints, into: Ints, nbytes: Floats) -> float:
-        """Price bytes that travel hop by hop between children of one parent, on a ring, torus or mesh.
+        """Return the seconds of the busiest link when bytes go hop by hop between children of one parent.
 
-        Args:
-            j: Number of a level.
-            out: Units they start at, `[n]`.
-            into: Units of the same parents they end at, `[n]`.
-            nbytes: Bytes of each, `[n]`.
-
-        Returns:
-            Seconds on the busiest link.
+        Level j is a ring, torus or mesh; `out` and `into` are units, pairwise of one parent.
         """
         level = self.wires[j].level
         start = np.array(np.unravel_index(out % level.size, level.extents))
@@ -279,20 +223,14 @@ class Fabric:
         for dim in range(len(level.extents)):
             line = self.line(j, dim, parent, start)
             worst = max(worst, self.line_seconds(j, dim, line, start[dim], end[dim], nbytes))
-            start[dim] = end[dim]
+            start[dim] = end[dim]  # dims are crossed in order: from here on the flow has the receiver's coordinate
         return worst
 
     def line(self, j: int, dim: int, parent: Ints, coordinates: Ints) -> Ints:
-        """Number the lines of a grid along one dim, over all parents.
+        """Return the numbers of lines of the grid of level j along one dim, over all parents: [n].
 
-        Args:
-            j: Number of a level.
-            dim: Dim of its shape.
-            parent: Parents, `[n]`.
-            coordinates: Coordinates of a unit on the line, `[dims, n]`.
-
-        Returns:
-            Line numbers, `[n]`.
+        A line is given by its parent, [n], and the coordinates of a unit on it, [dims, n], of which the one along
+        `dim` does not count.
         """
         number = parent
         for other, extent in enumerate(self.wires[j].level.extents):
@@ -301,25 +239,16 @@ class Fabric:
         return number
 
     def line_seconds(self, j: int, dim: int, line: Ints, start: Ints, end: Ints, nbytes: Floats) -> float:
-        """Price bytes that travel along lines of one dim, each on its shortest arc.
+        """Return the seconds of the busiest link when bytes go along lines of one dim, each on its shortest arc.
 
-        Args:
-            j: Number of a level.
-            dim: Dim of its shape.
-            line: Line numbers, `[n]`.
-            start: Coordinates they start at, `[n]`.
-            end: Coordinates they end at, `[n]`.
-            nbytes: Bytes of each, `[n]`.
-
-        Returns:
-            Seconds on the busiest link.
+        `line` is numbered as by `line`, `start` and `end` are coordinates along the dim.
         """
         wires = self.wires[j]
         extent = wires.level.extents[dim]
         lines = wires.units // extent
         cyclic = wires.level.link != "mesh"
         ahead = (end - start) % extent if cyclic else end - start
-        forward = (ahead > 0) & (2 * ahead <= extent) if cyclic else ahead > 0
+        forward = (ahead > 0) & (2 * ahead <= extent) if cyclic else ahead > 0  # of two arcs alike the clockwise one
         backward = (ahead != 0) & ~forward
         rate_forward: float | Floats = 1.0
         rate_backward: float | Floats = 1.0
@@ -334,19 +263,16 @@ class Fabric:
             load = _spread(line[forward], start[forward], ahead[forward], nbytes[forward], lines, extent)
             worst = float((load / rate_forward).max())
         if backward.any():
+            # A link is numbered by the unit that it leaves: from start back to end these are end + 1, ..., start.
             hops = (start - end)[backward] % extent
             load = _spread(line[backward], (end[backward] + 1) % extent, hops, nbytes[backward], lines, extent)
             worst = max(worst, float((load / rate_backward).max()))
         return worst / (wires.level.bandwidth * wires.level.uplinks)
 
     def capacity(self, j: int) -> Floats:
-        """Bound the bytes a second that can enter, or leave, each unit of a level.
+        """Return the bytes a second that can enter, or leave, each unit of level j at most: [units].
 
-        Args:
-            j: Number of a level.
-
-        Returns:
-            Bytes per second, `[units]`. A unit on a ring, torus or mesh also takes what enters its parent.
+        A unit on a ring, torus or mesh may also take in what enters its parent.
         """
         wires = self.wires[j]
         own = np.full(wires.units, wires.level.bandwidth * wires.level.uplinks)
@@ -360,16 +286,16 @@ class Fabric:
         return own if j == 0 else own + np.repeat(self.capacity(j - 1), wires.level.size)
 
     def latencies(self) -> Floats:
-        """List the levels' latencies.
-
-        Returns:
-            Seconds, `[L]`.
-        """
+        """Return the seconds of latency of the levels, [L]."""
         return np.array([wires.level.latency for wires in self.wires])
 
 
 def _spread(line: Ints, first: Ints, hops: Ints, nbytes: Floats, lines: int, extent: int) -> Floats:
-    """Load every link from `first` on, `hops` of them around the line: `[lines, extent]`."""
+    """Return the load of every link, [lines, extent], when each of the bytes takes `hops` links from `first` on.
+
+    Each adds its bytes where it starts and takes them away where it ends, and the running sum is the load; what goes
+    round the end of its line starts again at 0.
+    """
     base = line * (extent + 1)
     last = first + hops
     wrap = last > extent

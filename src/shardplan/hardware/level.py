@@ -19,33 +19,19 @@ class Level:
     """One hardware level: how the children of one parent are linked.
 
     Invariants: `size` >= 1; `shape` is empty for `switch` and `ring`, and multiplies to `size` for `torus` and `mesh`.
-
-    Args:
-        name: Name of one child, such as `"node"`.
-        size: Children of one parent.
-        link: `"switch"`, `"ring"`, `"torus"` or `"mesh"`.
-        bandwidth: Bytes per second of one port of a child, in each direction.
-        latency: Seconds of one message over this level.
-        uplinks: Ports that a child has on a switch; on other links, parallel links of each neighbour pair.
-        shape: Extents of a torus or mesh.
-        source: Where the numbers come from.
-        degraded: Pairs of a unit number over the whole level and the factor on its bandwidth.
-        reduces: Whether the switch reduces in the network.
-
-    Raises:
-        TopologyError: A value breaks an invariant.
+    Raises `TopologyError` where a value breaks one.
     """
 
-    name: str
-    size: int
+    name: str  # of one child, such as `node`
+    size: int  # children of one parent
     link: Link
-    bandwidth: float
-    latency: float
-    uplinks: int = 1
-    shape: tuple[int, ...] = ()
-    source: str = ""
-    degraded: tuple[tuple[int, float], ...] = ()
-    reduces: bool = False
+    bandwidth: float  # bytes per second of one port of a child, in each direction
+    latency: float  # seconds of one message over this level
+    uplinks: int = 1  # ports that a child has on a switch; on other links, parallel links of each pair of neighbours
+    shape: tuple[int, ...] = ()  # extents of a torus or mesh
+    source: str = ""  # where the numbers come from
+    degraded: tuple[tuple[int, float], ...] = ()  # pairs of a unit and the factor on its bandwidth, above 0, at most 1
+    reduces: bool = False  # whether the switch reduces in the network
 
     def __post_init__(self) -> None:
         where = f"level {shown(self.name)}"
@@ -113,20 +99,14 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What one device can do.
+    """What one device can do, infinite where it is unstated.
 
-    Args:
-        flops: Pairs of dtype name and operations per second; the dtype `"*"` stands for every dtype.
-        memory: Bytes; infinite when unstated.
-        memory_bandwidth: Bytes per second; infinite when unstated.
-
-    Raises:
-        TopologyError: A value is not positive, or a dtype is named twice.
+    Raises `TopologyError` where a value is not positive, or a dtype is named twice.
     """
 
-    flops: tuple[tuple[str, float], ...] = ()
-    memory: float = math.inf
-    memory_bandwidth: float = math.inf
+    flops: tuple[tuple[str, float], ...] = ()  # pairs of dtype and operations per second; `*` stands for every dtype
+    memory: float = math.inf  # bytes
+    memory_bandwidth: float = math.inf  # bytes per second
 
     def __post_init__(self) -> None:
         for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
@@ -142,16 +122,9 @@ class DeviceSpec:
                 raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
 
     def peak(self, dtype: str) -> float:
-        """Look up the peak rate for a dtype.
+        """Return the operations per second for a dtype; raises `TopologyError` where none are stated.
 
-        Args:
-            dtype: Such as `"bf16"`. `f16` and `bf16` stand for each other, `f8...` for `f8`, and `f4...` for `f4`.
-
-        Returns:
-            Operations per second.
-
-        Raises:
-            TopologyError: The topology states no rate for it.
+        `f16` and `bf16` stand for each other, `f8` for `f8...`, and `f4` for `f4...`.
         """
         table = dict(self.flops)
         for name in (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*"):

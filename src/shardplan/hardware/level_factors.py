@@ -17,19 +17,12 @@ from shardplan.hardware.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """The part of an axis on a level.
+    """The part of an axis on a level."""
 
-    Args:
-        name: The sub-axis in `Placement.mesh_split()`.
-        level: Number of the level.
-        size: Its extent, above 1.
-        stride: Topology ids between neighbours.
-    """
-
-    name: str
+    name: str  # of the sub-axis in `Placement.mesh_split()`
     level: int
-    size: int
-    stride: int
+    size: int  # above 1
+    stride: int  # topology ids between neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +44,7 @@ class LevelFactor:
 
 
 def checked_axes(placement: Placement, axes: str | Sequence[str]) -> tuple[str, ...]:
-    """Return axes in mesh order.
-
-    Raises:
-        TopologyError: No axis is named, one is unknown, or one is named twice.
-    """
+    """Return axes in mesh order; raises `TopologyError` for none, an unknown one, and one that is named twice."""
     asked = (axes,) if isinstance(axes, str) else tuple(axes)
     legal = ", ".join(f"{a}={n}" for a, n in zip(placement.mesh.axes, placement.mesh.sizes, strict=True))
     if not asked:
@@ -69,18 +58,10 @@ def checked_axes(placement: Placement, axes: str | Sequence[str]) -> tuple[str, 
 
 
 def factors(placement: Placement, axes: str | Sequence[str], uncollapsed: bool = False) -> tuple[LevelFactor, ...]:
-    """List the factors of a reduction over some axes, outermost first.
+    """Return the factors of a reduction over some axes, outermost first: above 1, their product that of the axes.
 
-    Args:
-        placement: The mesh on the topology.
-        axes: Names of mesh axes.
-        uncollapsed: One factor for each digit, instead of one for each level.
-
-    Returns:
-        Factors of size above 1; their product is that of the axes.
-
-    Raises:
-        TopologyError: An axis is unknown or named twice.
+    With `uncollapsed` there is one factor for each digit, instead of one for each level. Raises `TopologyError` for an
+    axis that is unknown or named twice.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.hardware.topology import Topology

@@ -20,22 +20,19 @@ from shardplan.hardware.level import DeviceSpec, Hardware, Level
 _NVLINK = ((100, 40.1), (90, 20.6), (86, 12.0), (70, 20.0), (60, 18.0))
 # Rate of one lane in 100 Mbit/s, by the transfer rate that the kernel states (NVIDIA/nccl, kvDictPciGen).
 _PCI_LANE = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}
-_PCI_DEFAULT = 12e9
+_LANES = 80  # times 100 Mbit/s are 1 GB/s
+_PCI_DEFAULT = 12e9  # bytes per second where the file does not say, or says what is in no table (PCI_BW)
+_PCI_WIDTH = 16.0  # lanes where it does not say
 _LATENCY = {"nvlink": 3.4e-6, "pci": 5.7e-6, "net": 9.6e-6}
 
 
 def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
-    """Read an NCCL topology XML file.
+    """Return what the text of an NCCL topology XML file says: the levels node (size 1) and gpu.
 
-    Args:
-        text: The file's content; its root is `<system>`.
-        name: The topology's name.
-
-    Returns:
-        Levels node (size 1) and gpu; only gpu when the file has no network port.
+    There is only gpu when the file has no network port.
 
     Raises:
-        ParseError: Malformed XML, or an attribute that is missing or no number.
+        ParseError: Malformed XML, another root than `<system>`, or an attribute that is missing or no number.
         TopologyError: The file names no GPU.
     """
     try:
@@ -60,13 +57,14 @@ def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
     nets = [net for net in root.iter("net") if _number(text, net, "speed") > 0]
     if not nets:
         return Hardware(name, (inner,), DeviceSpec())
-    speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8
-    latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]
+    speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8  # Mbit/s in the file
+    latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]  # microseconds there
     outer = Level("node", 1, "switch", speed, latency, uplinks=len(nets), source="NCCL topology XML, net")
     return Hardware(name, (outer, inner), DeviceSpec())
 
 
 def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> tuple[float, str]:
+    """The bytes per second of a GPU's links, and which links these are: nvlink or pci."""
     links = sum(_number(text, link, "count") for link in gpu.findall("nvlink"))
     if links:
         capability = _number(text, gpu, "sm")
@@ -79,11 +77,12 @@ def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> 
     if speed is None:
         return _PCI_DEFAULT, "pci"
     lane = _PCI_LANE.get(f"{float(speed[1]):g}")
-    width = _number(text, pci, "link_width", 16.0) or 16.0
-    return (_PCI_DEFAULT if lane is None else width * lane / 80 * 1e9), "pci"
+    width = _number(text, pci, "link_width", _PCI_WIDTH) or _PCI_WIDTH
+    return (_PCI_DEFAULT if lane is None else width * lane / _LANES * 1e9), "pci"
 
 
 def _number(text: str, element: ElementTree.Element, key: str, default: float | None = None) -> float:
+    """A non-negative number of an element; a `ParseError` points into the text of the file."""
     value = element.get(key)
     if value is None and default is not None:
         return default

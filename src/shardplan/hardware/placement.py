@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh, primes
+from shardplan.core.notation import MOST_DIGITS
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.topology import Topology, topology_of
@@ -31,20 +32,13 @@ Matrix = tuple[tuple[int, ...], ...]
 class Placement:
     """A mesh on a topology.
 
-    Invariants: one row an axis, one column a level; row products are axis sizes, column products level sizes.
+    Invariants: one row an axis, one column a level; entries are at least 1; row products are axis sizes, column
+    products level sizes. The ids that the mesh gives its devices play no part, but for `position`. Raises
+    `TopologyError`.
 
-    Args:
-        mesh: Its axes are the rows; the devices it names play no part, but for `position`.
-        topology: Its levels are the columns.
-        matrix: Entries `x[i][j]` >= 1.
-
-    Raises:
-        TopologyError: An invariant is broken.
-
-    Example:
-        >>> p = Placement(Mesh(data=4, tensor=2), Topology.load("nominal", devices=8), ((4,), (2,)))
-        >>> p.device_mesh().shape
-        (4, 2)
+    >>> p = Placement(Mesh(data=4, tensor=2), Topology.load("nominal", devices=8), ((4,), (2,)))
+    >>> p.device_mesh().shape
+    (4, 2)
     """
 
     mesh: Mesh
@@ -86,41 +80,33 @@ class Placement:
                 )
 
     def device_mesh(self) -> NDArray[np.int64]:
-        """Number the topology's devices in the shape of the mesh.
+        """Return the topology ids in the shape of the mesh, as `jax.sharding.Mesh` and torch's `DeviceMesh` take them.
 
-        Returns:
-            Device ids, in the mesh's shape: what `jax.sharding.Mesh` and torch's `DeviceMesh` take.
-            Level digit j splits by column j in axis order, axis 0 most significant.
+        Level digit j splits by column j in axis order, axis 0 most significant.
 
-        Example:
-            >>> topology = Topology.load("dgx-a100", nodes=2)
-            >>> Placement(Mesh(data=8, tensor=2), topology, ((1, 8), (2, 1))).device_mesh()[:2].tolist()
-            [[0, 8], [1, 9]]
+        >>> topology = Topology.load("dgx-a100", nodes=2)
+        >>> Placement(Mesh(data=8, tensor=2), topology, ((1, 8), (2, 1))).device_mesh()[:2].tolist()
+        [[0, 8], [1, 9]]
         """
         m, depth = len(self.mesh.axes), len(self.topology.levels)
         if m == 0:
             return np.zeros((), np.int64)
+        # Ids are level-major, the mesh is axis-major: the same digits, transposed.
         shape = [self.matrix[i][j] for j in range(depth) for i in range(m)]
         order = [j * m + i for i in range(m) for j in range(depth)]
         return np.arange(self.topology.size).reshape(shape).transpose(order).reshape(self.mesh.sizes)
 
     def position(self) -> NDArray[np.int64]:
-        """Map the mesh's device ids to topology ids.
-
-        Returns:
-            An array indexed by device id: its topology id, or -1 where the mesh has no such id. `Fabric` takes it.
-        """
+        """Return, by device id, its topology id, -1 where the mesh has no such id: int64 [largest id + 1]."""
         ids = np.asarray(self.mesh.devices, dtype=np.int64)
         table = np.full(int(ids.max()) + 1, -1, dtype=np.int64)
         table[ids] = self.device_mesh().reshape(-1)
         return table
 
     def mesh_split(self) -> Mesh:
-        """Refine every axis that spans several levels into sub-axes, outermost major.
+        """Return the mesh, every axis that spans several levels split: `data.node`, `data.gpu`, outermost major.
 
-        Returns:
-            The mesh, on its own device ids, with sub-axes such as `data.node` and `data.gpu`; `device_mesh()` says on
-            which device of the topology each of them lies.
+        It keeps its device ids; `device_mesh()` says on which device of the topology each of them lies.
         """
         mesh = Mesh(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), devices=self.mesh.devices)
         for axis, row in zip(self.mesh.axes, self.matrix, strict=True):
@@ -130,11 +116,7 @@ class Placement:
         return mesh
 
     def describe(self) -> str:
-        """Say the matrix in one line.
-
-        Returns:
-            Such as `"data=[2, 4], tensor=[1, 2]"`.
-        """
+        """Return the matrix in one line, such as `data=[2, 4], tensor=[1, 2]`."""
         return ", ".join(f"{axis}={list(row)}" for axis, row in zip(self.mesh.axes, self.matrix, strict=True))
 
     def __str__(self) -> str:
@@ -142,17 +124,9 @@ class Placement:
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """Read the text form: the mesh, the matrix, and the topology file's text.
+        """Read what `str` prints: the mesh, the matrix, and the topology file's text.
 
-        Args:
-            text: As `str(placement)` prints it.
-
-        Returns:
-            The placement; `Placement.parse(str(p)) == p`.
-
-        Raises:
-            ParseError: The text is malformed.
-            TopologyError: The matrix does not fit.
+        Raises `ParseError` where the text is malformed, `TopologyError` where the matrix does not fit.
         """
         lines = border.text("the text of a placement", text, ParseError).split("\n", 2)
         if len(lines) != 3 or not lines[0].startswith("mesh "):
@@ -162,16 +136,18 @@ class Placement:
             raise ParseError("expected 'placement ' and the matrix", text, start)
         mesh = Mesh.parse(lines[0].removeprefix("mesh "))
         rows: list[tuple[int, ...]] = []
-        place, body = 0, lines[1].removeprefix("placement ")
-        for number, axis in enumerate(mesh.axes):
-            pattern = (r",\s*" if number else "") + rf"{re.escape(axis)}=(\[\d{{1,18}}(?:, ?\d{{1,18}})*\])"
-            found = re.compile(pattern).match(body, place)
+        start += len("placement ")
+        at, body = 0, lines[1].removeprefix("placement ")
+        number = rf"\d{{1,{MOST_DIGITS}}}"
+        for i, axis in enumerate(mesh.axes):
+            pattern = (r",\s*" if i else "") + rf"{re.escape(axis)}=(\[{number}(?:, ?{number})*\])"
+            found = re.compile(pattern).match(body, at)
             if found is None:
-                raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + 10 + place)
+                raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + at)
             rows.append(tuple(json.loads(found[1])))
-            place = found.end()
-        if body[place:].strip():
-            raise ParseError("expected the end of the matrix", text, start + 10 + place)
+            at = found.end()
+        if body[at:].strip():
+            raise ParseError("expected the end of the matrix", text, start + at)
         return Placement(mesh, Topology.parse(lines[2]), tuple(rows))
 
 
@@ -194,7 +170,7 @@ def placements(
     bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
     inside: Mapping[str, str] | None = None,
 ) -> Iterator[Placement]:
-    """Generate every placement of a mesh on a topology, in lexicographic order of the matrix, without duplicates.
+    """Return every placement of a mesh on a topology, in lexicographic order of the matrix, without duplicates.
 
     Args:
         mesh: The axes to place; a mesh or its text.
@@ -203,7 +179,7 @@ def placements(
         inside: For an axis the level inside whose parent it must stay: its entries on levels further out are 1.
 
     Returns:
-        Yields placements; without options `count(mesh, topology)` of them.
+        An iterator; without options it has `count(mesh, topology)` placements.
 
     Raises:
         TopologyError: Sizes differ, or an option names an unknown axis or level, or is of another kind.
@@ -238,11 +214,17 @@ def _pair(what: str, value: object) -> tuple[Any, Any]:
 
 
 def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: list[list[int]]) -> Iterator[Placement]:
+    """Yield the placements row by row, cell by cell, entries ascending: lexicographic order.
+
+    A cell takes only what leaves the rest of its row something that the columns behind it can multiply to, so no
+    branch of the search is in vain (but for `least` and `most`).
+    """
     depth = len(topology.levels)
 
     def rows(i: int, columns: tuple[int, ...]) -> Iterator[Matrix]:
+        """Yield the rows from axis i on, of what is left of every column."""
         if i == len(mesh.axes):
-            yield ()
+            yield ()  # one way to fill no rows
             return
         for row in cells(i, 0, mesh.sizes[i], columns):
             rest = tuple(column // x for column, x in zip(columns, row, strict=True))
@@ -250,8 +232,9 @@ def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: lis
                 yield (row, *others)
 
     def cells(i: int, j: int, need: int, columns: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield the entries of row i from level j on whose product is `need`."""
         if j == depth:
-            yield ()
+            yield ()  # need is 1 here, as no column is left to divide
             return
         after = math.prod(columns[j + 1 :])
         for x in divisors(math.gcd(need, columns[j])):
@@ -269,16 +252,9 @@ def _row(mesh: Mesh, axis: str) -> int:
     return mesh.axes.index(axis)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # cells of one enumeration ask for the divisors of the same few numbers
 def divisors(n: int) -> tuple[int, ...]:
-    """List the divisors of n >= 1, ascending.
-
-    Args:
-        n: At least 1.
-
-    Returns:
-        All divisors.
-    """
+    """Return the divisors of n >= 1, ascending."""
     found = [1]
     for p in set(primes(n)):
         power = primes(n).count(p)
@@ -287,21 +263,12 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def count(mesh: Mesh, topology: Topology) -> int:
-    """Count the placements without enumerating them: the product over primes of the numbers of exponent tables.
+    """Return the number of placements of a mesh on a topology, without enumerating them.
 
-    Args:
-        mesh: The axes to place.
-        topology: As many devices as the mesh.
+    It is the product, over primes, of the numbers of tables of exponents. Raises `TopologyError` where sizes differ.
 
-    Returns:
-        The number of placements that `placements(mesh, topology)` yields.
-
-    Raises:
-        TopologyError: Sizes differ.
-
-    Example:
-        >>> count(Mesh(a=4, b=4), Topology.load("dgx-a100", nodes=2))
-        2
+    >>> count(Mesh(a=4, b=4), Topology.load("dgx-a100", nodes=2))
+    2
     """
     _check_sizes(mesh, topology)
     total = 1
@@ -312,16 +279,18 @@ def count(mesh: Mesh, topology: Topology) -> int:
     return total
 
 
+# Sub-tables recur within one count and between those of several primes: entries are sorted, so that they do.
 @lru_cache(maxsize=65536)
 def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
-    """Count non-negative integer tables with these row and column sums."""
+    """The number of non-negative integer tables with these row and column sums."""
     if not rows:
         return int(not any(columns))
 
     def take(j: int, need: int) -> Iterator[tuple[int, ...]]:
+        """Yield what the columns from j on have left when the first row takes `need` from them."""
         if j == len(columns):
             if need == 0:
-                yield ()
+                yield ()  # the row is filled; where some of it is left over, these entries are no way
             return
         for x in range(min(need, columns[j]) + 1):
             for others in take(j + 1, need - x):
@@ -331,7 +300,7 @@ def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
 
 
 def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
-    """Find the placement matrix of an existing mesh, up to renaming equal units.
+    """Return the placement matrix of an existing mesh, up to renaming equal units.
 
     Args:
         ids: Topology ids in the mesh's shape, every device once.
@@ -346,9 +315,8 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
 
     Source: arXiv 2110.10548, read backwards: rows are ratios of the units a group spans.
 
-    Example:
-        >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
-        ((2, 4), (1, 2))
+    >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
+    ((2, 4), (1, 2))
     """
     array = topology.checked(ids)
     if array.size != topology.size or np.unique(array).size != array.size:
@@ -366,6 +334,7 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
     for j, size in enumerate(topology.level_sizes):
         if math.prod(row[j] for row in matrix) != size:
             return None
+    # Rows that fit axis by axis may still not fit together: two axes that go over the same units do not multiply.
     for subset in range(1, 1 << array.ndim):
         axes = tuple(i for i in range(array.ndim) if subset >> i & 1)
         if len(axes) > 1:
@@ -376,7 +345,7 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
 
 
 def _units_spanned(array: NDArray[np.int64], axes: tuple[int, ...], topology: Topology) -> list[int] | None:
-    """Count for each level the distinct units in every group along `axes`; None where the groups disagree."""
+    """The number of distinct units of each level in every group along `axes`; None where the groups disagree."""
     others = [i for i in range(array.ndim) if i not in axes]
     groups = array.transpose([*others, *axes]).reshape(-1, math.prod(array.shape[i] for i in axes))
     spanned: list[int] = []

@@ -1,9 +1,10 @@
 """Topologies: the levels of a cluster's hardware, outermost first, and what one device can do.
 
 A level describes how the `size` children of one parent are linked, so the sizes multiply to the number of devices. A
-*unit* of level j is one child there; units are numbered over the whole level, and a device id is the mixed-radix number
-of its level digits, outermost most significant. `str` prints the file format and
-`parse(str(t)) == t`; the format itself is in `topology_file.py`, presets are TOML files beside this module.
+*unit* of level j is one child there; units are numbered over the whole level. A device's *topology id* is the
+mixed-radix number of its level digits, outermost most significant: it is the id of that device in every mesh that no
+placement lays elsewhere. `str` prints the file format and `parse(str(t)) == t`; the format itself is in
+`topology_file.py`, presets are TOML files beside this module.
 """
 
 from __future__ import annotations
@@ -27,22 +28,13 @@ from shardplan.hardware.topology_file import load, parse, to_text
 class Topology:
     """Hardware levels, outermost first, and the device at their leaves.
 
-    Invariants: at least one level; level names are unique; degraded units exist.
+    Invariants: at least one level; level names are unique; degraded units exist. Raises `TopologyError`.
 
-    Args:
-        name: Printed with results; may be empty.
-        levels: Outermost first.
-        device: What one device can do.
-
-    Raises:
-        TopologyError: An invariant is broken.
-
-    Example:
-        >>> Topology.load("dgx-a100", nodes=2).level_sizes
-        (2, 8)
+    >>> Topology.load("dgx-a100", nodes=2).level_sizes
+    (2, 8)
     """
 
-    name: str
+    name: str  # printed with results; may be empty
     levels: tuple[Level, ...]
     device: DeviceSpec = field(default_factory=DeviceSpec)
 
@@ -86,61 +78,27 @@ class Topology:
         return tuple(math.prod(self.level_sizes[j + 1 :]) for j in range(len(self.levels)))
 
     def index(self, name: str) -> int:
-        """Find a level by name.
-
-        Args:
-            name: A level's name.
-
-        Returns:
-            Its place, 0 for the outermost.
-
-        Raises:
-            TopologyError: No level has this name.
-        """
+        """Return the number of a level, 0 for the outermost; raises `TopologyError` where none has this name."""
         for j, level in enumerate(self.levels):
             if level.name == name:
                 return j
         raise TopologyError(f"topology {self.name!r} has no level {shown(name)}; levels: {self.describe()}")
 
     def describe(self) -> str:
-        """Say the levels in one line.
-
-        Returns:
-            Such as `"node=4 x gpu=8"`.
-        """
+        """Return the levels in one line, such as `node=4 x gpu=8`."""
         return " x ".join(f"{level.name}={level.size}" for level in self.levels)
 
     def digits(self, ids: ArrayLike) -> NDArray[np.int64]:
-        """Split device ids into level digits.
+        """Return the level digits of topology ids [n], outermost first: int64 [n, L]; errors as of `checked`.
 
-        Args:
-            ids: Device ids, `[n]`.
-
-        Returns:
-            Digits `[n, L]`, outermost first.
-
-        Raises:
-            TopologyError: An id is not a device of this topology.
-
-        Example:
-            >>> Topology.load("dgx-a100", nodes=2).digits([0, 9]).tolist()
-            [[0, 0], [1, 1]]
+        >>> Topology.load("dgx-a100", nodes=2).digits([0, 9]).tolist()
+        [[0, 0], [1, 1]]
         """
         flat = self.checked(ids).reshape(-1)
         return flat[:, None] // np.array(self.strides) % np.array(self.level_sizes)
 
     def checked(self, ids: ArrayLike) -> NDArray[np.int64]:
-        """Check that ids are devices of this topology.
-
-        Args:
-            ids: Device ids, any shape.
-
-        Returns:
-            The ids as int64.
-
-        Raises:
-            TopologyError: An id is not a device of this topology.
-        """
+        """Return topology ids as int64, in the same shape; raises `TopologyError` for what is none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.size):
             bad = int(array.max()) if int(array.max()) >= self.size else int(array.min())
@@ -151,20 +109,13 @@ class Topology:
         return array
 
     def resize(self, **sizes: int | Sequence[int]) -> Topology:
-        """Give levels other sizes.
+        """Return this topology with levels of other sizes.
 
-        Args:
-            sizes: A level's name, or it with an s, and the new number of children; a shape for a torus or mesh.
+        `sizes` has a level's name, or it with an s, and the new number of children; a shape for a torus or mesh. Raises
+        `TopologyError` where no level has such a name, or the size does not suit it.
 
-        Returns:
-            A new topology.
-
-        Raises:
-            TopologyError: No level has such a name, or the size does not suit it.
-
-        Example:
-            >>> Topology.load("nominal").resize(devices=6).size
-            6
+        >>> Topology.load("nominal").resize(devices=6).size
+        6
         """
         levels = {level.name: level for level in self.levels}
         for key, value in sizes.items():
@@ -177,22 +128,18 @@ class Topology:
 
     @staticmethod
     def load(source: str | Path, **sizes: int | Sequence[int]) -> Topology:
-        """Load a topology from a preset, a TOML file or an NCCL topology XML file.
+        """Return the topology of a preset, a TOML file or an NCCL topology XML file.
 
         Args:
             source: A preset's name, or a path that ends in `.toml` or `.xml`.
             sizes: As for `resize`: `nodes=4` sets the size of the level called node.
 
-        Returns:
-            The topology.
-
         Raises:
             TopologyError: No such preset or file, or a value breaks an invariant.
             ParseError: The file is malformed.
 
-        Example:
-            >>> Topology.load("dgx-a100", nodes=4).describe()
-            'node=4 x gpu=8'
+        >>> Topology.load("dgx-a100", nodes=4).describe()
+        'node=4 x gpu=8'
         """
         if not isinstance(source, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(
@@ -202,13 +149,7 @@ class Topology:
 
     @staticmethod
     def parse(text: str) -> Topology:
-        """Read the text of a topology file.
-
-        Args:
-            text: TOML, as in the design's section on topology files.
-
-        Returns:
-            The topology; `Topology.parse(str(t)) == t`.
+        """Read the text of a topology file (TOML), such as `str` prints.
 
         Raises:
             ParseError: The text is no TOML, or a unit is wrong.
@@ -221,22 +162,13 @@ class Topology:
 
 
 def topology_of(what: str, value: object) -> Topology:
-    """Return a topology, given as one or as text.
+    """Return a topology, given as one or as text: the name of a preset, the path or the text of a topology file.
 
-    Args:
-        what: The name of the argument, for errors.
-        value: A topology, the name of a preset, the path of a file, or the text of a topology file.
+    It has the size that is given: nothing is resized to fit. `what` names the argument in errors: `TopologyError` for
+    another value and where there is no such preset or file, `ParseError` where the text is malformed.
 
-    Returns:
-        The topology, of the size that is given: nothing is resized to fit.
-
-    Raises:
-        TopologyError: It is none, or there is no such preset or file.
-        ParseError: The text is malformed.
-
-    Example:
-        >>> topology_of("topology", "dgx-h100").name
-        'dgx-h100'
+    >>> topology_of("topology", "dgx-h100").name
+    'dgx-h100'
     """
     if isinstance(value, str):
         return Topology.parse(value) if "\n" in value else Topology.load(value)

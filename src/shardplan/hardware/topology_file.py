@@ -26,11 +26,7 @@ _LEVEL = ("name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "s
 
 
 def presets() -> tuple[str, ...]:
-    """Name the topologies that ship with shardplan.
-
-    Returns:
-        Names for `Topology.load`, sorted.
-    """
+    """Return the names of the topologies that ship with shardplan, sorted; `Topology.load` takes them."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
 
 
@@ -84,12 +80,12 @@ def parse(text: str) -> Hardware:
 
 
 def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
-    place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
     reason = re.sub(r" \(at .*\)$", "", str(error))
-    if place is None:
+    if found is None:
         return ParseError(f"topology is no TOML: {reason}", text, len(text))
     starts = [0, *(match.end() for match in re.finditer("\n", text))]
-    return ParseError(f"topology is no TOML: {reason}", text, starts[int(place[1]) - 1] + int(place[2]) - 1)
+    return ParseError(f"topology is no TOML: {reason}", text, starts[int(found[1]) - 1] + int(found[2]) - 1)
 
 
 def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:

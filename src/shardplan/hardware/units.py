@@ -16,7 +16,10 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import LayoutError, ParseError, shown
 
+_DIGITS = 3  # of printed numbers: more than a prediction is good for
+_PLAIN = 20  # characters up to which an exact number is written without an exponent; a float has 17 digits
 _NUMBER = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*")
+# By prefix the power of 10, or of 1024, that it stands for; ascending, as printing takes the last one that fits.
 _DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 1, "Mi": 2, "Gi": 3, "Ti": 4, "Pi": 5}
 
@@ -31,12 +34,13 @@ def _scales(base: str, per: str = "", bits: bool = False) -> dict[str, Decimal]:
     return table
 
 
-_SECONDS = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6"), "µs": Decimal("1e-6"), "ns": Decimal("1e-9")}
+_TIME_POWERS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
+_SECONDS = {unit: Decimal(10) ** power for unit, power in (_TIME_POWERS | {"µs": -6}).items()}
 _BYTES = _scales("B")
 _RATES = _scales("B", "/s", bits=True)
 _FLOPS = _scales("FLOP", "/s") | _scales("OP", "/s")
 
-# What an error offers, and what exact printing chooses from (decimal scales only, so that printing is lossless).
+# What an error offers: of every kind the ones in use.
 _SHOWN: dict[str, tuple[str, ...]] = {
     "bytes": ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"),
     "bytes per second": ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "GiB/s", "Mbit/s", "Gbit/s"),
@@ -66,62 +70,33 @@ def _parse(text: str, quantity: str) -> float:
 
 
 def parse_bytes(text: str) -> float:
-    """Read a number of bytes.
+    """Return the bytes that a text such as `80 GB` says; raises `ParseError` at the character.
 
-    Args:
-        text: Such as `"80 GB"` or `"4 GiB"`.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ParseError: No number, or no unit of bytes; it points at the character.
-
-    Example:
-        >>> parse_bytes("4 GiB")
-        4294967296.0
+    >>> parse_bytes("4 GiB")
+    4294967296.0
     """
     return _parse(text, "bytes")
 
 
 def bytes_of(what: str, value: object) -> float:
-    """Return a number of bytes, given as one or as text.
+    """Return a number of bytes, finite and 0 or more, given as one or as text; `what` names the argument in errors.
 
-    Args:
-        what: The name of the argument, for errors.
-        value: Such as `2e9` or `"2 GB"`.
+    Raises `LayoutError` for another value, `ParseError` at the character of a text.
 
-    Returns:
-        Bytes, finite and 0 or more.
-
-    Raises:
-        LayoutError: It is no number of bytes.
-        ParseError: The text is malformed; it points at the character.
-
-    Example:
-        >>> bytes_of("nbytes", "64 MB")
-        64000000.0
+    >>> bytes_of("nbytes", "64 MB")
+    64000000.0
     """
     return parse_bytes(value) if isinstance(value, str) else border.number(f"{what}, in bytes,", value)
 
 
 def limit_of(what: str, value: object) -> int | None:
-    """Return a limit in whole bytes, given as a number of at least 1 or as text; None stays None.
+    """Return a limit in whole bytes, given as a whole number of at least 1 or as text; None stays None.
 
-    Args:
-        what: The name of the argument, for errors.
-        value: Such as `10**9`, `1e9` or `"1 GB"`; of `"1.5 B"` the whole bytes are 1.
+    Of a text such as `1.5 B` the whole bytes count. `what` names the argument in errors: `LayoutError` for another
+    value, `ParseError` at the character of a text.
 
-    Returns:
-        Bytes, or None.
-
-    Raises:
-        LayoutError: It is no whole number of bytes of at least 1.
-        ParseError: The text is malformed; it points at the character.
-
-    Example:
-        >>> limit_of("memory limit", "1 GB")
-        1000000000
+    >>> limit_of("memory limit", "1 GB")
+    1000000000
     """
     if value is None:
         return None
@@ -142,72 +117,44 @@ def limit_of(what: str, value: object) -> int | None:
 
 
 def parse_rate(text: str) -> float:
-    """Read a bandwidth.
+    """Return the bytes per second that a text such as `450 GB/s` says; raises `ParseError` at the character.
 
-    Args:
-        text: Such as `"450 GB/s"` or `"100 Gbit/s"`.
-
-    Returns:
-        Bytes per second.
-
-    Raises:
-        ParseError: No number, or no unit of bandwidth; it points at the character.
-
-    Example:
-        >>> parse_rate("100 Gbit/s")
-        12500000000.0
+    >>> parse_rate("100 Gbit/s")
+    12500000000.0
     """
     return _parse(text, "bytes per second")
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration.
+    """Return the seconds that a text such as `2 us` says; raises `ParseError` at the character.
 
-    Args:
-        text: Such as `"2 us"`.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ParseError: No number, or no unit of time; it points at the character.
-
-    Example:
-        >>> parse_seconds("2 us")
-        2e-06
+    >>> parse_seconds("2 us")
+    2e-06
     """
     return _parse(text, "seconds")
 
 
 def parse_flops(text: str) -> float:
-    """Read a rate of arithmetic operations.
+    """Return the operations per second that a text such as `312 TFLOP/s` says; raises `ParseError` at the character.
 
-    Args:
-        text: Such as `"19.5 TFLOP/s"`.
-
-    Returns:
-        Operations per second.
-
-    Raises:
-        ParseError: No number, or no unit of operations per second; it points at the character.
-
-    Example:
-        >>> parse_flops("19.5 TFLOP/s")
-        19500000000000.0
+    >>> parse_flops("19.5 TFLOP/s")
+    19500000000000.0
     """
     return _parse(text, "operations per second")
 
 
 def _format(value: float, steps: tuple[tuple[str, float], ...]) -> str:
+    """The text of a value in the largest of the steps, (unit, size) ascending, of which it has at least one."""
     if not math.isfinite(value):
         return f"{value} {steps[0][0]}"
-    # Round to three digits first, so that 999,999 is 1 MB and never 1e+03 kB.
-    rounded = float(f"{value:.3g}")
+    # Round first, so that 999,999 is 1 MB and never 1e+03 kB.
+    rounded = float(f"{value:.{_DIGITS}g}")
     unit, scale = steps[0]
     for name, size in steps:
-        if abs(rounded) >= size * (1 - 1e-12):
+        if abs(rounded) >= size:
             unit, scale = name, size
-    number = f"{rounded / scale:.3g}"
+    number = f"{rounded / scale:.{_DIGITS}g}"
+    # Above the last step there is no larger unit: 5000 s, not 5e+03 s.
     return f"{float(number):.0f} {unit}" if "e+" in number else f"{number} {unit}"
 
 
@@ -217,86 +164,52 @@ _FLOP_STEPS = tuple((f"{prefix}FLOP/s", 10.0**power) for prefix, power in _DECIM
 
 
 def format_bytes(nbytes: float) -> str:
-    """Print a number of bytes to three digits.
+    """Return a number of bytes as text: three digits and a decimal prefix.
 
-    Args:
-        nbytes: Bytes.
-
-    Returns:
-        Text with a decimal prefix.
-
-    Example:
-        >>> format_bytes(1234567)
-        '1.23 MB'
+    >>> format_bytes(1234567)
+    '1.23 MB'
     """
     return _format(float(nbytes), _BYTE_STEPS)
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Print a bandwidth to three digits.
+    """Return a bandwidth as text: three digits and a decimal prefix.
 
-    Args:
-        bytes_per_second: Bytes per second.
-
-    Returns:
-        Text with a decimal prefix.
-
-    Example:
-        >>> format_rate(4.5e11)
-        '450 GB/s'
+    >>> format_rate(4.5e11)
+    '450 GB/s'
     """
     return _format(float(bytes_per_second), _BYTE_STEPS) + "/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration to three digits.
+    """Return a duration as text: three digits, in s, ms, us or ns.
 
-    Args:
-        seconds: Seconds.
-
-    Returns:
-        Text in s, ms, us or ns.
-
-    Example:
-        >>> format_seconds(0.00123)
-        '1.23 ms'
+    >>> format_seconds(0.00123)
+    '1.23 ms'
     """
     return "0 s" if seconds == 0 else _format(float(seconds), _TIME_STEPS)
 
 
 def format_flops(flops: float) -> str:
-    """Print a rate of operations to three digits.
+    """Return a rate, in operations per second, as text: three digits and a decimal prefix.
 
-    Args:
-        flops: Operations per second.
-
-    Returns:
-        Text with a decimal prefix.
-
-    Example:
-        >>> format_flops(312e12)
-        '312 TFLOP/s'
+    >>> format_flops(312e12)
+    '312 TFLOP/s'
     """
     return _format(float(flops), _FLOP_STEPS)
 
 
 def exact(value: float, unit: str) -> str:
-    """Print a value so that parsing gives the same float again.
+    """Return the text of a value in an SI unit, finite and not negative, that parsing makes the same float of.
 
-    Args:
-        value: In the SI unit, finite and not negative.
-        unit: `"B"`, `"B/s"`, `"FLOP/s"` or `"s"`.
+    `unit` is `B`, `B/s`, `FLOP/s` or `s`; the text has the largest prefix of which it is at least one.
 
-    Returns:
-        Text with the prefix that keeps the number shortest to read.
-
-    Example:
-        >>> exact(25e9, "B/s")
-        '25 GB/s'
+    >>> exact(25e9, "B/s")
+    '25 GB/s'
     """
     number = Decimal(repr(float(value)))
     if unit == "s":
-        steps = [("ns", -9), ("us", -6), ("ms", -3), ("s", 0)]
+        steps = list(_TIME_POWERS.items())
     else:
         steps = [(f"{prefix}{unit}", power) for prefix, power in _DECIMAL.items()]
     name, power = steps[0]
@@ -307,4 +220,4 @@ def exact(value: float, unit: str) -> str:
             name, power = candidate, size
     scaled = number.scaleb(-power).normalize()
     plain = format(scaled, "f")
-    return f"{plain if len(plain) <= 20 else scaled} {name}"
+    return f"{plain if len(plain) <= _PLAIN else scaled} {name}"

@@ -3,7 +3,10 @@
 Reading order:
 
 - `launch`      `Launch`: mesh coordinate -> topology device id, and the rings of its groups
-- `hostfile`    hostfiles and rankfiles; `megatron` order strings; `frameworks` torch's and JAX's device meshes
+- `hostfile`    hostfiles and rankfiles, read and written: which rank runs on which device
+- `megatron`    Megatron's order strings as placements, and back
+- `frameworks`  launches from torch's and JAX's device meshes
 - `verdict`     what a launch is as a placement, or which groups do not fit
-- `audit`       the verb: a launch against the best placement; `fixes` the better one as text that runs
+- `fixes`       how to launch a placement, as text that runs
+- `audit`       the verb: what a launch costs beside the best placement, why, and how to do better
 """

@@ -2,7 +2,7 @@
 
 The launch is read as a placement (`launches.launch`), its traffic is priced as stock collectives in the order in which
 its groups list their members, and beside it every matrix of the same mesh; the cheapest is written as text that runs
-(`fixes`). Spec: the audit of placements after arXiv 2110.10548.
+(`fixes`).
 """
 
 from __future__ import annotations
@@ -33,70 +33,44 @@ from shardplan.movement.placing.placed import ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
-# Seconds closer than this, relatively, are equal.
-SAME = 1e-9
+SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """What the groups over some axes cross.
-
-    Args:
-        axes: The axes.
-        spans: For each level the least and the greatest number of units that a group spans.
-        per_uplink: For each level the groups that share an uplink of the busiest unit.
-        detours: For each level the ring's crossings beyond the least possible, over all groups.
-    """
+    """What the groups over some axes cross."""
 
     axes: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
-    per_uplink: tuple[int, ...]
-    detours: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]  # for each level the least and the greatest number of units that a group spans
+    per_uplink: tuple[int, ...]  # for each level the groups that share an uplink of the busiest unit
+    detours: tuple[int, ...]  # for each level the ring's crossings beyond the least possible, over all groups
 
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
-    """What one demand costs.
-
-    Args:
-        demand: The collective.
-        seconds: A step's, as launched.
-        best_seconds: A step's, on the best matrix.
-        uplink_bytes: For each level the bytes that leave its busiest unit in a step, on rings.
-    """
+    """What one demand costs."""
 
     demand: Demand
-    seconds: float
-    best_seconds: float
-    uplink_bytes: tuple[float, ...]
+    seconds: float  # of a step, as launched
+    best_seconds: float  # of a step, on the best matrix
+    uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step, on rings
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found.
-
-    Args:
-        launch: What was audited.
-        findings: Verdict, matrix, offending groups.
-        rows: One for each axis of more than one device, and one for each tuple of axes with traffic.
-        shares: One for each demand; none without traffic.
-        seconds: Of all demands, as launched; None without traffic.
-        best: The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are.
-            Without traffic this launch's matrix, None where it has none.
-        best_seconds: Of all demands there; None without traffic.
-        causes: Sentences, one for each demand that loses, the worst first; else the one that says why none does.
-        fix: How to launch `best`; None where nothing is to be gained and no ring is interleaved.
-    """
+    """What an audit found."""
 
     launch: Launch
     findings: Findings
-    rows: tuple[AxisRow, ...]
-    shares: tuple[CostShare, ...]
-    seconds: float | None
+    rows: tuple[AxisRow, ...]  # one for each axis of more than one device, and one for each tuple of axes with traffic
+    shares: tuple[CostShare, ...]  # one for each demand; none without traffic
+    seconds: float | None  # of all demands, as launched; None without traffic
+    # The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are. Without
+    # traffic this launch's matrix, None where it has none.
     best: Placement | None
-    best_seconds: float | None
-    causes: tuple[str, ...]
-    fix: Fix | None
+    best_seconds: float | None  # of all demands there; None without traffic
+    causes: tuple[str, ...]  # sentences, one for each demand that loses, the worst first; else why none does
+    fix: Fix | None  # how to launch `best`; None where nothing is to be gained and no ring is interleaved
 
     @property
     def placement(self) -> Placement | None:
@@ -140,31 +114,29 @@ def audit(
     hosts: Sequence[str] = (),
     device: str = "cuda",
 ) -> Audit:
-    """Audit a launch.
+    """Return whether a launch is placed well, what it costs, why, and what would be better.
 
     Args:
         ids: Topology ids, in the mesh's shape or in mesh order; or a `Launch`, which brings mesh, topology and hosts.
         mesh: The axes, as a mesh or its text; its device ids are the ranks at the coordinates.
         topology: The hardware, as a topology or its text; the mesh fills it, nothing is resized.
         traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`, or its text
-            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than
-            another order of the same matrix.
+            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than another order
+            of the same matrix.
         hosts: Names in the order of the topology's units.
         device: torch's device type in the fix.
 
-    Returns:
-        Placement, verdict, what each axis crosses, seconds against the best matrix, the causes, and the fixes.
-
     Raises:
-        TopologyError: The ids are no permutation of the topology's devices, the mesh does not fill the topology, or
-            one of the two is missing.
+        TopologyError: The ids are no permutation of the topology's devices, the mesh does not fill the topology, or one
+            of the two is missing.
         LayoutError: Traffic names an axis that the mesh has not, or is malformed; an argument is of another kind.
 
-    Example:
-        >>> topology = Topology.load("gcp-a100x16", nodes=2)
-        >>> found = audit(range(32), Mesh(tensor=2, data=16), topology, {"tensor": 2e9, "data": 1e6})
-        >>> found.verdict, found.cause
-        ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
+    Source: the audit of placements after arXiv 2110.10548.
+
+    >>> topology = Topology.load("gcp-a100x16", nodes=2)
+    >>> found = audit(range(32), Mesh(tensor=2, data=16), topology, {"tensor": 2e9, "data": 1e6})
+    >>> found.verdict, found.cause
+    ('canonical', '`tensor` spans 2 nodes: 16 groups share each NIC')
     """
     launch = ids if isinstance(ids, Launch) else _launch(ids, mesh, topology, hosts)
     if ids is launch and (mesh is not None or topology is not None or hosts):
@@ -206,12 +178,14 @@ def audit(
 
 
 def _demands(traffic: object, mesh: Mesh) -> tuple[Demand, ...]:
+    """Traffic as demands, which it may be already."""
     if isinstance(traffic, (list, tuple)) and all(isinstance(d, Demand) for d in traffic):
         return tuple(traffic)
     return demands_of(traffic, mesh)  # pyright: ignore[reportArgumentType]
 
 
 def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | None, hosts: Sequence[str]) -> Launch:
+    """The launch that an array of ids describes."""
     if mesh is None or topology is None:
         raise TopologyError("an array of device ids needs a mesh and a topology; a Launch brings its own")
     mesh, topology = mesh_of("mesh", mesh), topology_of("topology", topology)
@@ -232,15 +206,9 @@ def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | Non
 
 
 def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
-    """Price a demand as the library's own collective, its cheapest algorithm, all groups at once.
+    """Return the seconds that a demand takes a step as the library's own collective, all groups at once.
 
-    Args:
-        members: Topology ids `[G, k]`, in member order.
-        demand: Op, bytes and count.
-        fabric: The resources.
-
-    Returns:
-        Seconds of a step.
+    `members` are topology ids, int64 [groups, k], in member order; the cheapest algorithm runs.
     """
     return demand.count * price(demand_pattern(demand.op, members, demand.nbytes), fabric).seconds
 
@@ -248,18 +216,9 @@ def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
 def stock_ranking(
     mesh: Mesh, topology: Topology, demands: Sequence[Demand]
 ) -> list[tuple[Placement, tuple[float, ...]]]:
-    """Price the demands as stock collectives on every placement, groups in level-major order.
+    """Return every placement with the seconds of each demand as a stock collective, the cheapest first.
 
-    Args:
-        mesh: The axes.
-        topology: As many devices.
-        demands: What a step communicates.
-
-    Returns:
-        Placements with the seconds of each demand, the cheapest first.
-
-    Raises:
-        TopologyError: Sizes differ.
+    Groups list their members in level-major order. Raises `TopologyError` where sizes differ.
     """
     rows = ranked(list(placements(mesh, topology)), demands, programs="stock")
     return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
@@ -268,7 +227,7 @@ def stock_ranking(
 def _best(
     launch: Launch, findings: Findings, ranking: Sequence[tuple[Placement, tuple[float, ...]]]
 ) -> tuple[Placement, tuple[float, ...]]:
-    """Of the cheapest that are equal take the one that asks least of the user."""
+    """Of the cheapest placements that are equal the one that asks least of the user: none, no renumbering, or any."""
     least = sum(ranking[0][1])
     equal = [row for row in ranking if sum(row[1]) <= least * (1 + SAME)]
     natural = np.arange(launch.mesh.size)
@@ -282,6 +241,7 @@ def _best(
 
 
 def _row(launch: Launch, one: Ring) -> AxisRow:
+    """What the groups of one ring cross."""
     groups = launch.groups(one.axes)
     counts = spanned(groups, launch.topology)
     shared = sharing(groups, launch.topology)
@@ -295,15 +255,9 @@ def _row(launch: Launch, one: Ring) -> AxisRow:
 
 
 def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray[np.float64]]:
-    """Add up what leaves every unit in a step, by rings; all-to-all pair by pair.
+    """Return for each level the bytes that leave its units in a step, float64 [units]; by rings.
 
-    Args:
-        members: Topology ids `[G, k]`, in member order.
-        demand: Op, bytes and count.
-        fabric: The resources.
-
-    Returns:
-        For each level bytes out of its units, `[units]`.
+    `members` are topology ids, int64 [groups, k], in member order. An all-to-all is counted pair by pair.
     """
     topology, k = fabric.topology, members.shape[1]
     sums: list[NDArray[np.float64]] = []
@@ -326,14 +280,14 @@ def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray
 
 
 def uplink_word(level: Level) -> str:
-    """Name an uplink of a level: that of a node is a NIC."""
+    """Return what an uplink of a level is called: that of a node is a NIC."""
     if level.link != "switch":
         return f"link of a {level.name}"
     return "NIC" if level.name in ("node", "host") else f"uplink of a {level.name}"
 
 
 def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement) -> str:
-    """Say in one sentence why a demand is slow."""
+    """Say in one sentence why a demand is slow; the outermost level first, where a crossing costs most."""
     axes, levels = worst.demand.axes, launch.topology.levels
     names = ", ".join(f"`{axis}`" for axis in axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)

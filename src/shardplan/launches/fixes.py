@@ -23,8 +23,8 @@ from shardplan.launches.megatron import DEFAULT, fastest_first, name_of, order_r
 from shardplan.launches.verdict import analyse
 
 Ints = NDArray[np.int64]
-# Arrays up to here are written out; longer ones as an expression where there is one.
-_LITERAL = 16
+_LITERAL = 16  # numbers of an array that is written out, in a line; longer ones as an expression where there is one
+# The parameter of `initialize_model_parallel` for each of Megatron's names; the data degree is what is left.
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -35,31 +35,18 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """How to launch a placement.
-
-    Args:
-        placement: What is to be launched.
-        torch: Python that makes `mesh`, a `DeviceMesh`; the process group exists.
-        torch_note: Where torch needs more than that; else empty.
-        jax: Python that makes `mesh`, a `jax.sharding.Mesh`.
-        megatron: A call of `initialize_model_parallel`, or "not expressible" and why.
-        megatron_order: The order string of the call, None where there is none.
-        megatron_rankfile: Open MPI's rankfile that places Megatron's default order, where no string does.
-        rankfile: Open MPI's rankfile, for a program whose ranks have the coordinates they have now.
-        hostfile: The same as a hostfile, None where the order of hosts is not enough.
-        nccl_tests: For each tuple of axes the setting that makes nccl-tests run in its groups.
-    """
+    """How to launch a placement."""
 
     placement: Placement
-    torch: str
-    torch_note: str
-    jax: str
-    megatron: str
-    megatron_order: str | None
-    megatron_rankfile: str | None
-    rankfile: str
-    hostfile: str | None
-    nccl_tests: tuple[tuple[tuple[str, ...], str], ...]
+    torch: str  # Python that makes `mesh`, a `DeviceMesh`; the process group exists
+    torch_note: str  # where torch needs more than that; else empty
+    jax: str  # Python that makes `mesh`, a `jax.sharding.Mesh`
+    megatron: str  # a call of `initialize_model_parallel`, or "not expressible" and why
+    megatron_order: str | None  # the order string of the call, None where there is none
+    megatron_rankfile: str | None  # Open MPI's rankfile that places Megatron's default order, where no string does
+    rankfile: str  # Open MPI's rankfile, for a program whose ranks have the coordinates they have now
+    hostfile: str | None  # the same as a hostfile, None where the order of hosts is not enough
+    nccl_tests: tuple[tuple[tuple[str, ...], str], ...]  # by axes the setting that makes nccl-tests run in their groups
 
     def texts(self) -> dict[str, str]:
         """Return the fix by framework: torch, jax, megatron, mpi and nccl-tests."""
@@ -77,16 +64,10 @@ class Fix:
 
 
 def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]] = (), device: str = "cuda") -> Fix:
-    """Write how to launch a placement instead of what is launched now.
+    """Return how to launch a placement instead of what is launched now, as text.
 
-    Args:
-        launch: Where ranks run, and which coordinates they have.
-        placement: Of the same axes on the same topology.
-        together: Further tuples of axes that nccl-tests should run over.
-        device: torch's device type.
-
-    Returns:
-        The texts.
+    `launch` says where ranks run and which coordinates they have; the placement is of the same axes on the same
+    topology. `together` are further tuples of axes that nccl-tests should run over; `device` is torch's device type.
     """
     order, call, default_ranks = _megatron(launch, placement)
     ids = placement.device_mesh()
@@ -116,14 +97,9 @@ def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]
 
 
 def renumbered(launch: Launch, placement: Placement) -> Ints:
-    """List the ranks that stand where a placement wants each coordinate.
+    """Return the ranks that stand where a placement wants each coordinate, int64 in the mesh's shape.
 
-    Args:
-        launch: Where ranks run.
-        placement: On the same topology.
-
-    Returns:
-        Ranks in the mesh's shape: 0, 1, ... in row-major order where that is the placement up to renaming equal units.
+    They are 0, 1, ... in row-major order where that is the placement up to renaming equal units.
     """
     natural = np.arange(launch.mesh.size).reshape(launch.mesh.sizes)
     if _gives(launch, natural, placement):
@@ -134,7 +110,7 @@ def renumbered(launch: Launch, placement: Placement) -> Ints:
 
 
 def _gives(launch: Launch, ranks: Ints, placement: Placement) -> bool:
-    """Whether these ranks, where they run now, are the placement."""
+    """Say whether these ranks, where they run now, are the placement."""
     table = launch.device_of_rank()
     flat: list[int] = ranks.reshape(-1).tolist()
     if any(r not in table for r in flat):
@@ -148,34 +124,28 @@ def _gives(launch: Launch, ranks: Ints, placement: Placement) -> bool:
 
 
 def strided_text(ids: Ints, arange: str, permute: str) -> str | None:
-    """Write an array of numbers as a row of numbers with its digits in another order.
+    """Return an expression for a permutation of 0, 1, ... of any shape: a range with its digits in another order.
 
-    Args:
-        ids: A permutation of 0, 1, ..., any shape.
-        arange: Name of the function that counts.
-        permute: Name of the method that orders dims.
+    `arange` is the name of the function that counts, `permute` that of the method that orders dims. None where there is
+    no such expression.
 
-    Returns:
-        An expression, None where there is none.
-
-    Example:
-        >>> strided_text(np.arange(6).reshape(2, 3).T, "np.arange", "transpose")
-        'np.arange(6).reshape(2, 3).transpose(1, 0).reshape(3, 2)'
+    >>> strided_text(np.arange(6).reshape(2, 3).T, "np.arange", "transpose")
+    'np.arange(6).reshape(2, 3).transpose(1, 0).reshape(3, 2)'
     """
     flat = ids.reshape(-1)
     digits: list[tuple[int, int]] = []  # size and step of the value, the fastest first
-    place = 1
+    stride = 1  # of the digit in the row
     for size in reversed(ids.shape):
         left = size
         while left > 1:
-            step = int(flat[place] - flat[0])
+            step = int(flat[stride] - flat[0])
             run = max(
-                r for r in divisors(left) if np.array_equal(flat[: r * place : place], flat[0] + step * np.arange(r))
+                r for r in divisors(left) if np.array_equal(flat[: r * stride : stride], flat[0] + step * np.arange(r))
             )
             if run == 1:
                 return None
             digits.append((run, step))
-            place *= run
+            stride *= run
             left //= run
     digits.reverse()
     order = sorted(range(len(digits)), key=lambda k: -digits[k][1])
@@ -188,16 +158,18 @@ def strided_text(ids: Ints, arange: str, permute: str) -> str | None:
 
 
 def _array_text(ids: Ints, arange: str, permute: str, literal: str) -> str:
-    """Write an array of numbers, a long one as an expression where there is one."""
+    """An array of numbers as text, a long one as an expression where there is one."""
     text = strided_text(ids, arange, permute) if ids.size > _LITERAL else None
     return text or f"{literal}({ids.tolist()})"
 
 
 def _names(mesh: Mesh) -> str:
+    """The axes as a tuple of Python."""
     return f"({', '.join(repr(a) for a in mesh.axes)}{',' if len(mesh.axes) == 1 else ''})"
 
 
 def _torch(launch: Launch, ranks: Ints, device: str) -> tuple[str, str]:
+    """Python that makes the mesh, and a note where its groups' rings come out wrong all the same."""
     names, sizes = _names(launch.mesh), tuple(launch.mesh.sizes)
     if np.array_equal(ranks.reshape(-1), np.arange(ranks.size)):
         text = (
@@ -248,7 +220,7 @@ def _megatron(launch: Launch, placement: Placement) -> tuple[str | None, str, In
 
 
 def _orders(launch: Launch, placement: Placement) -> Iterator[str]:
-    """Candidates: those that give the matrix host by host, then, where ranks do not stand so, all others."""
+    """Yield candidates: those that give the matrix host by host, then, where ranks do not stand so, all others."""
     first = orders_of(placement)
     yield from first
     if any(rank != device for rank, device in launch.device_of_rank().items()):
@@ -256,6 +228,7 @@ def _orders(launch: Launch, placement: Placement) -> Iterator[str]:
 
 
 def _every(mesh: Mesh) -> Iterator[str]:
+    """Yield all order strings in the order of permutations, those that differ only in degrees of 1 once."""
     seen: set[tuple[str, ...]] = set()
     for names in itertools.permutations(DEFAULT.split("-")):
         text = "-".join(names)
@@ -266,19 +239,15 @@ def _every(mesh: Mesh) -> Iterator[str]:
 
 
 def nccl_split(groups: Ints) -> str | None:
-    """Find the setting that makes nccl-tests split its ranks into groups.
+    """Return the setting that makes nccl-tests split its ranks into groups, `NCCL_TESTS_SPLIT="..."`.
 
-    Args:
-        groups: Ranks `[G, k]`, every rank once; ranks are numbered host by host.
-
-    Returns:
-        `NCCL_TESTS_SPLIT="..."`, or None where neither a division, nor a modulus, nor a mask splits so.
+    `groups` are ranks, int64 [groups, k], every rank once, numbered host by host. None where neither a division, nor a
+    modulus, nor a mask splits so.
 
     Source: NVIDIA/nccl-tests README: a rank's group is `rank / v`, `rank % v` or `rank & mask`.
 
-    Example:
-        >>> nccl_split(np.array([[0, 2], [1, 3]]))
-        'NCCL_TESTS_SPLIT="MOD 2"'
+    >>> nccl_split(np.array([[0, 2], [1, 3]]))
+    'NCCL_TESTS_SPLIT="MOD 2"'
     """
     size, k = groups.size, groups.shape[1]
     colour = np.empty(size, dtype=np.int64)
@@ -294,5 +263,5 @@ def nccl_split(groups: Ints) -> str | None:
 
 
 def _same(a: Ints, b: Ints) -> bool:
-    """Whether two colourings part the same ranks."""
+    """Say whether two colourings part the same ranks."""
     return len(np.unique(a)) == len(np.unique(b)) == len(np.unique(np.stack([a, b]), axis=1).T)

@@ -18,16 +18,13 @@ from shardplan.launches.launch import Launch
 
 
 def from_torch(mesh: Any, topology: Topology, hosts: Hosts | None = None, sort_ranks: bool = True) -> Launch:
-    """Read a torch `DeviceMesh`.
+    """Return the launch of a torch `DeviceMesh`.
 
     Args:
         mesh: Anything with `.mesh`, the tensor of ranks, and `.mesh_dim_names`; dims without names are d0, d1, ....
         topology: As many devices as the mesh has ranks.
         hosts: Which host every rank runs on, from `parse_hostfile` or `parse_rankfile`; host by host by default.
         sort_ranks: Whether its groups list their members by rank, as torch's `new_group` does unless told otherwise.
-
-    Returns:
-        The launch.
 
     Raises:
         LayoutError: The object is no such mesh, or a dim's name is no identifier.
@@ -45,16 +42,14 @@ def from_torch(mesh: Any, topology: Topology, hosts: Hosts | None = None, sort_r
 
 
 def from_jax(mesh: Any, topology: Topology, devices: Sequence[Any] | None = None) -> Launch:
-    """Read a JAX `Mesh`.
+    """Return the launch of a JAX `Mesh`; the device ids of its mesh number `devices`.
+
+    Devices lie on the topology slice by slice, process by process, and there in the order of the list.
 
     Args:
         mesh: Anything with `.devices`, an array of devices, and `.axis_names`.
         topology: As many devices as the mesh.
         devices: All devices as `jax.devices()` lists them; those of the mesh by ascending id by default.
-
-    Returns:
-        The launch. Its mesh's device ids are places in `devices`. Devices lie on the topology slice by slice, process
-        by process, and there in the order of the list.
 
     Raises:
         LayoutError: The object is no such mesh, or names a device that is not in `devices`.
@@ -68,21 +63,22 @@ def from_jax(mesh: Any, topology: Topology, devices: Sequence[Any] | None = None
         raise LayoutError(f"{type(mesh).__name__} has no array .devices and .axis_names; legal is a jax.sharding.Mesh")
     flat: list[Any] = list(array.reshape(-1))
     listed: list[Any] = sorted(flat, key=lambda d: d.id) if devices is None else list(devices)
-    place = {d.id: k for k, d in enumerate(listed)}
-    strange = next((d for d in flat if d.id not in place), None)
+    number = {d.id: k for k, d in enumerate(listed)}
+    strange = next((d for d in flat if d.id not in number), None)
     if strange is not None:
         raise LayoutError(f"device {strange} of the mesh is not among the {len(listed)} devices given")
-    ours = Mesh(dict(zip(names, array.shape, strict=True)), devices=[place[d.id] for d in flat])
+    ours = Mesh(dict(zip(names, array.shape, strict=True)), devices=[number[d.id] for d in flat])
     if len(listed) != topology.size:
         raise TopologyError(
             f"{len(listed)} JAX devices, topology {topology.name!r} has {topology.size} ({topology.describe()}); "
             "legal are equal counts"
         )
     order = sorted(range(len(listed)), key=lambda k: (*_granule(listed[k]), k))
-    ids = {k: number for number, k in enumerate(order)}
+    ids = {k: i for i, k in enumerate(order)}
     return Launch(ours, topology, tuple(ids[k] for k in ours.devices))
 
 
 def _granule(device: Any) -> tuple[int, int]:
+    """The slice and the process of a device; 0 where its platform has none."""
     found = (getattr(device, "slice_index", 0), getattr(device, "process_index", 0))
     return (int(found[0] or 0), int(found[1] or 0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,83 +31,88 @@ _LEGAL = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Which host every rank runs on, and as which of its ranks.
+    """Which host every rank runs on, and as which of its ranks."""
 
-    Args:
-        names: The hosts, each once.
-        slots: Slots of each host; 0 where the file does not say.
-        ranks: For every rank the number of its host and its device there; empty where the file leaves it open.
-        source: Name of the file, for messages.
-        order: Where the file leaves ranks open, the hosts in the order in which they take them, all their devices each;
-            that of `names` by default.
-    """
-
-    names: tuple[str, ...]
-    slots: tuple[int, ...]
-    ranks: tuple[tuple[int, int], ...]
-    source: str = "hostfile"
+    names: tuple[str, ...]  # each once
+    slots: tuple[int, ...]  # of each host; 0 where the file does not say
+    ranks: tuple[tuple[int, int], ...]  # of every rank its host's number and its device there; empty where left open
+    source: str = "hostfile"  # name of the file, for messages
+    # Where ranks are left open, the hosts in the order in which they take them, all their devices each; that of `names`
+    # by default.
     order: tuple[int, ...] = ()
 
 
+class _HostLine(NamedTuple):
+    """A line of a hostfile."""
+
+    number: int
+    host: str
+    form: str  # `plain`, `slots=` or `:n`
+    slots: int
+
+
+class _RankLine(NamedTuple):
+    """A line of a rankfile, without its rank."""
+
+    number: int
+    host: str
+    slot: int
+
+
 def _lines(text: str) -> list[tuple[int, str]]:
+    """Numbers and texts of the lines that say something."""
     rows = [(number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1)]
     return [(number, line) for number, line in rows if line]
 
 
 def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = None) -> Hosts:
-    r"""Read a hostfile.
+    r"""Return the hosts that a hostfile names, in the order in which they are first named, and their ranks.
 
-    Args:
-        text: Of the file.
-        source: Its name, for messages.
-        hosts: Another hostfile that gives the hosts' order on the topology, where this one orders ranks only.
-
-    Returns:
-        The hosts, else in the order in which they are first named, and their ranks; no ranks where every line is a host
-        without a number and none comes twice: then each host takes as many as it has devices.
+    There are no ranks where every line is a host without a number and none comes twice: then each host takes as many as
+    it has devices. `source` is the file's name, for messages. `hosts` is another hostfile that gives the hosts' order
+    on the topology, where this one orders ranks only.
 
     Raises:
         ParseError: A line that is none of the forms, forms are mixed, or a host that the other hostfile does not name;
             it names the line and says what is legal.
         TopologyError: Hosts of the other hostfile are left out.
 
-    Example:
-        >>> parse_hostfile("b slots=2\na slots=2").ranks
-        ((0, 0), (0, 1), (1, 0), (1, 1))
-        >>> parse_hostfile("a:1\nb:1\na:1\nb:1").ranks
-        ((0, 0), (1, 0), (0, 1), (1, 1))
+    >>> parse_hostfile("b slots=2\na slots=2").ranks
+    ((0, 0), (0, 1), (1, 0), (1, 1))
+    >>> parse_hostfile("a:1\nb:1\na:1\nb:1").ranks
+    ((0, 0), (1, 0), (0, 1), (1, 1))
     """
-    found: list[tuple[int, str, str, int]] = []
+    found: list[_HostLine] = []
     for number, line in _lines(text):
-        where = f"{source}, line {number}"
+        at = f"{source}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ParseError(f"{where}: {line!r} is no host; legal: {_LEGAL}")
+            raise ParseError(f"{at}: {line!r} is no host; legal: {_LEGAL}")
         words = dict(_WORD.findall(match["words"]))
         for word in words:
             if word.replace("-", "_") not in ("slots", "max_slots", "port"):
-                raise ParseError(f"{where}: {word!r} is unknown; legal: slots, max_slots, port")
+                raise ParseError(f"{at}: {word!r} is unknown; legal: slots, max_slots, port")
         form, count = ("plain", "1")
         if "slots" in words:
             form, count = "slots=", words["slots"]
         elif match["count"] is not None:
             form, count = ":n", match["count"]
         if not count.isdigit() or int(count) < 1:
-            raise ParseError(f"{where}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
-        if found and found[0][2] != form:
+            raise ParseError(f"{at}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
+        if found and found[0].form != form:
             first = found[0]
             raise ParseError(
-                f"{where}: {line!r} is of the form {form!r}, line {first[0]} of the form {first[2]!r}; legal is one "
-                f"form in a file: {_LEGAL}"
+                f"{at}: {line!r} is of the form {form!r}, line {first.number} of the form {first.form!r}; legal is "
+                f"one form in a file: {_LEGAL}"
             )
         if hosts is not None and match["host"] not in hosts.names:
-            raise ParseError(f"{where}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
-        found.append((number, match["host"], form, int(count)))
+            raise ParseError(f"{at}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+        found.append(_HostLine(number, match["host"], form, int(count)))
     if not found:
         raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
-    named = tuple(dict.fromkeys(host for _, host, _, _ in found))
+    named = tuple(dict.fromkeys(row.host for row in found))
     names = named if hosts is None else hosts.names
-    if found[0][2] == "plain" and len(named) == len(found):
+    if found[0].form == "plain" and len(named) == len(found):
         if len(named) < len(names) and hosts is not None:
             raise TopologyError(
                 f"{source} names {len(named)} of the {len(names)} hosts of {hosts.source}; legal are all of them, each "
@@ -114,101 +120,87 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
             )
         return Hosts(names, (0,) * len(names), (), source, tuple(names.index(name) for name in named))
     total = dict.fromkeys(named, 0)
-    for _, host, _, n in found:
-        total[host] += n
-    runs = list(total.items()) if found[0][2] == "slots=" else [(host, n) for _, host, _, n in found]
+    for row in found:
+        total[row.host] += row.slots
+    # Open MPI adds up the lines of a host; elsewhere each line takes its ranks in turn.
+    runs = list(total.items()) if found[0].form == "slots=" else [(row.host, row.slots) for row in found]
     ranks: list[tuple[int, int]] = []
     used = dict.fromkeys(names, 0)
-    place = {name: k for k, name in enumerate(names)}
+    number_of = {name: k for k, name in enumerate(names)}
     for host, n in runs:
-        ranks += [(place[host], used[host] + k) for k in range(n)]
+        ranks += [(number_of[host], used[host] + k) for k in range(n)]
         used[host] += n
     return Hosts(names, tuple(total.get(name, 0) for name in names), tuple(ranks), source)
 
 
 def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = None) -> Hosts:
-    r"""Read a rank order: for every rank its host and its device there.
+    r"""Return the hosts of a rank order, which gives every rank its host and its device there, and the ranks.
 
-    Args:
-        text: Lines `rank r=host slot=s`, where `+n2` is the third host of the hostfile; or `rank host local_rank`.
-        source: Name of the file, for messages.
-        hosts: What a hostfile says; it gives the hosts' order, else the order in which ranks name them does.
-
-    Returns:
-        The hosts, with the ranks in order.
+    Lines are `rank r=host slot=s`, where `+n2` is the third host of the hostfile; or `rank host local_rank`. `source`
+    is the file's name, for messages. `hosts` is what a hostfile says; it gives the hosts' order, else the order in
+    which ranks name them does.
 
     Raises:
         ParseError: A line of another form, a rank or a slot that stands twice, a rank that is missing, or a host that
             the hostfile does not name; it names the line and says what is legal.
 
-    Example:
-        >>> parse_rankfile("rank 1=a slot=0\nrank 0=b slot=0").names
-        ('b', 'a')
+    >>> parse_rankfile("rank 1=a slot=0\nrank 0=b slot=0").names
+    ('b', 'a')
     """
     legal = "'rank 0=host slot=0' or '0 host 0', slot a device's number on its host"
-    table: dict[int, tuple[int, str, int]] = {}
+    table: dict[int, _RankLine] = {}
     holder: dict[tuple[str, int], int] = {}
     for number, line in _lines(text):
-        where = f"{source}, line {number}"
+        at = f"{source}, line {number}"
         match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
         if match is None:
-            raise ParseError(f"{where}: {line!r} places no rank; legal: {legal}")
+            raise ParseError(f"{at}: {line!r} places no rank; legal: {legal}")
         rank, host, slot = int(match["rank"]), match["host"], match["slot"]
         if not slot.isdigit():
-            raise ParseError(f"{where}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
+            raise ParseError(f"{at}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
         if host.startswith("+n"):
             if hosts is None or int(host[2:]) >= len(hosts.names):
                 have = f"has {len(hosts.names)} hosts" if hosts is not None else "is not given"
-                raise ParseError(
-                    f"{where}: {host!r} counts hosts of the hostfile, which {have}; legal is a host's name"
-                )
+                raise ParseError(f"{at}: {host!r} counts hosts of the hostfile, which {have}; legal is a host's name")
             host = hosts.names[int(host[2:])]
         if rank in table:
-            raise ParseError(f"{where}: rank {rank} stands in line {table[rank][0]} already; each rank stands once")
+            raise ParseError(f"{at}: rank {rank} stands in line {table[rank].number} already; each rank stands once")
         if hosts is not None and host not in hosts.names:
-            raise ParseError(f"{where}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+            raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
         other = holder.setdefault((host, int(slot)), rank)
         if other != rank:
             raise ParseError(
-                f"{where}: slot {slot} of {host!r} holds rank {other} (line {table[other][0]}) already; legal is one "
-                "rank a slot"
+                f"{at}: slot {slot} of {host!r} holds rank {other} (line {table[other].number}) already; legal is "
+                "one rank a slot"
             )
-        table[rank] = (number, host, int(slot))
+        table[rank] = _RankLine(number, host, int(slot))
     if not table:
         raise ParseError(f"{source}: places no rank; legal: {legal}")
     missing = next((r for r in range(len(table)) if r not in table), None)
     if missing is not None:
         raise ParseError(f"{source}: rank {missing} is missing of {len(table)}; legal are the ranks 0 to n - 1")
     rows = [table[r] for r in range(len(table))]
-    names = hosts.names if hosts is not None else tuple(dict.fromkeys(host for _, host, _ in rows))
-    number = {name: k for k, name in enumerate(names)}
+    names = hosts.names if hosts is not None else tuple(dict.fromkeys(row.host for row in rows))
+    number_of = {name: k for k, name in enumerate(names)}
     slots = [0] * len(names)
-    for _, host, slot in rows:
-        slots[number[host]] = max(slots[number[host]], slot + 1)
-    return Hosts(names, tuple(slots), tuple((number[host], slot) for _, host, slot in rows), source)
+    for row in rows:
+        slots[number_of[row.host]] = max(slots[number_of[row.host]], row.slot + 1)
+    return Hosts(names, tuple(slots), tuple((number_of[row.host], row.slot) for row in rows), source)
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
+    """The first of many names, for a message."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
 def host_level(topology: Topology, hosts: int | None = None) -> int:
-    """Find the level whose units are hosts.
+    """Return the number of the level whose units are hosts; -1 where the whole topology is one host.
 
-    Args:
-        topology: The hardware.
-        hosts: How many hosts there are, where that is known.
+    It is the level called `node` or `host`, else the last but one. Where that has not as many units as there are
+    `hosts` (if that is known), it is the innermost level that has. Raises `TopologyError` where none has.
 
-    Returns:
-        The level called `node` or `host`, else the last but one; -1 where the whole topology is one host. Where that
-        has not as many units as there are hosts, the innermost level that has.
-
-    Raises:
-        TopologyError: No level has that many units.
-
-    Example:
-        >>> host_level(Topology.load("dgx-a100"))
-        0
+    >>> host_level(Topology.load("dgx-a100"))
+    0
     """
     names = [level.name for level in topology.levels]
     named = next((j for j, name in enumerate(names) if name in ("node", "host")), len(names) - 2)
@@ -225,25 +217,17 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
 
 
 def _units(topology: Topology, j: int) -> int:
+    """How many units level j has in all."""
     return 1 if j < 0 else topology.size // topology.strides[j]
 
 
 def devices_of(hosts: Hosts, topology: Topology) -> tuple[int, ...]:
-    r"""Map ranks to devices.
+    r"""Return the topology id of every rank.
 
-    Args:
-        hosts: What a hostfile or rankfile says.
-        topology: As many devices as ranks.
+    Raises `TopologyError` where hosts, slots or ranks do not suit the topology.
 
-    Returns:
-        Topology id of every rank.
-
-    Raises:
-        TopologyError: Hosts, slots or ranks do not suit the topology.
-
-    Example:
-        >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
-        (0, 2, 1, 3)
+    >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
+    (0, 2, 1, 3)
     """
     j = host_level(topology, len(hosts.names))
     room = topology.size if j < 0 else topology.strides[j]
@@ -270,7 +254,7 @@ def launch_of(
     ranks: np.ndarray | None = None,
     by_rank: bool = False,
 ) -> Launch:
-    r"""Make a launch of a program that numbers its mesh itself.
+    r"""Return the launch of a program that numbers its mesh itself.
 
     Args:
         mesh: The axes; its device ids are the ranks at the coordinates, row-major unless `devices` says otherwise.
@@ -279,16 +263,12 @@ def launch_of(
         ranks: The rank at every coordinate, in the mesh's shape, such as `megatron.order_ranks`; the mesh's by default.
         by_rank: Whether groups list their members by rank, see `Launch`.
 
-    Returns:
-        The launch.
-
     Raises:
         TopologyError: The hosts do not suit the topology, or the mesh does not.
 
-    Example:
-        >>> topology = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
-        >>> launch_of(Mesh(data=2, tensor=2), topology, parse_hostfile("a:1\nb:1\na:1\nb:1")).ids
-        (0, 2, 1, 3)
+    >>> topology = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+    >>> launch_of(Mesh(data=2, tensor=2), topology, parse_hostfile("a:1\nb:1\na:1\nb:1")).ids
+    (0, 2, 1, 3)
     """
     if ranks is not None:
         mesh = Mesh(mesh.shape, devices=ranks.reshape(-1).tolist())
@@ -305,28 +285,22 @@ def launch_of(
 
 
 def host_names(launch: Launch) -> tuple[str, ...]:
-    """Name the hosts in the order of their units: those of the launch, else after the level: node0, node1, ..."""
+    """Return the hosts in the order of their units: those of the launch, else after the level: node0, node1, ..."""
     j = host_level(launch.topology, len(launch.hosts) or None)
     word = launch.topology.levels[j].name if j >= 0 else "host"
     return launch.hosts or tuple(f"{word}{k}" for k in range(_units(launch.topology, j)))
 
 
 def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str:
-    """Write an Open MPI rankfile.
+    """Return an Open MPI rankfile: a line for every rank, in order; `parse_rankfile` reads it.
 
-    Args:
-        device_of_rank: Topology id of every rank.
-        hosts: Names in the order of the units, all of one size.
+    `device_of_rank` has topology ids; the hosts are in the order of the units, all of one size.
 
-    Returns:
-        A line for every rank, in order; `parse_rankfile` reads it.
-
-    Example:
-        >>> print(rankfile_text({0: 0, 1: 2, 2: 1, 3: 3}, ("a", "b")), end="")
-        rank 0=a slot=0
-        rank 1=b slot=0
-        rank 2=a slot=1
-        rank 3=b slot=1
+    >>> print(rankfile_text({0: 0, 1: 2, 2: 1, 3: 3}, ("a", "b")), end="")
+    rank 0=a slot=0
+    rank 1=b slot=0
+    rank 2=a slot=1
+    rank 3=b slot=1
     """
     room = len(device_of_rank) // len(hosts)
     rows = sorted(device_of_rank.items())
@@ -334,20 +308,14 @@ def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
 
 
 def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str | None:
-    """Write a hostfile that gives ranks their hosts, where its order alone can.
+    """Return a hostfile that gives ranks their hosts, where its order alone can; arguments as for `rankfile_text`.
 
-    Args:
-        device_of_rank: Topology id of every rank.
-        hosts: Names in the order of the units, all of one size.
+    That is `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
+    some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
 
-    Returns:
-        `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
-        some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
-
-    Example:
-        >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
-        b slots=2
-        a slots=2
+    >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
+    b slots=2
+    a slots=2
     """
     room = len(device_of_rank) // len(hosts)
     devices = [device for _, device in sorted(device_of_rank.items())]

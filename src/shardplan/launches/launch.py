@@ -25,29 +25,18 @@ Ints = NDArray[np.int64]
 class Launch:
     """A mesh on the devices where it runs.
 
-    Invariants: the mesh has as many devices as the topology, and every device of it stands once.
+    Invariants: the mesh has as many devices as the topology, and every device of it stands once; else `TopologyError`.
 
-    Args:
-        mesh: Its device ids are the ranks (or a framework's device numbers), in mesh order.
-        topology: The hardware.
-        ids: Topology ids in mesh order.
-        hosts: Names of the hosts in the order of the topology's units; empty where unknown.
-        by_rank: Whether groups list their members by rank and not by coordinate, as torch's `new_group` does.
-
-    Raises:
-        TopologyError: An invariant is broken.
-
-    Example:
-        >>> launch = Launch(Mesh(data=4, tensor=2), Topology.load("nominal"), (0, 2, 4, 6, 1, 3, 5, 7))
-        >>> launch.groups(("tensor",)).tolist()
-        [[0, 2], [4, 6], [1, 3], [5, 7]]
+    >>> launch = Launch(Mesh(data=4, tensor=2), Topology.load("nominal"), (0, 2, 4, 6, 1, 3, 5, 7))
+    >>> launch.groups(("tensor",)).tolist()
+    [[0, 2], [4, 6], [1, 3], [5, 7]]
     """
 
-    mesh: Mesh
+    mesh: Mesh  # its device ids are the ranks (or a framework's device numbers), in mesh order
     topology: Topology
-    ids: tuple[int, ...]
-    hosts: tuple[str, ...] = ()
-    by_rank: bool = False
+    ids: tuple[int, ...]  # topology ids in mesh order
+    hosts: tuple[str, ...] = ()  # names of the hosts in the order of the topology's units; empty where unknown
+    by_rank: bool = False  # groups list their members by rank, as torch's `new_group` does, and not by coordinate
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.topology, Topology):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -57,18 +46,18 @@ class Launch:
         ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
         ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
         object.__setattr__(self, "ids", ids)
-        topology, places = self.topology, len(self.ids)
-        if places != self.mesh.size:
-            raise TopologyError(f"{places} device ids for mesh {self.mesh}; legal is one for each of {self.mesh.size}")
-        if places != topology.size:
+        topology, count = self.topology, len(self.ids)
+        if count != self.mesh.size:
+            raise TopologyError(f"{count} device ids for mesh {self.mesh}; legal is one for each of {self.mesh.size}")
+        if count != topology.size:
             raise TopologyError(
-                f"mesh {self.mesh} has {places} devices, topology {topology.name!r} has {topology.size} "
+                f"mesh {self.mesh} has {count} devices, topology {topology.name!r} has {topology.size} "
                 f"({topology.describe()}); a launch covers its topology: give the topology the launch's size, as in "
                 f"Topology.load(..., {topology.levels[0].name}s=...)"
                 + (" or with --nodes" if topology.levels[0].name == "node" else "")
             )
         topology.checked(self.ids)
-        if len(set(self.ids)) != places:
+        if len(set(self.ids)) != count:
             twice = next(d for k, d in enumerate(self.ids) if d in self.ids[:k])
             first, second = [k for k, d in enumerate(self.ids) if d == twice][:2]
             raise TopologyError(
@@ -78,7 +67,7 @@ class Launch:
 
     @staticmethod
     def of(placement: Placement) -> Launch:
-        """Launch a placement as its `device_mesh()` says."""
+        """Return the launch of a placement as its `device_mesh()` says."""
         return Launch(placement.mesh, placement.topology, tuple(placement.device_mesh().reshape(-1).tolist()))
 
     @property
@@ -87,16 +76,9 @@ class Launch:
         return np.array(self.ids, dtype=np.int64).reshape(self.mesh.sizes)
 
     def places(self, axes: Sequence[str]) -> Ints:
-        """List the groups over axes as places in mesh order.
+        """Return the groups over axes as places in mesh order, int64 [groups, k], in member order.
 
-        Args:
-            axes: Names of axes; groups vary over them, the first major.
-
-        Returns:
-            Places `[G, k]` in member order.
-
-        Raises:
-            LayoutError: The mesh has no such axis.
+        Groups vary over the axes, the first major. Raises `LayoutError` for an axis that the mesh has not.
         """
         places = self.mesh.group_places(axes)
         if self.by_rank:
@@ -105,27 +87,21 @@ class Launch:
         return places
 
     def groups(self, axes: Sequence[str]) -> Ints:
-        """List the groups over axes as topology ids `[G, k]` in member order; arguments and errors as for `places`."""
+        """Return the groups over axes as topology ids, int64 [groups, k], in member order; raises as `places`."""
         return np.array(self.ids, dtype=np.int64)[self.places(axes)]
 
     def device_of_rank(self) -> dict[int, int]:
-        """Map ranks to topology ids."""
+        """Return the topology id of every rank."""
         return dict(zip(self.mesh.devices, self.ids, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the groups over some axes pass from unit to unit in member order, closing the ring.
+    """How the groups over some axes pass from unit to unit in member order, closing the ring."""
 
-    Args:
-        axes: The axes, major first.
-        crossings: For each level, the pairs of neighbours in different units, over all groups.
-        contiguous: The same if every group visited a unit once: the least possible.
-    """
-
-    axes: tuple[str, ...]
-    crossings: tuple[int, ...]
-    contiguous: tuple[int, ...]
+    axes: tuple[str, ...]  # major first
+    crossings: tuple[int, ...]  # for each level, the pairs of neighbours in different units, over all groups
+    contiguous: tuple[int, ...]  # the same if every group visited a unit once: the least possible
 
     @property
     def detours(self) -> tuple[int, ...]:
@@ -134,18 +110,12 @@ class Ring:
 
 
 def spanned(groups: Ints, topology: Topology) -> Ints:
-    """Count the distinct units of every group.
+    """Return for each level the distinct units of every group, int64 [levels, groups].
 
-    Args:
-        groups: Topology ids, `[G, k]`.
-        topology: The hardware.
+    `groups` are topology ids, int64 [groups, k].
 
-    Returns:
-        Counts `[L, G]`.
-
-    Example:
-        >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
-        [[2, 1], [3, 3]]
+    >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
+    [[2, 1], [3, 3]]
     """
     ordered = np.sort(groups, axis=1)
     units = [ordered // stride for stride in topology.strides]
@@ -153,18 +123,12 @@ def spanned(groups: Ints, topology: Topology) -> Ints:
 
 
 def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
-    """Count the groups that leave the busiest unit of each level.
+    """Return for each level the most groups that leave one of its units, and so share its uplinks.
 
-    Args:
-        groups: Topology ids, `[G, k]`.
-        topology: The hardware.
+    Those have members inside the unit and outside it; `groups` are topology ids, int64 [groups, k].
 
-    Returns:
-        For each level the most groups with members inside one unit and outside it: they share its uplinks.
-
-    Example:
-        >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
-        (8, 1)
+    >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
+    (8, 1)
     """
     most: list[int] = []
     for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True):
@@ -176,17 +140,9 @@ def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
 
 
 def ring_of(launch: Launch, axes: Sequence[str]) -> Ring:
-    """Follow the rings over axes.
+    """Return how often the rings over axes (major first) cross each level, beside the least possible.
 
-    Args:
-        launch: The launch.
-        axes: Axes, major first.
-
-    Returns:
-        Crossings for each level beside the least possible.
-
-    Raises:
-        LayoutError: The mesh has no such axis.
+    Raises `LayoutError` for an axis that the mesh has not.
     """
     topology, groups = launch.topology, launch.groups(axes)
     spans = spanned(groups, topology)
@@ -206,5 +162,5 @@ def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:
 
 
 def quoted(axes: Sequence[str]) -> str:
-    """Name axes in a sentence."""
+    """Return names of axes as they stand in a sentence."""
     return ", ".join(f"`{axis}`" for axis in axes)

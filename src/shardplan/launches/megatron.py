@@ -36,29 +36,22 @@ DEFAULT = "-".join(NAMES)
 def name_of(axis: str) -> str | None:
     """Return Megatron's name of an axis, None where it has none.
 
-    Example:
-        >>> name_of("tensor")
-        'tp'
+    >>> name_of("tensor")
+    'tp'
     """
     return next((name for name, words in NAMES.items() if axis in words), None)
 
 
 def fastest_first(order: str, mesh: Mesh) -> tuple[str, ...]:
-    """Read an order string.
+    """Return all axes of a mesh in the order that an order string says, the fastest first.
 
-    Args:
-        order: Such as `"tp-cp-ep-dp-pp"`; names of degree 1 may be left out.
-        mesh: The degrees: axes are called tp, cp, ep, dp, pp, or tensor, context, expert, data, pipeline.
+    The string is such as `"tp-cp-ep-dp-pp"`; names of degree 1 may be left out. Axes are called tp, cp, ep, dp, pp, or
+    tensor, context, expert, data, pipeline (`NAMES` has all).
 
-    Returns:
-        All axes of the mesh, the fastest first.
+    Raises `ParseError` where a name is unknown or stands twice, or an axis of the mesh is missing.
 
-    Raises:
-        ParseError: A name is unknown or stands twice, or an axis of the mesh is missing.
-
-    Example:
-        >>> fastest_first("tp-dp", Mesh(data=4, tensor=2))
-        ('tensor', 'data')
+    >>> fastest_first("tp-dp", Mesh(data=4, tensor=2))
+    ('tensor', 'data')
     """
     table: dict[str, str] = {}
     for axis in mesh.axes:
@@ -86,18 +79,12 @@ def fastest_first(order: str, mesh: Mesh) -> tuple[str, ...]:
 
 
 def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
-    """Number the ranks of a mesh in an order of its axes.
+    """Return the ranks of a mesh numbered in an order of its axes, int64 in the mesh's shape.
 
-    Args:
-        mesh: The axes; the devices it names play no part.
-        fastest: All its axes, fastest first.
+    `fastest` holds all its axes, the fastest first; the devices that the mesh names play no part.
 
-    Returns:
-        Ranks in the mesh's shape.
-
-    Example:
-        >>> order_ranks(Mesh(data=2, tensor=3), ("data", "tensor")).tolist()
-        [[0, 2, 4], [1, 3, 5]]
+    >>> order_ranks(Mesh(data=2, tensor=3), ("data", "tensor")).tolist()
+    [[0, 2, 4], [1, 3, 5]]
     """
     slowest = list(reversed(fastest))
     grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in slowest])
@@ -105,25 +92,15 @@ def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
 
 
 def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Matrix:
-    """Fill the levels from the innermost out with axes in an order.
+    """Return the matrix that fills the levels from the innermost out with axes in an order, the fastest first.
 
-    Args:
-        mesh: The axes.
-        topology: As many devices.
-        fastest: All axes, fastest first.
-
-    Returns:
-        The matrix.
-
-    Raises:
-        TopologyError: An axis ends inside a unit whose boundary it does not divide: the order is no placement; or
-            sizes differ.
+    Raises `TopologyError` where an axis ends inside a unit whose boundary it does not divide, so that the order is no
+    placement, or where sizes differ.
 
     Source: NVIDIA/Megatron-LM `RankGenerator`, read on levels.
 
-    Example:
-        >>> greedy_matrix(Mesh(data=4, tensor=4), Topology.load("dgx-a100", nodes=2), ("tensor", "data"))
-        ((2, 2), (1, 4))
+    >>> greedy_matrix(Mesh(data=4, tensor=4), Topology.load("dgx-a100", nodes=2), ("tensor", "data"))
+    ((2, 2), (1, 4))
     """
     if mesh.size != topology.size:
         raise TopologyError(
@@ -155,27 +132,22 @@ def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Mat
 
 
 def order_of(placement: Placement) -> str | None:
-    """Find the order string that gives a placement's matrix on ranks that stand host by host.
+    """Return the order string that gives a placement's matrix on ranks that stand host by host.
 
-    Args:
-        placement: Its axes bear names that Megatron knows, see `fastest_first`.
+    It has all five names; of several strings it is the one that permutes the last names of Megatron's default. None
+    where no string gives the matrix, or an axis has no name there (see `fastest_first`).
 
-    Returns:
-        All five names, of several strings the one that permutes the last names of Megatron's default; None where no
-        string gives the matrix or an axis has no name there.
-
-    Example:
-        >>> topology = Topology.load("dgx-a100", nodes=2)
-        >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
-        'tp-cp-ep-dp-pp'
-        >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
-        'cp-ep-dp-tp-pp'
+    >>> topology = Topology.load("dgx-a100", nodes=2)
+    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
+    'tp-cp-ep-dp-pp'
+    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
+    'cp-ep-dp-tp-pp'
     """
     return next(iter(orders_of(placement)), None)
 
 
 def orders_of(placement: Placement) -> tuple[str, ...]:
-    """List the order strings that give a placement's matrix, those that differ only in degrees of 1 once."""
+    """Return the order strings that give a placement's matrix, those that differ only in degrees of 1 once."""
     mesh, topology = placement.mesh, placement.topology
     names = [name_of(axis) for axis in mesh.axes]
     if None in names or len(set(names)) < len(names):

@@ -25,64 +25,40 @@ Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """A group that keeps a launch from being a placement.
+    """A group that keeps a launch from being a placement."""
 
-    Args:
-        axes: The axes it varies over.
-        level: Name of the level where it does not fit.
-        ranks: Its members.
-        spans: Units of the level that it spans.
-        expected: Units that it would span in a placement.
-    """
-
-    axes: tuple[str, ...]
-    level: str
-    ranks: tuple[int, ...]
-    spans: int
-    expected: int
+    axes: tuple[str, ...]  # that it varies over
+    level: str  # the name of the one where it does not fit
+    ranks: tuple[int, ...]  # its members
+    spans: int  # units of the level that it spans
+    expected: int  # units that it would span in a placement
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a launch is as a placement.
+    """What a launch is as a placement."""
 
-    Args:
-        verdict: `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh
-            also the order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an
-            order that costs rings, or algorithms that halve and double, more; or `not a placement`.
-        matrix: The placement's, None where there is none.
-        spans: For each axis and level the least and the greatest number of units that its groups span.
-        rings: One for each axis, and for each tuple of axes that was asked for.
-        strays: The offending groups, of the smallest set of axes that has some.
-        reason: Why it is interleaved or no placement, one sentence; else empty.
-    """
-
+    # `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh also the
+    # order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an order that costs
+    # rings, or algorithms that halve and double, more; or `not a placement`.
     verdict: Verdict
-    matrix: Matrix | None
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-    rings: tuple[Ring, ...]
-    strays: tuple[Stray, ...]
-    reason: str
+    matrix: Matrix | None  # None where there is none
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # by axis and level the least and the most units that groups span
+    rings: tuple[Ring, ...]  # one for each axis, and for each tuple of axes that was asked for
+    strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
+    reason: str  # why it is interleaved or no placement, one sentence; else empty
 
 
 def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
-    """Say what a launch is as a placement.
+    """Return what a launch is as a placement.
 
-    Args:
-        launch: The launch.
-        together: Further tuples of axes whose rings to follow; the verdict takes no notice of them.
-
-    Returns:
-        Verdict, matrix, spans, rings, offending groups.
-
-    Raises:
-        LayoutError: `together` names an axis that the mesh has not.
+    `together` are further tuples of axes whose rings to follow; the verdict takes no notice of them. Raises
+    `LayoutError` where they name an axis that the mesh has not.
 
     Source: arXiv 2110.10548, read backwards.
 
-    Example:
-        >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
-        'canonical'
+    >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
+    'canonical'
     """
     mesh, topology = launch.mesh, launch.topology
     counts = [spanned(launch.groups((axis,)), topology) for axis in mesh.axes]
@@ -101,6 +77,7 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
 
 
 def _detour(rings: Sequence[Ring], topology: Topology) -> str:
+    """Say where rings pass between units too often; empty if nowhere."""
     found = [ring for ring in rings if any(ring.detours)]
     if not found:
         return ""
@@ -110,7 +87,7 @@ def _detour(rings: Sequence[Ring], topology: Topology) -> str:
 
 
 def _turned(launch: Launch, placed: Ints) -> str:
-    """Find the outermost level whose units are not those of the numbering under other names."""
+    """Say at which outermost level units are not those of the numbering under other names; empty if at none."""
     renamed = np.empty(placed.size, dtype=np.int64)
     renamed[placed.reshape(-1)] = launch.ids
     for level, stride in zip(launch.topology.levels, launch.topology.strides, strict=True):
@@ -124,7 +101,7 @@ def _turned(launch: Launch, placed: Ints) -> str:
 
 
 def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
-    """Find the smallest set of axes whose groups fit no matrix, and those groups."""
+    """The smallest set of axes whose groups fit no matrix, as a sentence, and those groups."""
     mesh, levels = launch.mesh, launch.topology.levels
     counts = {axis: spanned(launch.groups((axis,)), launch.topology) for axis in mesh.axes}
     for axis in mesh.axes:
@@ -154,6 +131,7 @@ def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
 
 
 def _told(launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: int) -> tuple[str, tuple[Stray, ...]]:
+    """The sentence and the groups, of those that span another number of units of level j than expected."""
     name, wrong = launch.topology.levels[j].name, found[found != expected]
     some = f"{len(wrong)} of the {len(found)} groups" if len(found) > 1 else "the group"
     reason = (
@@ -164,6 +142,7 @@ def _told(launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: 
 
 
 def _listed(launch: Launch, axes: tuple[str, ...], level: str, found: Ints, expected: int) -> tuple[Stray, ...]:
+    """The groups over axes that span another number of units than expected."""
     ranks = launch.mesh.ids[launch.places(axes)]
     return tuple(
         Stray(axes, level, tuple(ranks[g].tolist()), int(found[g]), expected)
@@ -177,7 +156,7 @@ def _range(numbers: Ints) -> str:
 
 
 def _long_way(launch: Launch, matrix: Matrix) -> str:
-    """Compare hops on rings, toruses and meshes with those of the numbering, in the best order of its digits."""
+    """Say where hops on rings, toruses and meshes are more than those of the numbering, in the best order of digits."""
     mesh, topology = launch.mesh, launch.topology
     for j, level in enumerate(topology.levels):
         if level.link == "switch" or level.size < 4:  # of three or fewer, every order is as good
@@ -196,6 +175,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
 
 
 def _hops(launch: Launch, axis: str, j: int) -> int:
+    """Hops between neighbours of all rings over an axis, on level j where they stay inside its parents."""
     level, stride = launch.topology.levels[j], launch.topology.strides[j]
     out = launch.groups((axis,)) // stride
     into = np.roll(out, -1, axis=1)
@@ -209,7 +189,11 @@ def _hops(launch: Launch, axis: str, j: int) -> int:
 
 
 def _numberings(mesh: Mesh, topology: Topology, matrix: Matrix, j: int) -> Iterator[tuple[int, ...]]:
-    """Number the devices as `device_mesh()` does, but for level j with its column's digits in every order."""
+    """Yield the devices numbered as `device_mesh()` does, but for level j with its column's digits in every order.
+
+    Several axes may share a ring, torus or mesh in any order; which of them is nearest decides who takes the fewest
+    hops.
+    """
     m, depth = len(mesh.axes), len(topology.levels)
     several = [i for i in range(m) if matrix[i][j] > 1]
     for order in itertools.permutations(several):

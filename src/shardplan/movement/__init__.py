@@ -1,11 +1,13 @@
 """Planning: the cheapest certified program from one layout to another, reductions, and placement.
 
+Reading order:
+
 - `redistribute`    the verb: one tensor, or a batch (arXiv 2112.01075)
 - `redistribution`  the plan of one tensor: candidates, search, choice
+- `order`           the order of moves in shared memory that has the least peak
 - `batches`         many tensors as one plan, and moves between meshes
 - `reductions`      the published enumeration and the best reduction over types (arXiv 2110.10548)
 - `placing`         placements ranked for the traffic of a job
-- `order`           the order of a batch's moves that has the least peak
 
 A certificate is issued by `plans` and knows nothing of this room.
 """

@@ -89,6 +89,7 @@ def plan_kept(
 
 
 def _each(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+    """Say of each source whether it is kept."""
     kept = (keep,) * count if isinstance(keep, bool) else tuple(keep)
     if len(kept) != count:
         raise LayoutError(f"keep says something of {len(kept)} sources, but there are {count}; give one for each")
@@ -120,5 +121,5 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 
 @lru_cache(maxsize=4096)
 def _cached(s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool) -> Plan:
-    choice, place = best_program(s, t, where, limit, portable, keep)
-    return Plan(choice.program, issue(choice.program, (s,), (t,), place, limit, choice.exact, choice.books))
+    chosen, where = best_program(s, t, where, limit, portable, keep)
+    return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))

@@ -2,12 +2,13 @@
 
 Reading order:
 
-- `plan`             `Plan`: what redistribute, reduce and reductions return
+- `nominal`          seconds without a topology
+- `bounds`           lower bounds in seconds: cut, count and gather
+- `reduction_bound`  those of moves that reduce
+- `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds
 - `certificate`      `Certificate`: its claims, and their derivation from the program alone
 - `plan_file`        plan files, and the annotated print-out
-- `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds
-- `bounds`           lower bounds in seconds: cut, count and gather; `reduction_bound` those of moves that reduce
-- `nominal`          seconds without a topology
+- `plan`             `Plan`: what redistribute, reduce and reductions return
 
 This room knows no planner.
 """

@@ -1,8 +1,8 @@
 """`Certificate`: what is proved of a plan, and re-checked without the planner that made it.
 
-Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by the rest of
-this room. `status` is `floor` (bytes at the worst device equal the lower bound), `exact` (nothing cheaper in
-the planner's graph of types: the one statement a check cannot prove) or `heuristic`.
+Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by `hardware` and
+the rest of this room. `status` is `floor` (bytes at the worst device equal the lower bound), `exact` (nothing cheaper
+in the planner's graph of types: the one statement a check cannot prove) or `heuristic`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from shardplan.plans.nominal import nominal_bound, nominal_step
 from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
 
 STATUSES = ("floor", "exact", "heuristic")
+# Seconds and bytes of levels are sums of floats, which another numpy may add up in another order: they are compared to
+# nine digits, and below a femtosecond not at all. Whole numbers are compared exactly.
+RELATIVE, ABSOLUTE = 1e-9, 1e-15
+LONGEST = 120  # characters of a claim in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ def issue(
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, float) or isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
+        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     if isinstance(a, tuple) and a and isinstance(a[0], float):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))  # pyright: ignore
     return bool(a == b)
@@ -222,7 +226,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = _texts(value) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
-    return text if len(text) < 120 else text[:117] + "..."
+    return text if len(text) < LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _texts(types: Sequence[Any]) -> str:

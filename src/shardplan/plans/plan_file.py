@@ -21,8 +21,8 @@ from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
 from shardplan.plans.nominal import DESCRIPTION, nominal_step
 from shardplan.plans.pricing import fabric_of, step_prices
 
-FORMAT = 1
-CHOSEN = ("ring", "tree", "halving-doubling", "network")
+FORMAT = 1  # of the file; another one is refused
+CHOSEN = ("ring", "tree", "halving-doubling", "network")  # algorithms that one op may be priced under
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -119,7 +119,6 @@ def annotated(c: Certificate) -> str:
         costs = [format_seconds(nominal_step(step.op, r, b)) for step, r, b in work]
     else:
         prices = step_prices(c.program, fabric_of(c.where, c.program.meshes), c.algorithm)
-        # Where an op may run under several algorithms, the one that the price is of is named.
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in CHOSEN else "") for p in prices]
 
     def note(number: int, step: Step) -> str:

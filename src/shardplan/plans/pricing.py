@@ -36,7 +36,7 @@ def placement_of(what: str, value: object) -> Placement:
 
 
 def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
-    """Return the fabric: device ids are topology positions, or, under a placement, lie where it lays them.
+    """Return the fabric: device ids are topology ids, or, under a placement, lie where it lays them.
 
     A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
     and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
@@ -71,22 +71,23 @@ def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> li
 
 
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
-    """Return a lower bound in seconds.
+    """Return a lower bound in seconds of moves whose sources and destinations are paired in order.
 
     The largest of what each device must receive of all tensors over its own ports, of the cut bounds over every unit
     of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced.
     """
-    ids = np.array(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}), dtype=np.int64)
+    ids = np.array(sorted({i for t in (*sources, *destinations) for i in t.mesh.devices}), dtype=np.int64)
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.place(ids)])
+    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.topology_ids(ids)])
     best = worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
             best = max(best, reduction_bound(s, t, fabric))
             continue
+        # One row for every device of either end: an empty box where it holds, or wants, nothing.
         boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
         for side, x in zip(boxes, (s, t), strict=True):
             held = at_root(x)

@@ -21,29 +21,19 @@ from shardplan.plans.bounds import all_reduce_bound, most_over, reduce_scatter_b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Demand:
-    """Who holds which addend of which class, and who wants which part of it.
+    """Who holds which addend of which class, and who wants which part of it; devices are topology ids."""
 
-    `addends` and `wants` are unique rows of (class, addend, place) and (part, place); `label` and `nbytes` are class
-    and bytes of every part, `need` the addends of every class.
-    """
-
-    addends: Ints
-    wants: Ints
-    label: Ints
-    nbytes: Floats
-    need: Ints
+    addends: Ints  # unique rows (class, addend, device)
+    wants: Ints  # unique rows (part, device)
+    label: Ints  # the class of every part
+    nbytes: Floats  # of every part
+    need: Ints  # how many addends every class has
 
 
 def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> float:
-    """Bound a reducing move from below.
+    """Return a lower bound in seconds of a move from a type with addends.
 
-    Args:
-        source: A type with addends.
-        target: A type on the same mesh.
-        fabric: The resources.
-
-    Returns:
-        Seconds; 0 where nothing is claimed: the target keeps all addends, or lies on another mesh.
+    It is 0 where nothing is claimed: the target keeps all addends, or lies on another mesh.
 
     Source: arXiv 2110.10548 for the problem; cut and count as in `bounds`.
     """
@@ -52,7 +42,8 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
     gone = mesh.fold(tuple(sorted(set(mesh.expand(source.layout.partial)) - kept)))
     if not gone:
         return 0.0
-    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.place(mesh.ids))
+    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
+    # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.
     single = len(demand.addends) == int(demand.need.sum())
     worst = 0.0
     for j, wires in enumerate(fabric.wires):
@@ -71,11 +62,12 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
 
 
 def _number(rows: Ints) -> Ints:
-    """Number equal rows alike."""
+    """Numbers of rows, equal for equal rows: [rows]."""
     return np.unique(rows.reshape(len(rows), -1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept: tuple[str, ...], at: Ints) -> _Demand:
+    """The demand of a move that reduces over `gone` and leaves `kept` partial; `at` is by place the topology id."""
     mesh = source.mesh
     # One class: equal boxes, and equal coordinates along what stays partial.
     label = _number(np.stack([_number(source.boxes()), mesh.index(kept)], axis=1))
@@ -93,15 +85,16 @@ def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept:
 
 
 def _cut(d: _Demand, stride: int, units: int) -> Floats:
-    """Bytes that must enter or leave every unit, the larger."""
+    """Bytes that must enter or leave every unit, the larger: [units]."""
     classes = len(d.need)
+    # (unit, class) pairs as numbers, with how many of the class's addends the unit holds; then what it wants of it.
     pairs = np.unique(np.stack([d.wants[:, 0], d.wants[:, 1] // stride], axis=1), axis=0)
     part, unit = pairs[:, 0], pairs[:, 1]
     holds = np.unique(np.stack([d.addends[:, 2] // stride, d.addends[:, 0], d.addends[:, 1]], axis=1), axis=0)
     key, present = np.unique(holds[:, 0] * classes + holds[:, 1], return_counts=True)
     asked = unit * classes + d.label[part]
-    spot = np.minimum(np.searchsorted(key, asked), len(key) - 1)
-    there = np.where(key[spot] == asked, present[spot], 0)
+    found = np.minimum(np.searchsorted(key, asked), len(key) - 1)
+    there = np.where(key[found] == asked, present[found], 0)
     enter = np.bincount(unit, np.where(there < d.need[d.label[part]], d.nbytes[part], 0.0), units)
     # A unit that alone holds an addend gives out what is wanted, but for parts that only it wants.
     _, first, owners = np.unique(holds[:, 1:], axis=0, return_index=True, return_counts=True)
@@ -114,7 +107,7 @@ def _cut(d: _Demand, stride: int, units: int) -> Floats:
 
 
 def _count(d: _Demand, j: int, fabric: Fabric) -> float:
-    """Seconds of what crosses a level in total over the summed capacity of the units concerned."""
+    """Seconds of what crosses level j in total over the summed capacity of the units concerned."""
     stride = fabric.wires[j].stride
     holds = np.unique(np.stack([d.addends[:, 0], d.addends[:, 2] // stride], axis=1), axis=0)
     spans = np.bincount(holds[:, 0], minlength=len(d.need))

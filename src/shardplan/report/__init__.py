@@ -1,12 +1,18 @@
-"""Results for people: pictures as text and as SVG, and what the command line prints.
+"""Results for people: pictures as text, as SVG and as PNG, and what the command line prints.
 
-- `contents` what every device holds before and after each step: the data of every picture
-- `picture` the picture as text
-- `canvas`  what the SVG pictures share
-- `svg`     the picture as a standalone SVG file
-- `timeline` timelines as tables, predicted beside measured
-- `place`   rankings of placements, and reduction programs
-- `audit`   what a launch's audit says; `placement_picture` and `placement_svg` draw where a mesh lies
-- `lab_text` what the commands of the lab print, `lab_picture` what they draw
-- `text`    the print-outs and JSON objects of the commands
+Functions here take values and return texts and objects; only `lab_picture` writes a file, the PNG that it is given a
+name for. Reading order:
+
+- `contents`           what every device holds before and after each step: the data of its pictures
+- `picture`            these contents as text
+- `canvas`             what the SVG pictures share
+- `svg`                these contents as a standalone SVG file
+- `placement_picture`  where a mesh lies, gathered from a placement or a launch, and as text
+- `placement_svg`      the same as a standalone SVG file
+- `timeline`           timelines as tables, predicted beside measured
+- `place`              rankings of placements, and reduction programs
+- `audit`              what a launch's audit says
+- `lab_text`           what the commands of the lab print
+- `lab_picture`        what they draw
+- `text`               what the commands about plans print, and the JSON of all
 """

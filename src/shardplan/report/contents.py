@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,37 +42,27 @@ class HeldBox:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One value on the devices of a program, ascending by id, after the step called `title`.
-
-    `how` is a key of `LEGEND` for what lies in `box` but not in `kept`; `more` counts further values of the step that
-    are not drawn, on its last frame.
-    """
+    """One value on the devices of a program after the step called `title`."""
 
     title: str
-    op: str
+    op: str  # as text; empty before the first step
     note: str
-    value: str
+    value: str  # its name; empty where a type is drawn
     type: TensorType
-    how: str
-    held: tuple[HeldBox, ...]
-    more: int = 0
+    how: str  # a key of `LEGEND`, for what lies in a box but was not kept
+    held: tuple[HeldBox, ...]  # ascending by device id
+    more: int = 0  # on the last frame of a step: further values of it that are not drawn
 
 
 def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]:
-    """Return the frames of a program, or the single frame of a type.
+    """Return the frames of a program, its inputs first and then each step, or the single frame of a type.
 
-    Args:
-        subject: A program, whose inputs come first, or a type.
-        most_devices: Only the devices with the smallest ids are drawn, at most so many.
+    Only the `most_devices` devices with the smallest ids are drawn, and of each step up to `MOST_VALUES` values.
 
-    Returns:
-        For the inputs and for each step up to `MOST_VALUES` frames.
-
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
-        >>> [h.box for h in frame.held]
-        [((0, 2),), ((2, 4),)]
+    >>> from shardplan.core.mesh import Mesh
+    >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
+    >>> [h.box for h in frame.held]
+    [((0, 2),), ((2, 4),)]
     """
     if isinstance(subject, TensorType):
         devices = tuple(sorted(subject.mesh.devices))[:most_devices]
@@ -90,15 +80,14 @@ def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]
 
 
 def _drawn(made: list[Frame], count: int) -> list[Frame]:
+    """The frames of a step with `count` values; the last says how many are not drawn."""
     if made and count > len(made):
-        last = made[-1]
-        made[-1] = Frame(
-            last.title, last.op, last.note, last.value, last.type, last.how, last.held, more=count - len(made)
-        )
+        made[-1] = replace(made[-1], more=count - len(made))
     return made
 
 
 def _after(program: Program, number: int, step: Step, devices: Sequence[int], note: str) -> list[Frame]:
+    """The frames of a step's results."""
     names = {m: f"m{k}" for k, m in enumerate(program.meshes)}
     text = op_text(step.op, step.operands, names)
     operands, results = program.step_types(step)
@@ -114,6 +103,7 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
 
 
 def _how(op: Op, before: TensorType | None, after: TensorType) -> str:
+    """How what is new in a result's box came there, as a key of `LEGEND`."""
     if before is None:
         return "computed"
     if isinstance(op, ToPartial):
@@ -152,6 +142,7 @@ def _kept(op: Op, before: TensorType, after: TensorType, devices: Sequence[int])
 
 
 def _holdings(t: TensorType, devices: Sequence[int], kept: dict[int, Box] | None = None) -> tuple[HeldBox, ...]:
+    """What each device (by id) holds, and kept (by place); without `kept` it kept all."""
     place = {d: k for k, d in enumerate(t.mesh.devices)}
     roots, boxes = at_root(t), t.boxes()
     made: list[HeldBox] = []

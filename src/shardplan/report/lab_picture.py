@@ -24,14 +24,10 @@ def _pyplot() -> Any:
 
 
 def save_points(path: Path, experiments: Sequence[Done]) -> None:
-    """Draw predicted against measured seconds of every pair, event-wise and barrier, one colour a cluster.
+    """Draw predicted against measured seconds of every pair into a PNG file, one colour a cluster.
 
-    Args:
-        path: The PNG file.
-        experiments: As measured.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
+    Two predictions stand side by side: event-wise, and with a barrier after every step. Raises `MissingExtra` where
+    matplotlib is not installed.
     """
     plt = _pyplot()
     clusters = list(dict.fromkeys(d.experiment.cluster_name for d in experiments))
@@ -75,15 +71,9 @@ def save_points(path: Path, experiments: Sequence[Done]) -> None:
 
 
 def save_timelines(path: Path, predicted: Timeline, measured: Timeline) -> None:
-    """Draw what every device does when, predicted above measured, one colour a step.
+    """Draw what every device does when into a PNG file, predicted above measured, one colour a step.
 
-    Args:
-        path: The PNG file.
-        predicted: Of the program.
-        measured: Of the same.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
+    Raises `MissingExtra` where matplotlib is not installed.
     """
     plt = _pyplot()
     devices = sorted({i.device for t in (predicted, measured) for i in t.intervals})

@@ -11,13 +11,14 @@ import numpy as np
 from shardplan.execution.lab import Cluster, Measurement
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
+from shardplan.execution.lab.session import MOST_VARIATION
 from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios
 from shardplan.hardware.units import format_seconds
 from shardplan.report.timeline import comparison_text
 from shardplan.simulation.timeline import Timeline
 
 BUSY = 0.35  # share of the machine's processors above which they, and not the links, may set the pace
-MOST_MISSES = 20
+MOST_MISSES = 20  # printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,13 @@ def measurement_object(predicted: Timeline, m: Measurement) -> dict[str, Any]:
 
 
 def _warnings(m: Measurement) -> Iterator[str]:
+    """Yield what makes a measurement doubtful, a sentence each: busy processors, then noise."""
     if m.cpu_share > BUSY:
         yield (
             f"{m.title}: {m.cpu_share:.0%} of the processors were busy, above {BUSY:.0%}: they, not the links, may "
             "have set the pace; use lower rates or a smaller cluster"
         )
-    if m.repeated and m.cv > 0.05:
+    if m.repeated and m.cv > MOST_VARIATION:
         yield f"{m.title}: repetitions vary by {m.cv:.1%} even the second time; the machine is not quiet"
 
 
@@ -111,7 +113,7 @@ def _links(m: Measurement) -> list[str]:
 
 
 def sweep_text(found: Sweep, name: str) -> str:
-    """Print a sweep: per experiment the pairs, the best and the worst, and how far apart placements are."""
+    """Return a sweep as text: per experiment the pairs, the best and the worst, and how far apart placements are."""
     rows = [["experiment", "pairs", "best", "worst", "predicted best", "exact bytes", "CPU", "twice"]]
     for d in found.experiments:
         if d.error:
@@ -140,7 +142,7 @@ def done_object(d: Done) -> dict[str, Any]:
 
 
 def validate_text(v: ScoreVerdict) -> str:
-    """Print scores, targets and misses."""
+    """Return scores, targets and misses as text."""
     tops = v.summary("events").top
     rows = [["model", "fields", *(f"top {t.k}" for t in tops), "regret", "max", "Kendall", "error", "p90", "max"]]
     rows += [_summary_row(v.summary(model, pooled)) for pooled in (False, True) for model in MODELS]
@@ -189,7 +191,7 @@ def validate_object(v: ScoreVerdict) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """The value with None for what JSON has not: NaN and infinities."""
     match value:
         case dict():
             return {k: _finite(x) for k, x in value.items()}
@@ -202,7 +204,7 @@ def _finite(value: Any) -> Any:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lay out rows, the first of them the headings; the first `left` columns to the left, others to the right."""
+    """Return rows as lines, headings first; the first `left` columns to the left, others to the right."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return [
         "  ".join(

@@ -24,23 +24,18 @@ _NEW = {"received": ">", "reduced": ">", "filled": "~", "computed": ">"}
 
 
 def text_picture(subject: Program | TensorType) -> str:
-    """Draw what each device holds.
+    """Return a picture of what each device holds, of a type, or of a program before and after every step.
 
-    Args:
-        subject: A program, drawn before and after every step, or a type.
+    Below it stands a legend of the marks that were used.
 
-    Returns:
-        Lines of text, with a legend of the marks that were used.
-
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> print(text_picture(TensorType.parse("f32[4@x]", Mesh(x=2))))
-        f32[4@x]
-          device 0 (0)  device 1 (1)
-          0 1 . .       . . 2 3
-        <BLANKLINE>
-        0, 1, ...     elements of the array, numbered in row-major order
-        device 1 (1)  the device with the id 1, at x=1
+    >>> from shardplan.core.mesh import Mesh
+    >>> print(text_picture(TensorType.parse("f32[4@x]", Mesh(x=2))))
+    f32[4@x]
+      device 0 (0)  device 1 (1)
+      0 1 . .       . . 2 3
+    <BLANKLINE>
+    0, 1, ...     elements of the array, numbered in row-major order
+    device 1 (1)  the device with the id 1, at x=1
     """
     drawn = frames(subject, MOST_LISTED)
     lines = cuts(drawn)
@@ -67,6 +62,7 @@ class _Raster:
         self.width = width
 
     def label(self, row: int, column: int) -> str:
+        """Return what stands in a cell."""
         number = row * len(self.columns) + column
         if self.kind == "blocks":
             return _LETTERS[number]
@@ -74,6 +70,7 @@ class _Raster:
 
 
 def _raster(frame: Frame, lines: tuple[tuple[int, ...], ...]) -> _Raster | None:
+    """The cells of a small array, its elements, or of a larger one, blocks between the cuts; None of too many."""
     shape = frame.type.shape
     if len(shape) > 2 or len(frame.held) > MOST_PANELS:
         return None
@@ -86,7 +83,7 @@ def _raster(frame: Frame, lines: tuple[tuple[int, ...], ...]) -> _Raster | None:
         if max(len(x) - 1 for x in sides) > MOST_BLOCKS or count > MOST_ELEMENTS:
             return None
         kind, width = ("blocks", 1) if count <= len(_LETTERS) else ("numbered", len(str(count - 1)))
-    both = [range(2)] * (2 - len(sides)) + sides
+    both = [range(2)] * (2 - len(sides)) + sides  # a dim that is missing is one cell
     return _Raster(both[0], both[1], kind, width)
 
 
@@ -106,6 +103,7 @@ def _name(held: HeldBox) -> str:
 
 
 def _panels(frame: Frame, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:
+    """The grids of the devices side by side, a row for the mesh's last axis where the line has room for it."""
     panels = [[_name(h), *_grid(frame, h, raster, marks)] for h in frame.held]
     width = max(len(line) for panel in panels for line in panel) + 2
     most = max(1, (WIDTH - 2) // width)
@@ -122,6 +120,7 @@ def _panels(frame: Frame, raster: _Raster, marks: dict[str, list[str]]) -> list[
 
 
 def _inside(cell: tuple[tuple[int, int], tuple[int, int]], box: Sequence[tuple[int, int]] | None) -> bool:
+    """Say whether a cell lies in a box; cells are never cut by one."""
     if box is None:
         return False
     sides = [(0, 1)] * (2 - len(box)) + list(box)
@@ -129,6 +128,7 @@ def _inside(cell: tuple[tuple[int, int], tuple[int, int]], box: Sequence[tuple[i
 
 
 def _grid(frame: Frame, held: HeldBox, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:
+    """The cells of one device; adds to `marks` what the marks that were used stand for."""
     layout = frame.type.layout
     new = _NEW.get(frame.how, "")
     after = "+" if layout.partial else "*" if layout.root else ""
@@ -150,6 +150,7 @@ def _grid(frame: Frame, held: HeldBox, raster: _Raster, marks: dict[str, list[st
 
 
 def _listed(frame: Frame) -> list[str]:
+    """A line for every device: its box, and what it kept of it."""
     rows: list[tuple[str, str, str]] = []
     for held in frame.held:
         box = "nothing" if held.box is None else box_text(held.box)
@@ -184,7 +185,7 @@ def _legend(drawn: Sequence[Frame], rasters: set[str], marks: dict[str, list[str
     example = next((h for f in drawn for h in f.held[1:] if h.coordinates), None)
     if example is not None:
         mesh = next(f.type.mesh for f in drawn if example in f.held)
-        place = ", ".join(f"{a}={c}" for a, c in zip(mesh.axes, example.coordinates, strict=True))
-        rows.append((_name(example), f"the device with the id {example.device}, at {place}"))
+        at = ", ".join(f"{a}={c}" for a, c in zip(mesh.axes, example.coordinates, strict=True))
+        rows.append((_name(example), f"the device with the id {example.device}, at {at}"))
     width = max((len(k) for k, _ in rows), default=0)
     return "\n".join(f"{k:<{width}}  {text}" for k, text in rows)

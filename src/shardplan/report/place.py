@@ -15,27 +15,20 @@ from shardplan.plans.plan import Plan
 from shardplan.report.text import plan_object
 
 SHOWN = 10  # placements printed unless more are asked for
+MOST_RENAMED = 8  # devices of a renaming printed
 
 
 def ranking_text(found: Ranking, top: int = SHOWN) -> str:
-    """Print a ranking: a line a placement, then what placing well is worth.
-
-    Args:
-        found: The ranking.
-        top: Placements printed.
-
-    Returns:
-        Lines of text.
-    """
+    """Return a ranking as text: a line for each of the first `top` placements, then what placing well is worth."""
     best = found[0]
-    rows = [("", "seconds", "x best", "bound", "stock", "placement")]
+    rows = [["", "seconds", "x best", "bound", "stock", "placement"]]
     for number, row in enumerate(found[:top]):
         over = row.seconds / best.seconds if best.seconds > 0 else 1.0
         cells = (row.seconds, row.lower_bound_seconds, row.stock_seconds)
         seconds, bound, stock = map(format_seconds, cells)
-        rows.append((str(number + 1), seconds, f"{over:.2f}", bound, stock, row.placement.describe()))
-    widths = [max(len(r[k]) for r in rows) for k in range(5)]
-    lines = ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[5]]) for r in rows]
+        rows.append([str(number + 1), seconds, f"{over:.2f}", bound, stock, row.placement.describe()])
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    lines = ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[-1]]) for r in rows]
     if len(found) > top:
         lines.append(f"... and {len(found) - top} more, the last {found[-1].seconds / best.seconds:.3g} x the best")
     lines += ["", f"best       {best.placement.describe()} on {best.placement.topology.describe()}"]
@@ -55,11 +48,13 @@ def ranking_text(found: Ranking, top: int = SHOWN) -> str:
 
 
 def _degraded(found: Degraded) -> list[str]:
+    """What slow units cost, and the renaming that helps, as lines."""
     units = ", ".join(found.units)
     lines = [f"degraded   {units}: the choice of the healthy cluster would take {found.regret:.3g} x the best"]
     if found.renaming is not None:
         moved = [(k, d) for k, d in enumerate(found.renaming) if k != d]
-        shown = ", ".join(f"{a}->{b}" for a, b in moved[:8]) + (", ..." if len(moved) > 8 else "")
+        shown = ", ".join(f"{a}->{b}" for a, b in moved[:MOST_RENAMED])
+        shown += ", ..." if len(moved) > MOST_RENAMED else ""
         lines.append(f"renaming   devices {shown} make the best {found.gain:.3g} x faster")
     return lines
 
@@ -118,15 +113,9 @@ def placed_object(row: Placed) -> dict[str, Any]:
 
 
 def reduction_text(plan: Plan, paper: str, stock: float) -> str:
-    """Print the plan of a reduction, its instructions, and what the one collective would take.
+    """Return the plan of a reduction as text, with its instructions and what the one collective would take.
 
-    Args:
-        plan: The best program.
-        paper: The same in the paper's language.
-        stock: Seconds of the one collective.
-
-    Returns:
-        Lines of text.
+    `paper` is the program in the paper's language, `stock` are the seconds of the one collective.
     """
     lines = [str(plan)]
     if paper:
@@ -137,7 +126,7 @@ def reduction_text(plan: Plan, paper: str, stock: float) -> str:
 
 
 def reductions_text(found: Sequence[Reduction], top: int) -> str:
-    """Print a list of programs, cheapest first: seconds, how they type, instructions."""
+    """Return a list of programs as text, cheapest first: seconds, how they type, instructions."""
     if not found:
         return "no program"
     placement, view = found[0].placement, found[0].payload

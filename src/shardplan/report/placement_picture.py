@@ -38,7 +38,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class HostBox:
     """A host: its name, its devices in order, and the bytes that leave it in a step for each demand."""
 
     unit: int
@@ -49,42 +49,24 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture of a placement shows.
-
-    Args:
-        launch: What is drawn.
-        findings: What it is as a placement.
-        demands: What a step communicates.
-        level: The level whose units are boxes; None where all devices are in one.
-        boxes: The hosts drawn: the first ones and the last.
-        hidden: Hosts left out before the last box.
-        crossing: For each axis and level the groups that leave the busiest unit.
-    """
+    """What a picture of a placement shows."""
 
     launch: Launch
     findings: Findings
     demands: tuple[Demand, ...]
-    level: Level | None
-    boxes: tuple[Box, ...]
-    hidden: int
-    crossing: tuple[tuple[int, ...], ...]
+    level: Level | None  # the level whose units are boxes; None where all devices are in one
+    boxes: tuple[HostBox, ...]  # the hosts drawn: the first ones and the last
+    hidden: int  # hosts left out before the last box
+    crossing: tuple[tuple[int, ...], ...]  # for each axis and level the groups that leave the busiest unit
 
 
 def scene(
     subject: Placement | Launch, traffic: Traffic | Sequence[Demand] | None = None, most: int = MOST_BOXES
 ) -> Scene:
-    """Gather what a picture of a placement shows.
+    """Return what a picture of a placement or a launch shows.
 
-    Args:
-        subject: A placement, or a launch.
-        traffic: What a step communicates, for the loads.
-        most: Hosts to draw; of more the first ones and the last.
-
-    Returns:
-        The scene.
-
-    Raises:
-        LayoutError: Traffic is malformed.
+    `traffic` is what a step communicates, for the loads; of more than `most` hosts the first ones and the last are
+    drawn. Raises `LayoutError` for malformed traffic.
     """
     launch = Launch.of(subject) if isinstance(subject, Placement) else subject
     mesh, topology = launch.mesh, launch.topology
@@ -107,7 +89,7 @@ def scene(
         leaves[i][places] = (inside != inside[:, :1]).any(axis=1)[:, None]
     fabric = Fabric(topology)
     out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros(1) for d in demands]
-    boxes: list[Box] = []
+    boxes: list[HostBox] = []
     for unit in units:
         here: list[int] = place[unit * room : (unit + 1) * room].tolist()
         cells = tuple(
@@ -115,21 +97,21 @@ def scene(
             for p in here
         )
         name = launch.hosts[unit] if launch.hosts else ""
-        boxes.append(Box(unit, name, cells, tuple(float(x[unit]) for x in out)))
+        boxes.append(HostBox(unit, name, cells, tuple(float(x[unit]) for x in out)))
     crossing = tuple(sharing(launch.groups((axis,)), topology) for axis in mesh.axes)
     level = topology.levels[j] if j >= 0 else None
     return Scene(launch, analyse(launch), demands, level, tuple(boxes), count - len(units), crossing)
 
 
 def heading(drawn: Scene) -> str:
-    """Say what is drawn: the mesh, the topology, the verdict."""
+    """Return what is drawn: the mesh, the topology, the verdict."""
     launch = drawn.launch
     axes = ", ".join(f"{axis}={size}" for axis, size in launch.mesh.shape.items())
     return f"{axes} on {launch.topology.name or 'topology'} ({launch.topology.describe()}): {drawn.findings.verdict}"
 
 
 def crossed(drawn: Scene) -> list[str]:
-    """Say for each axis what it crosses, of the levels down to the boxes'."""
+    """Return for each axis what it crosses, of the levels down to the boxes'."""
     launch, rows = drawn.launch, list[str]()
     for shared, spans in zip(drawn.crossing, drawn.findings.spans, strict=True):
         words: list[str] = []
@@ -142,8 +124,8 @@ def crossed(drawn: Scene) -> list[str]:
     return rows
 
 
-def load_text(box: Box, drawn: Scene) -> str:
-    """Say what leaves a box in a step, and how much of it an uplink carries; empty without traffic."""
+def load_text(box: HostBox, drawn: Scene) -> str:
+    """Return what leaves a box in a step, and how much of it an uplink carries; empty without traffic."""
     if drawn.level is None or not drawn.demands:
         return ""
     total, ports = sum(box.out), drawn.level.uplinks
@@ -151,44 +133,36 @@ def load_text(box: Box, drawn: Scene) -> str:
     return f"{format_bytes(total)} out{each}"
 
 
-def box_name(box: Box, drawn: Scene) -> str:
-    """Name a box: the unit's number with the host's name."""
+def box_name(box: HostBox, drawn: Scene) -> str:
+    """Return the name of a box: the unit's number with the host's name."""
     word = drawn.level.name if drawn.level is not None else drawn.launch.topology.name or "all devices"
     number = f" {box.unit}" if drawn.level is not None else ""
     return f"{word}{number}" + (f" ({box.name})" if box.name else "")
 
 
 def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Demand] | None = None) -> str:
-    """Draw where a mesh lies.
+    """Return a picture of where a mesh lies, in lines of at most 80 characters, but for long names.
 
-    Args:
-        subject: A placement, or a launch.
-        traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`.
+    `traffic` is what a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`. Raises
+    `LayoutError` for malformed traffic.
 
-    Returns:
-        Lines of at most 80 characters, but for long names.
-
-    Raises:
-        LayoutError: Traffic is malformed.
-
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> from shardplan.hardware.topology import Topology
-        >>> small = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
-        >>> print(text_placement(Placement(Mesh(data=2, tensor=2), small, ((2, 1), (1, 2)))))
-        data=2, tensor=2 on dgx-a100 (node=2 x gpu=2): canonical
-        <BLANKLINE>
-        axis    node  gpu
-        data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
-        tensor     1    2  stays inside
-        <BLANKLINE>
-        + node 0 ------+
-        | 0:0,0  1:0,1 |
-        +--------------+
-        + node 1 ------+
-        | 2:1,0  3:1,1 |
-        +--------------+
-        a cell is rank:data,tensor
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> small = Topology.load("dgx-a100").resize(nodes=2, gpus=2)
+    >>> print(text_placement(Placement(Mesh(data=2, tensor=2), small, ((2, 1), (1, 2)))))
+    data=2, tensor=2 on dgx-a100 (node=2 x gpu=2): canonical
+    <BLANKLINE>
+    axis    node  gpu
+    data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
+    tensor     1    2  stays inside
+    <BLANKLINE>
+    + node 0 ------+
+    | 0:0,0  1:0,1 |
+    +--------------+
+    + node 1 ------+
+    | 2:1,0  3:1,1 |
+    +--------------+
+    a cell is rank:data,tensor
     """
     drawn = scene(subject, traffic)
     mesh = drawn.launch.mesh
@@ -198,9 +172,10 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
     across = max(1, (WIDTH - 4 + 2) // (width + 2))
     longest = max(len(row) for row in labels)
     # As many rows as needed, of equal length; a power of two reads best on 8 or 16 devices.
-    across = (
-        next((n for n in (16, 8, 4, 2) if n <= across and longest % n == 0), across) if longest > across else longest
-    )
+    if longest > across:
+        across = next((n for n in (16, 8, 4, 2) if n <= across and longest % n == 0), across)
+    else:
+        across = longest
     tops = [(box_name(box, drawn), load_text(box, drawn)) for box in drawn.boxes]
     wide = max(across * (width + 2) - 2, *(len(name) + 2 + (len(load) + 2 if load else 0) for name, load in tops))
     for box, row, (name, load) in zip(drawn.boxes, labels, tops, strict=True):

@@ -12,7 +12,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.launches.launch import Launch
 from shardplan.movement.placing.traffic import Demand, Traffic
 from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas
-from shardplan.report.placement_picture import Box, Cell, Scene, box_name, crossed, heading, load_text, scene
+from shardplan.report.placement_picture import Cell, HostBox, Scene, box_name, crossed, heading, load_text, scene
 
 MARGIN = 24
 MOST_BOXES = 8
@@ -42,24 +42,15 @@ _BARS = ("#3f7fb5", "#d98a1f", "#2f9e5b", "#c9516b", "#7b66bd", "#8a7a1a")
 def svg_placement(
     subject: Placement | Launch, traffic: Traffic | Sequence[Demand] | None = None, title: str = ""
 ) -> str:
-    """Draw where a mesh lies.
+    """Return a picture of where a mesh lies, as an SVG document with no references to anything outside it.
 
-    Args:
-        subject: A placement, or a launch.
-        traffic: What a step communicates, for the loads of the uplinks.
-        title: The heading; mesh, topology and verdict by default.
+    `traffic` is what a step communicates, for the loads of the uplinks; the heading is mesh, topology and verdict
+    unless there is a title. Raises `LayoutError` for malformed traffic.
 
-    Returns:
-        An SVG document with no references to anything outside it.
-
-    Raises:
-        LayoutError: Traffic is malformed.
-
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> from shardplan.hardware.topology import Topology
-        >>> svg_placement(Placement(Mesh(x=8), Topology.load("nominal"), ((8,),)))[:11]
-        '<svg xmlns='
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
+    >>> svg_placement(Placement(Mesh(x=8), Topology.load("nominal"), ((8,),)))[:11]
+    '<svg xmlns='
     """
     return _PlacementPage(scene(subject, traffic, MOST_BOXES)).document(title)
 
@@ -135,7 +126,7 @@ class _PlacementPage:
             self.y += 18
         self.y += 4
 
-    def box(self, box: Box) -> None:
+    def box(self, box: HostBox) -> None:
         cells = box.cells[:MOST_CELLS]
         high = 20 + STRIP * len(self.axes)
         rows = -(-len(cells) // ACROSS)
@@ -158,11 +149,11 @@ class _PlacementPage:
 
     def cell(self, x: float, y: float, high: float, cell: Cell) -> None:
         self.canvas.rect(x, y, CELL, high, PAPER, LINE)
-        rank, place = f"rank {cell.rank}", ",".join(map(str, cell.coordinates))
+        rank, coordinates = f"rank {cell.rank}", ",".join(map(str, cell.coordinates))
         # Both in one line: the coordinates as small as they must be, but legible.
-        size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(place))))
+        size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))))
         self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
-        self.canvas.text(x + CELL - 5, y + 14, place, size=round(size, 1), font=MONO, anchor="end")
+        self.canvas.text(x + CELL - 5, y + 14, coordinates, size=round(size, 1), font=MONO, anchor="end")
         for i, (axis, group, edge) in enumerate(zip(self.axes, cell.groups, cell.leaves, strict=True)):
             top = y + 20 + i * STRIP
             stroke = ' stroke-width="1.6"' if edge else ""
@@ -173,7 +164,7 @@ class _PlacementPage:
             self.canvas.text(x + 6, top + 10, name, size=9.5)
             self.canvas.text(x + CELL - 6, top + 10, str(group), size=9.5, anchor="end")
 
-    def bar(self, box: Box, load: str, y: float) -> None:
+    def bar(self, box: HostBox, load: str, y: float) -> None:
         """What leaves the box, to the scale of the busiest."""
         room = _WIDTH - 2 * MARGIN - 24 - 250
         x = float(MARGIN + 12)

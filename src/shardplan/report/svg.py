@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
@@ -34,20 +35,14 @@ _COLOURS = {
 
 
 def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") -> str:
-    """Draw what each device holds.
+    """Return a picture of what each device holds, as an SVG document with no references to anything outside it.
 
-    Args:
-        subject: A program, drawn before and after every step, or a type.
-        title: The heading; a text that says what is drawn by default.
-        note: A line below the title.
+    A program is drawn before and after every step. Title and note stand above; without a title, a text that says what
+    is drawn.
 
-    Returns:
-        An SVG document with no references to anything outside it.
-
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> svg_picture(TensorType.parse("f32[4@x]", Mesh(x=2)))[:11]
-        '<svg xmlns='
+    >>> from shardplan.core.mesh import Mesh
+    >>> svg_picture(TensorType.parse("f32[4@x]", Mesh(x=2)))[:11]
+    '<svg xmlns='
     """
     drawn = frames(subject, MOST_DEVICES)
     meshes = (subject.mesh,) if isinstance(subject, TensorType) else subject.meshes
@@ -193,7 +188,7 @@ class _ContentsPage:
                 if mark and held.box is not None:
                     self.canvas.text(x + max(wide, 76), self.y, mark, size=15, weight=700, anchor="end")
                 if held.coordinates:
-                    self.canvas.text(x, self.y + 13, _place(frame, held), size=10, fill=FAINT)
+                    self.canvas.text(x, self.y + 13, _coordinates(frame, held), size=10, fill=FAINT)
                 self.panel(frame, held, x, self.y + (19 if several else 6), dims, wide, high)
             self.y += (19 if several else 6) + high + below
         if frame.more:
@@ -231,9 +226,10 @@ class _ContentsPage:
             if _crowded(positions, n, length):
                 continue
             for p in range(1, n) if n <= 16 else [p for p in positions if 0 < p < n]:
-                x1, y1, x2, y2 = area.line(dim, p)
+                at = area.line(dim, p)
                 self.canvas.parts.append(
-                    f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#8795a1" stroke-width="0.4"/>'
+                    f'<line x1="{at.x1:g}" y1="{at.y1:g}" x2="{at.x2:g}" y2="{at.y2:g}" stroke="#8795a1" '
+                    'stroke-width="0.4"/>'
                 )
 
     def numbers(self, area: _Area, box: Box, whole: tuple[int, ...], held: Box, dims: tuple[int, ...]) -> None:
@@ -257,32 +253,46 @@ class _ContentsPage:
                 self.canvas.text(x, y, str(first + r * down + c * along), size=round(size, 1), anchor="middle")
 
 
+class _Rectangle(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+class _Segment(NamedTuple):
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+
+
 class _Area:
     """Where an array of `shape` (at most two dims) is drawn."""
 
     def __init__(self, x: float, y: float, wide: float, high: float, shape: tuple[int, ...]) -> None:
         self.x, self.y, self.wide, self.high, self.shape = x, y, wide, high, shape
 
-    def of(self, box: Box) -> tuple[float, float, float, float]:
-        """The x, y, width and height of a box."""
+    def of(self, box: Box) -> _Rectangle:
+        """Return where a box lies."""
         x, y, w, h = self.x, self.y, self.wide, self.high
         if box:
             x, w = self._side(self.x, self.wide, box[-1], self.shape[-1])
         if len(box) > 1:
             y, h = self._side(self.y, self.high, box[0], self.shape[0])
-        return x, y, w, h
+        return _Rectangle(x, y, w, h)
 
     @staticmethod
     def _side(start: float, length: float, part: tuple[int, int], n: int) -> tuple[float, float]:
         return round(start + length * part[0] / n, 2), round(length * (part[1] - part[0]) / n, 2)
 
-    def line(self, dim: int, position: int) -> tuple[float, float, float, float]:
-        """The ends of the grid line at `position` of `dim`."""
+    def line(self, dim: int, position: int) -> _Segment:
+        """Return the grid line at `position` of `dim`."""
         if dim == len(self.shape) - 1:
             x = round(self.x + self.wide * position / self.shape[dim], 2)
-            return x, self.y, x, self.y + self.high
+            return _Segment(x, self.y, x, self.y + self.high)
         y = round(self.y + self.high * position / self.shape[dim], 2)
-        return self.x, y, self.x + self.wide, y
+        return _Segment(self.x, y, self.x + self.wide, y)
 
 
 def _shown(t: TensorType) -> tuple[tuple[int, ...], float, float]:
@@ -306,8 +316,8 @@ def _spans(kept: Box, box: Box, dims: tuple[int, ...]) -> bool:
     return all(kept[d] == box[d] for d in range(len(box)) if d not in dims)
 
 
-def _place(frame: Frame, held: HeldBox) -> str:
-    """The coordinates with the names of the axes, or without them where they would not fit."""
+def _coordinates(frame: Frame, held: HeldBox) -> str:
+    """The coordinates of a device with the names of the axes, or without them where they would not fit."""
     mesh = frame.type.mesh
     named = ", ".join(f"{a}={c}" for a, c in zip(mesh.axes, held.coordinates, strict=True))
     return named if len(named) * 5.6 <= PANEL + GAP - 4 else f"({', '.join(map(str, held.coordinates))})"

@@ -14,7 +14,7 @@ WIDEST = 60  # characters of an op's text
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _StepRow:
     """One step: its seconds on every device that took part (all its intervals there), and the most bytes received."""
 
     step: int | None
@@ -29,23 +29,19 @@ class _Row:
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """Return a table of a timeline: per step its seconds over the devices, and the bytes at the worst device.
+    """Return a timeline as a table: per step its seconds over the devices, and the bytes at the worst device.
 
-    Args:
-        timeline: Predicted or measured. Intervals without a step are gathered by kind.
+    Below stand the makespan, what the critical path consists of, idle time and memory. Intervals without a step are
+    gathered by kind.
 
-    Returns:
-        Lines of text: the steps, then the makespan, what the critical path consists of, idle time, memory.
-
-    Example:
-        >>> from shardplan.simulation.interval import Interval
-        >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
-        predicted
-        step  op              devices   min  median   max  received
-           0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
-        makespan       2 us
-        critical path  all_gather 100 %
-        idle           0 s, bubbles 0 s, each at its worst device
+    >>> from shardplan.simulation.interval import Interval
+    >>> print(timeline_text(Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", 0, 4096),))))
+    predicted
+    step  op              devices   min  median   max  received
+       0  all_gather(%0)        1  2 us    2 us  2 us    4.1 kB
+    makespan       2 us
+    critical path  all_gather 100 %
+    idle           0 s, bubbles 0 s, each at its worst device
     """
     rows = [["step", "op", "devices", "min", "median", "max", "received"]]
     for row in _rows(timeline):
@@ -75,26 +71,19 @@ def timeline_text(timeline: Timeline) -> str:
 
 
 def comparison_text(predicted: Timeline, measured: Timeline) -> str:
-    """Return a table of two timelines of one program: per step the seconds of both, and their ratio.
+    """Return two timelines of one program as a table: per step the seconds of both, and their ratio.
 
-    Args:
-        predicted: Its seconds are the medians over devices.
-        measured: Its seconds are smallest, median and largest over devices; waiting for peers inside an op is in them.
+    Predicted seconds are medians over devices; measured ones smallest, median and largest, with the waiting for peers
+    inside an op. The ratio is measured over predicted, of medians and, on the last line, of makespans. A step that only
+    one side has, and a ratio to a prediction of 0, is a dash. Raises `TimelineError` where a step is another op in one
+    than in the other.
 
-    Returns:
-        Lines of text; the ratio is measured over predicted, of medians and, on the last line, of makespans. A step that
-        only one side has, and a ratio to a prediction of 0, is a dash.
-
-    Raises:
-        TimelineError: A step is another op in one than in the other.
-
-    Example:
-        >>> from shardplan.simulation.interval import Interval
-        >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
-        >>> print(comparison_text(*both))
-        step  op           predicted  measured min  median   max  ratio
-           0  permute(%0)       2 us          3 us    3 us  3 us   1.50
-              makespan          2 us                  3 us         1.50
+    >>> from shardplan.simulation.interval import Interval
+    >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
+    >>> print(comparison_text(*both))
+    step  op           predicted  measured min  median   max  ratio
+       0  permute(%0)       2 us          3 us    3 us  3 us   1.50
+          makespan          2 us                  3 us         1.50
     """
     sides = [{row.step if row.step is not None else row.kind: row for row in _rows(t)} for t in (predicted, measured)]
     order = {row: None for side in sides for row in side}
@@ -123,7 +112,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
     return "\n".join(_table(rows))
 
 
-def _rows(timeline: Timeline) -> list[_Row]:
+def _rows(timeline: Timeline) -> list[_StepRow]:
     """The steps in order, then what has no step, by kind."""
     found: dict[int | str, list[Interval]] = {}
     for interval in timeline.intervals:
@@ -132,7 +121,7 @@ def _rows(timeline: Timeline) -> list[_Row]:
     return [_row(found[k]) for k in [*numbered, *(k for k in found if isinstance(k, str))]]
 
 
-def _row(intervals: Sequence[Interval]) -> _Row:
+def _row(intervals: Sequence[Interval]) -> _StepRow:
     seconds: dict[int, float] = {}
     received: dict[int, int] = {}
     for interval in intervals:
@@ -140,10 +129,10 @@ def _row(intervals: Sequence[Interval]) -> _Row:
         received[interval.device] = received.get(interval.device, 0) + interval.received_bytes
     first = intervals[0]
     name = first.kind if first.step is None else first.name
-    return _Row(first.step, name, first.kind, tuple(seconds.values()), max(received.values()))
+    return _StepRow(first.step, name, first.kind, tuple(seconds.values()), max(received.values()))
 
 
-def _number(row: _Row) -> str:
+def _number(row: _StepRow) -> str:
     return "-" if row.step is None else str(row.step)
 
 

@@ -22,6 +22,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,24 +36,19 @@ from shardplan.simulation.script import Script, ScriptError, ScriptRound
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
 
-_LEFT = 1e-3  # bytes: a flow or a bucket with less is done, or empty
+_LEFT = 1e-3  # bytes: a flow with less is done, a bucket with less empty; rounding leaves less, messages have more
+_NAMED = 8  # devices that an error names
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What links and processes add to bandwidth.
+    """What links and processes add to bandwidth; raises `ShardplanError` for what is no link."""
 
-    Args:
-        latency: Seconds from when a message can flow to when it does; None for that of the outermost level it crosses.
-        payload_share: Of the bandwidth, what is payload and not headers.
-        bucket: Bytes that an idle edge saves up; 0 for none.
-        burst: Bytes per second at which it sends them.
-    """
-
+    # Seconds from when a message can flow to when it does; None for the latency of the outermost level it crosses.
     latency: float | None = None
-    payload_share: float = 1.0
-    bucket: float = 0.0
-    burst: float = 2.5e9
+    payload_share: float = 1.0  # of the bandwidth, what is payload and not headers
+    bucket: float = 0.0  # bytes that an idle edge saves up; 0 for none
+    burst: float = 2.5e9  # bytes per second at which it sends them: about what one core, whose work it is, copies
 
     def __post_init__(self) -> None:
         """Refuse what is no link."""
@@ -67,11 +63,11 @@ class Constants:
 def simulate(
     program: Program | Script, where: Where, *, shared: bool = False, constants: Constants | None = None
 ) -> Timeline:
-    """Predict a program, or a script, by its messages.
+    """Return the timeline of a program, or a script, as its messages predict it.
 
     Args:
         program: What to run; a program runs on the ring engine.
-        where: A topology whose positions are the device ids, or a placement; its levels are switches with one uplink.
+        where: A topology whose ids are the device ids, or a placement; its levels are switches with one uplink.
         shared: Whether the devices of an innermost parent share one half-duplex link, as processes on one host.
         constants: By default the topology's latencies, all of the bandwidth, and no bucket.
 
@@ -79,27 +75,26 @@ def simulate(
         One interval a step and device that communicates in it, waiting included, caused by its own one before.
 
     Raises:
-        TopologyError: The topology is no such tree, or a device has no place on it.
+        TopologyError: The topology is no such tree, or a device is not on it.
         ScriptError: A script waits for what never comes.
 
-    Example:
-        >>> from shardplan.core.mesh import Mesh
-        >>> from shardplan.core.ops import AllGather
-        >>> from shardplan.core.step import Step
-        >>> from shardplan.core.tensor import TensorType
-        >>> from shardplan.hardware.level import Level
-        >>> from shardplan.hardware.topology import Topology
-        >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
-        >>> p = Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",))
-        >>> simulate(p, Topology("", (Level("gpu", 2, "switch", 1e9, 1e-6),))).seconds
-        3e-06
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.core.ops import AllGather
+    >>> from shardplan.core.step import Step
+    >>> from shardplan.core.tensor import TensorType
+    >>> from shardplan.hardware.level import Level
+    >>> from shardplan.hardware.topology import Topology
+    >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
+    >>> p = Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",))
+    >>> simulate(p, Topology("", (Level("gpu", 2, "switch", 1e9, 1e-6),))).seconds
+    3e-06
     """
     script = script_of(program) if isinstance(program, Program) else program
     topology = where.topology if isinstance(where, Placement) else where
     laid = (where.mesh,) if isinstance(where, Placement) else ()
     fabric = fabric_of(where, program.meshes if isinstance(program, Program) else laid)
     devices = script.devices
-    home = dict(zip(devices, fabric.place(np.array(devices, dtype=np.int64)).tolist(), strict=True))
+    home = dict(zip(devices, fabric.topology_ids(np.array(devices, dtype=np.int64)).tolist(), strict=True))
     return _EventRun(script, Tree(topology, shared), home, constants or Constants()).timeline()
 
 
@@ -123,6 +118,14 @@ class _Pair:
         return max(self.sent[k][0], self.awaited[k]) + self.latency
 
 
+class _Span(NamedTuple):
+    """When a device was in a step, in seconds."""
+
+    step: int
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class _Device:
     """Where a device is in its stages."""
@@ -132,11 +135,16 @@ class _Device:
     round: int = -1  # -1 before the receives of the stage are posted
     wanted: dict[int, int] = field(default_factory=dict[int, int])  # by sender: messages waited for so far
     began: float = 0.0
-    spans: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])  # step, start, end
+    spans: list[_Span] = field(default_factory=list[_Span])
 
 
 class _EventRun:
-    """The state of a simulation."""
+    """The state of a simulation: devices in their stages, messages that wait for their time, messages that flow.
+
+    An instant is worked off in full before time goes on: every device that something happened to posts and waits as
+    far as it can, then every message whose time has come flows. Time then goes to the next event: a message that
+    arrives, one whose time comes, a bucket that runs empty.
+    """
 
     def __init__(self, script: Script, tree: Tree, home: dict[int, int], constants: Constants) -> None:
         self.script = script
@@ -152,7 +160,7 @@ class _EventRun:
             for device, rounds in stage.rounds.items():
                 stages[device].append((stage.step, rounds))
         self.devices = {d: _Device(own) for d, own in stages.items()}
-        self.timers: list[tuple[float, tuple[int, int]]] = []
+        self.timers: list[tuple[float, tuple[int, int]]] = []  # a heap: when, and (sender, receiver)
         self.flows: list[_Pair] = []
         self.ends: dict[int, tuple[int, int]] = {}  # by identity of a pair: sender, receiver
         self.now = 0.0
@@ -185,7 +193,7 @@ class _EventRun:
             moving = self._flow()
         waiting = [d for d, device in self.devices.items() if device.stage < len(device.stages)]
         if waiting:
-            raise ScriptError(f"devices {waiting[:8]} wait for messages that are never sent")
+            raise ScriptError(f"devices {waiting[:_NAMED]} wait for messages that are never sent")
 
     def _advance(self, d: int) -> None:
         """Let a device post and wait as far as it can at this instant."""
@@ -204,12 +212,13 @@ class _EventRun:
                 return
             last = device.stage + 1 == len(device.stages) or device.stages[device.stage + 1][0] != step
             if last:
-                device.spans.append((step, device.began, self.now))
+                device.spans.append(_Span(step, device.began, self.now))
                 device.began = self.now
             device.stage += 1
             device.round = -1
 
     def _begin(self, device: _Device, d: int, rounds: Sequence[ScriptRound], number: int) -> None:
+        """Post the sends of a round; after the last one there is only the wait for what was sent."""
         device.round = number
         if number == len(rounds):
             return
@@ -246,12 +255,13 @@ class _EventRun:
             self.flows.append(pair)
 
     def _idle(self, until: float) -> None:
+        """Let time go on while nothing flows, and every edge save up."""
         for k, rate in enumerate(self.rate):
             self.tokens[k] = min(self.bucket, self.tokens[k] + rate * (until - self.now))
         self.now = until
 
     def _flow(self) -> list[int]:
-        """Go on to the next event, and return the devices for which something arrived or was delivered."""
+        """Let time go on to the next event, and return the devices for which something arrived or was delivered."""
         full = [self.constants.burst if n > _LEFT else r for n, r in zip(self.tokens, self.rate, strict=True)]
         rates = fair_rates([p.path for p in self.flows], full)
         used = [0.0] * len(full)
@@ -264,7 +274,7 @@ class _EventRun:
         for k, rate in enumerate(self.rate):
             if self.tokens[k] > _LEFT and used[k] > rate:
                 step = min(step, self.tokens[k] / (used[k] - rate))
-        step = max(step, 0.0)
+        step = max(step, 0.0)  # a timer may be a rounding error late
         for k, rate in enumerate(self.rate):
             self.tokens[k] = min(self.bucket, max(0.0, self.tokens[k] + (rate - used[k]) * step))
         self.now += step
@@ -286,28 +296,32 @@ class _EventRun:
     def timeline(self) -> Timeline:
         """Return what every device did when."""
         received = self.script.received()
-        rows: list[tuple[int, int, float, float]] = sorted(
-            (k, d, start, end) for d, device in self.devices.items() for k, (_, start, end) in enumerate(device.spans)
-        )
+        # Everybody's first span, then everybody's second: steps stay together where all take part in them.
+        rows = sorted((k, d) for d, device in self.devices.items() for k in range(len(device.spans)))
         intervals: list[Interval] = []
         before: dict[int, int] = {}
-        for k, d, start, end in rows:
-            step = self.devices[d].spans[k][0]
+        for k, d in rows:
+            step, start, end = self.devices[d].spans[k]
             causes = (before[d],) if d in before else ()
             before[d] = len(intervals)
             intervals.append(
-                Interval(d, "comm", start, end, self.script.names[step], self.script.kinds[step], step,
-                         received.get((d, step), 0), causes)
-            )  # fmt: skip
+                Interval(
+                    device=d,
+                    stream="comm",
+                    start=start,
+                    end=end,
+                    name=self.script.names[step],
+                    kind=self.script.kinds[step],
+                    step=step,
+                    received_bytes=received.get((d, step), 0),
+                    causes=causes,
+                )
+            )
         return Timeline(tuple(intervals), title=f"events, {self.tree.topology.name or 'topology'}")
 
 
 def fair_rates(paths: Sequence[tuple[int, ...]], capacity: Sequence[float]) -> list[float]:
-    """Return the max-min fair rate of every flow; infinite where it crosses nothing.
-
-    Args:
-        paths: The edges that each crosses.
-        capacity: Of every edge.
+    """Return the max-min fair rate of every flow, infinite where it crosses nothing; a path is the edges it crosses.
 
     >>> fair_rates([(0,), (0, 1), (1,)], [10.0, 4.0])
     [8.0, 2.0, 2.0]
@@ -320,6 +334,7 @@ def fair_rates(paths: Sequence[tuple[int, ...]], capacity: Sequence[float]) -> l
             left[edge] = capacity[edge]
             crossing.setdefault(edge, set()).add(flow)
     while crossing:
+        # The edge that gives its flows least is their bottleneck: they have their rate, and the others share the rest.
         share, edge = min((left[e] / len(flows), e) for e, flows in crossing.items())
         for flow in crossing.pop(edge):
             rates[flow] = share

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TOLERANCE = 1e-12  # of the makespan: times closer than this are equal
+# Of the makespan: times closer than this are equal. Clocks are sums of some thousand floats, each rounded to 1e-16;
+# what is meant to differ, as by a latency in a run of an hour, differs by more.
+TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One thing that one device does on one of its streams.
+    """One thing that one device does on one of its streams; times are seconds since the start of the run."""
 
-    Args:
-        device: Device id.
-        stream: What does it: `"comm"`, `"compute"`, ...; the intervals of a stream follow one another.
-        start: Seconds since the start of the run.
-        end: Seconds since the start of the run.
-        name: For people, the op with its operands: `all_gather(%0; dim=0, axes=(x))`.
-        kind: The op's name: `all_gather`.
-        step: Number of the step in its program, from 0; None where there is none.
-        received_bytes: Bytes that the device receives in it.
-        causes: Indices, in the timeline, of the intervals that had to end before this one could start.
-    """
-
-    device: int
-    stream: str
+    device: int  # id
+    stream: str  # what does it: `comm`, `compute`, ...; the intervals of a stream follow one another
     start: float
     end: float
-    name: str
-    kind: str
-    step: int | None = None
-    received_bytes: int = 0
-    causes: tuple[int, ...] = ()
+    name: str  # for people, the op with its operands: `all_gather(%0; dim=0, axes=(x))`
+    kind: str  # the op's name: `all_gather`
+    step: int | None = None  # its number in the program, from 0; None where there is none
+    received_bytes: int = 0  # that the device receives in it
+    causes: tuple[int, ...] = ()  # indices, in the timeline, of what had to end before this could start
 
     @property
     def seconds(self) -> float:
@@ -41,7 +31,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCurve:
-    """The bytes of one device as (seconds, bytes) samples, ascending in time; each holds until the next.
+    """The bytes of one device, by id, as (seconds, bytes) samples, ascending in time; each holds until the next.
 
     Two samples at one time are a peak of no duration: it counts, and the later sample holds.
     """

@@ -41,33 +41,33 @@ class _Slot:
 
 
 def predict(program: Program, where: Where | None = None, most_devices: int = 64) -> Timeline:
-    """Predict a program by its closed form: step after step, all devices waiting for the slowest.
+    """Return the closed form of a program: step after step, all devices waiting for the slowest.
 
     Args:
         program: Any program.
-        where: A topology whose positions are the device ids, a placement that places them, or None for the nominal
-            switch of plans without a topology.
-        most_devices: The devices drawn: so many of the smallest ids, and, where it is not among them, one that takes
-            part in each step and the one that holds most. Makespan, breakdown and peak do not depend on it.
+        where: A topology whose ids are the device ids, a placement that places them, or None for the nominal switch of
+            plans without a topology.
+        most_devices: The devices drawn: so many of the smallest ids (by default as many as are still told apart), and,
+            where it is not among them, one that takes part in each step and the one that holds most. Makespan,
+            breakdown and peak do not depend on it.
 
     Returns:
         One interval a step and device, caused by the step before; its makespan is `plans.pricing.priced`'s seconds.
 
     Raises:
-        TopologyError: A device has no place in `where`.
+        TopologyError: A device that is not on `where`.
         TimelineError: `most_devices` is less than 1.
 
     Source: arXiv 2112.01075 and 2110.10548 price programs so; see `hardware.cost`.
 
-    Example:
-        >>> from shardplan.core.ops import AllGather
-        >>> from shardplan.core.step import Step
-        >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
-        >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
-        >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]
-        [(0, 'all_gather(%0; dim=0, axes=(x))', 2000), (1, 'all_gather(%0; dim=0, axes=(x))', 2000)]
-        >>> line.peak_bytes
-        6000
+    >>> from shardplan.core.ops import AllGather
+    >>> from shardplan.core.step import Step
+    >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
+    >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
+    >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]
+    [(0, 'all_gather(%0; dim=0, axes=(x))', 2000), (1, 'all_gather(%0; dim=0, axes=(x))', 2000)]
+    >>> line.peak_bytes
+    6000
     """
     if most_devices < 1:
         raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
@@ -118,8 +118,9 @@ def taking_part(pattern: Pattern, mesh: Mesh) -> np.ndarray:
 
 
 def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[Interval]:
+    """The intervals of the drawn devices, step by step."""
     made: list[Interval] = []
-    before: dict[int, int] = {}
+    before: dict[int, int] = {}  # by device the index of its interval in the step before
     for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
         mesh = program.types[step.results[0]].mesh
         received = dict(zip(mesh.devices, slot.received.tolist(), strict=True))
@@ -146,7 +147,10 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
 
 
 def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
-    """Bytes on every device before the first step, and during and after each."""
+    """Bytes on every device before the first step, and during and after each.
+
+    It is `core.accounting.holds` with the staging on those that take part alone, where an account adds it everywhere.
+    """
     ids = np.asarray(program.devices, dtype=np.int64)
 
     def size(t: TensorType) -> np.ndarray:
@@ -178,6 +182,7 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
 
 
 def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[MemoryCurve, ...]:
+    """The curves of the drawn devices; a sample that changes nothing is left out."""
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
         row = program.devices.index(device)

@@ -12,6 +12,8 @@ Groups are in member order, and member k sits between its neighbours k - 1 and k
 
 The operands of all_gather, permute, exchange and send travel as one message, those of the others one after another.
 The engine that does this on real processes is `execution.lab.ring`; the two are written apart, their bytes compared.
+
+What yields here yields stages, in the order in which every device goes through them; `number` is that of their step.
 """
 
 from __future__ import annotations
@@ -23,25 +25,36 @@ import numpy as np
 
 from shardplan.core.accounting import relabels
 from shardplan.core.messages import at_root, messages, permutation
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Permute, Reduce, ReduceScatter, Send
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Permute,
+    Reduce,
+    ReduceScatter,
+    Send,
+    Slice,
+    ToPartial,
+)
 from shardplan.core.ops.base import Collective, meet, typed
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.errors import BackendError
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.script import Message, Script, ScriptRound, Stage, merged
 
-SEGMENT = 128 * 2**10  # bytes
-Part = dict[int, tuple[ScriptRound, ...]]
+SEGMENT = 128 * 2**10  # bytes that a chain passes on at once: small beside a shard, so that all its links are busy
+Part = dict[int, tuple[ScriptRound, ...]]  # of one group in one stage: what each device does, by id
 Sizes = Sequence[int] | np.ndarray
 
 
 def script_of(program: Program, title: str = "") -> Script:
-    """Return what the ring engine sends when it runs a program, by device id.
+    """Return what the ring engine sends when it runs a program; ops that communicate are collectives.
 
-    Args:
-        program: The program; ops that communicate are collectives, others are local.
-        title: For people.
+    Raises `BackendError` for a collective whose messages are not known here.
     """
     stages: list[Stage] = []
     for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
@@ -52,6 +65,7 @@ def script_of(program: Program, title: str = "") -> Script:
 
 
 def _stages(number: int, step: Step, operands: Sequence[TensorType]) -> Iterator[Stage]:
+    """Yield the stages of a step: operand by operand, unless they travel together, and of each chunk by chunk."""
     op: Any = step.op
     match op:
         case AllGather():
@@ -62,7 +76,7 @@ def _stages(number: int, step: Step, operands: Sequence[TensorType]) -> Iterator
                 parts = [(_ids(t, g), _elements(u)[g], t.itemsize) for g in _groups(op, t)]
                 for c in range(op.chunks):
                     yield from merged((scatter(m, _chunk(n, c, op.chunks) * w) for m, n, w in parts), number)
-        case AllReduce():
+        case AllReduce():  # of each chunk the parts are reduced in one stage and gathered in the next
             for t in operands:
                 groups = [(_ids(t, g), owned(int(_elements(t)[g[0]]), len(g))) for g in _groups(op, t)]
                 for c in range(op.chunks):
@@ -83,8 +97,10 @@ def _stages(number: int, step: Step, operands: Sequence[TensorType]) -> Iterator
             yield from _exchanges(number, op, operands)
         case Permute() | Exchange() | Send():
             yield from _moves(number, op, operands)
-        case _:  # Slice and ToPartial are local
+        case Slice() | ToPartial():  # local
             return
+        case _:
+            raise BackendError(f"step {number}: the ring engine's script has no messages for {op.name}")
 
 
 def gather(members: Sequence[int], sizes: Sizes) -> Part:
@@ -98,6 +114,7 @@ def scatter(members: Sequence[int], sizes: Sizes) -> Part:
 
 
 def _ring(members: Sequence[int], sizes: Sizes, lag: int) -> Part:
+    """The ring in which round s of member k sends block k - s - lag, and so receives the one that its sender has."""
     q = len(members)
     out: Part = {}
     for k in range(q):
@@ -115,7 +132,7 @@ def chain(members: Sequence[int], sizes: Sequence[int]) -> Part:
         if k + 1 < len(members) and k == 0:
             rounds = [ScriptRound(_one(members[1], n), ()) for n in sizes]
         elif k:
-            passed = 0
+            passed = 0  # bytes of the segment before: it is passed on while the next one comes in
             for n in sizes:
                 on = _one(members[k + 1], passed) if k + 1 < len(members) else ()
                 rounds.append(ScriptRound(on, _one(members[k - 1], n)))
@@ -175,6 +192,7 @@ def _one(peer: int, nbytes: int) -> tuple[Message, ...]:
 
 
 def _chunk(n: np.ndarray, c: int, chunks: int) -> np.ndarray:
+    """How much of n is in chunk c: as even as whole numbers can be, all chunks together n."""
     return n * (c + 1) // chunks - n * c // chunks
 
 
@@ -193,8 +211,9 @@ def _groups(op: Collective, t: TensorType) -> list[np.ndarray]:
 
 
 def _gathers(number: int, op: AllGather, operands: Sequence[TensorType]) -> Iterator[Stage]:
+    """Yield a stage a chunk: the rings of all groups, the operands packed into one block."""
     first = operands[0]
-    # operands may differ in their root axes: a block is what its member holds of all of them
+    # Operands may differ in their root axes: a block is what its member holds of all of them.
     held = sum((np.where(at_root(t), t.elements() * t.itemsize, 0) for t in operands), np.zeros(1, dtype=np.int64))
     parts = [(_ids(first, g), held[g]) for g in first.mesh.group_places(op.members(first))]
     for c in range(op.chunks):
@@ -202,6 +221,7 @@ def _gathers(number: int, op: AllGather, operands: Sequence[TensorType]) -> Iter
 
 
 def _exchanges(number: int, op: AllToAll, operands: Sequence[TensorType]) -> Iterator[Stage]:
+    """Yield, operand by operand and chunk by chunk, q - 1 stages: in the r-th all members send r further."""
     for t in operands:
         u = typed(op, t)
         before, after = t.boxes(), u.boxes()
@@ -222,6 +242,7 @@ def _exchanges(number: int, op: AllToAll, operands: Sequence[TensorType]) -> Ite
 
 
 def _moves(number: int, op: Permute | Exchange | Send, operands: Sequence[TensorType]) -> Iterator[Stage]:
+    """Yield a stage a chunk: the messages of all operands between two devices are one."""
     for c in range(op.chunks):
         sizes: dict[tuple[int, int], int] = {}
         for t in operands:

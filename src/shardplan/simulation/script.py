@@ -51,22 +51,15 @@ class Stage:
 class Script:
     """The stages of a run.
 
-    Args:
-        stages: In the order in which every device goes through those it takes part in.
-        names: Of the steps, for people.
-        kinds: Of the steps: the op's or the collective's name.
-        title: For people: where it comes from.
-
-    Example:
-        >>> swap = {0: (ScriptRound(((1, 8),), ((1, 8),)),), 1: (ScriptRound(((0, 8),), ((0, 8),)),)}
-        >>> Script((Stage(0, swap),), ("swap",), ("permute",)).payload()
-        {(0, 1): 8, (1, 0): 8}
+    >>> swap = {0: (ScriptRound(((1, 8),), ((1, 8),)),), 1: (ScriptRound(((0, 8),), ((0, 8),)),)}
+    >>> Script((Stage(0, swap),), ("swap",), ("permute",)).payload()
+    {(0, 1): 8, (1, 0): 8}
     """
 
-    stages: tuple[Stage, ...]
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    title: str = ""
+    stages: tuple[Stage, ...]  # in the order in which every device goes through those it takes part in
+    names: tuple[str, ...]  # of the steps, for people
+    kinds: tuple[str, ...]  # of the steps: the op's or the collective's name
+    title: str = ""  # for people: where it comes from
 
     @property
     def devices(self) -> tuple[int, ...]:

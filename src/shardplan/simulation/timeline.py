@@ -7,7 +7,7 @@ Time runs from 0, the start of the run, in seconds. Invariants, checked on const
 - predicted: an interval starts at 0 or when the last of its causes ends, so that the critical path has no gaps;
 - a memory curve is a step function: a sample holds until the next one.
 
-Times are compared with a tolerance of 1e-12 of the makespan.
+Times are compared with a tolerance (`interval.TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,31 +36,21 @@ class TimelineError(ShardplanError):
 class Timeline:
     """Intervals per device and stream, with the memory curve.
 
-    Args:
-        intervals: In any order in which causes come before what they cause.
-        memory: At most one curve a device; () where memory is not known.
-        source: `"predicted"` or `"measured"`.
-        title: For people: where it comes from.
-
-    `seconds`, the makespan, is the end of the last interval.
-
-    Raises:
-        TimelineError: An invariant of the module does not hold.
+    Raises `TimelineError` where an invariant of the module does not hold.
 
     Source: arXiv 2111.05426, simulator.
 
-    Example:
-        >>> gather = Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", step=0)
-        >>> cut = Interval(0, "compute", 2e-6, 3e-6, "slice(%1)", "slice", step=1, causes=(0,))
-        >>> Timeline((gather, cut)).critical_path == (gather, cut)
-        True
+    >>> gather = Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather", step=0)
+    >>> cut = Interval(0, "compute", 2e-6, 3e-6, "slice(%1)", "slice", step=1, causes=(0,))
+    >>> Timeline((gather, cut)).critical_path == (gather, cut)
+    True
     """
 
-    intervals: tuple[Interval, ...]
-    memory: tuple[MemoryCurve, ...] = ()
-    source: str = "predicted"
-    title: str = ""
-    seconds: float = field(init=False, compare=False)
+    intervals: tuple[Interval, ...]  # in any order in which causes come before what they cause
+    memory: tuple[MemoryCurve, ...] = ()  # at most one curve a device; () where memory is not known
+    source: str = "predicted"  # or `measured`
+    title: str = ""  # for people: where it comes from
+    seconds: float = field(init=False, compare=False)  # the makespan: the end of the last interval
 
     def __post_init__(self) -> None:
         """Check the invariants."""
@@ -113,12 +104,12 @@ class Timeline:
 
         A device is busy while any of its streams is.
         """
-        return max((last - first - busy for first, last, busy in _occupied(self.intervals).values()), default=0.0)
+        return max((o.last - o.first - o.busy for o in _occupied(self.intervals).values()), default=0.0)
 
     @property
     def idle_seconds(self) -> float:
         """The largest over devices: the makespan minus the time the device is busy."""
-        busy = {device: b for device, (_, _, b) in _occupied(self.intervals).items()}
+        busy = {device: o.busy for device, o in _occupied(self.intervals).items()}
         return max((self.seconds - busy.get(device, 0.0) for device in self.devices), default=0.0)
 
     def save(self, path: str | Path) -> None:
@@ -135,29 +126,22 @@ class Timeline:
 
 
 def load_timelines(path: str | Path) -> tuple[Timeline, ...]:
-    """Read the timelines of a trace file that `save_traces` or `Timeline.save` wrote.
+    """Return the timelines of a trace file, in the order in which they were written; times exact to a nanosecond.
 
-    Args:
-        path: The file.
+    Raises `ParseError`, naming the file and what is wrong, where it cannot be read or is no trace of timelines.
 
-    Returns:
-        The timelines, in the order in which they were written; times exact to a nanosecond.
-
-    Raises:
-        ParseError: The file cannot be read, or is no trace of timelines; it names the file and what is wrong.
-
-    Example:
-        >>> import tempfile
-        >>> line = Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather"),), source="measured")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     line.save(f"{folder}/trace.json")
-        ...     load_timelines(f"{folder}/trace.json") == (line,)
-        True
+    >>> import tempfile
+    >>> line = Timeline((Interval(0, "comm", 0.0, 2e-6, "all_gather(%0)", "all_gather"),), source="measured")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     line.save(f"{folder}/trace.json")
+    ...     load_timelines(f"{folder}/trace.json") == (line,)
+    True
     """
     return read_traces(path, Timeline)
 
 
 def _last_finishers(intervals: tuple[Interval, ...]) -> list[Interval]:
+    """The interval of each step that ends last, of equals the first; one without a step is a step of its own."""
     last: dict[tuple[bool, int], Interval] = {}
     for number, interval in enumerate(intervals):
         key = (True, number) if interval.step is None else (False, interval.step)
@@ -176,6 +160,7 @@ def _causes_of_the_end(intervals: tuple[Interval, ...]) -> list[Interval]:
 
 
 def _contiguous(links: list[Interval]) -> tuple[Interval, ...]:
+    """The links, each starting where the one before it ends."""
     ends = [0.0, *(i.end for i in links)]
     return tuple(i if i.start == at else replace(i, start=min(at, i.end)) for at, i in zip(ends, links, strict=False))
 
@@ -184,20 +169,29 @@ def _column(intervals: tuple[Interval, ...], name: str) -> np.ndarray:
     return np.fromiter((getattr(i, name) for i in intervals), np.float64, len(intervals))
 
 
-def _occupied(intervals: tuple[Interval, ...]) -> dict[int, tuple[float, float, float]]:
-    """First start, last end and busy seconds (over all streams) of every device that has an interval."""
+class _Occupied(NamedTuple):
+    """When a device starts and ends, and how long any of its streams is busy; seconds."""
+
+    first: float
+    last: float
+    busy: float
+
+
+def _occupied(intervals: tuple[Interval, ...]) -> dict[int, _Occupied]:
+    """By device what its intervals occupy."""
     start, end = _column(intervals, "start"), _column(intervals, "end")
     device = np.fromiter((i.device for i in intervals), np.int64, len(intervals))
     order = np.lexsort((start, device))
     start, end, device = start[order], end[order], device[order]
     edges = [*np.flatnonzero(np.diff(device, prepend=device[:1] - 1)).tolist(), len(device)]
-    found: dict[int, tuple[float, float, float]] = {}
+    found: dict[int, _Occupied] = {}
     for low, high in pairwise(edges):
+        # By start: what an interval adds is what of it lies beyond the latest end so far.
         reached = np.maximum.accumulate(end[low:high])
         fresh = reached.copy()
         fresh[0] -= start[low]
         fresh[1:] -= np.maximum(start[low + 1 : high], reached[:-1])
-        found[int(device[low])] = (float(start[low]), float(reached[-1]), float(fresh.sum()))
+        found[int(device[low])] = _Occupied(float(start[low]), float(reached[-1]), float(fresh.sum()))
     return found
 
 

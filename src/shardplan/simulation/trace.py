@@ -24,6 +24,8 @@ from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
 FORMAT = "shardplan timelines 1"
+NANOSECONDS = 1e9  # in a second
+TICKS = 1000  # nanoseconds in a microsecond, the unit of the file
 Event = dict[str, Any]
 T = TypeVar("T")
 
@@ -46,11 +48,7 @@ class Traced(Protocol):
 
 
 def save_traces(path: str | Path, timelines: Iterable[Traced]) -> None:
-    """Write timelines into one trace file, atomically, so that they lie over each other when it is opened.
-
-    Args:
-        path: The file, usually `*.json`.
-        timelines: Such as a predicted and a measured one of the same program.
+    """Write timelines into one trace file (JSON), atomically, so that they lie over each other when it is opened.
 
     Source: Trace Event Format (Google), read by Perfetto's JSON importer.
     """
@@ -62,17 +60,10 @@ def save_traces(path: str | Path, timelines: Iterable[Traced]) -> None:
 
 
 def read_traces(path: str | Path, make: Callable[..., T]) -> tuple[T, ...]:
-    """Read what a trace file holds; see `timeline.load_timelines`.
+    """Return what `make` makes of each timeline of a trace file, in the order in which they were written.
 
-    Args:
-        path: The file.
-        make: Called with the intervals, the memory curves, the source and the title of each timeline.
-
-    Returns:
-        What it made of each, in the order in which they were written.
-
-    Raises:
-        ParseError: The file cannot be read, or is no trace of timelines; it names the file and what is wrong.
+    It is called with the intervals, the memory curves, the source and the title of one. Raises `ParseError`, naming the
+    file and what is wrong, where it cannot be read or is no trace of timelines.
     """
     try:
         raw: Any = msgspec.json.decode(Path(path).read_bytes())
@@ -88,7 +79,11 @@ def read_traces(path: str | Path, make: Callable[..., T]) -> tuple[T, ...]:
 
 
 def events(timelines: Sequence[Traced]) -> Iterator[Event]:
-    """Yield the trace events of timelines: the names of all rows, then each timeline's intervals and memory."""
+    """Yield the trace events of timelines: the names of all rows, then each timeline's intervals and memory.
+
+    An interval is followed by the arrows that leave it and those that arrive at it; the two ends of an arrow share a
+    number, counted over all timelines.
+    """
     streams = {name: k for k, name in enumerate(sorted({i.stream for t in timelines for i in t.intervals}), start=1)}
     yield from _rows(timelines, streams)
     arrow = 0
@@ -108,8 +103,8 @@ def events(timelines: Sequence[Traced]) -> Iterator[Event]:
             yield {
                 "ph": "X",
                 **row,
-                "ts": start / 1000,
-                "dur": (end - start) / 1000,
+                "ts": start / TICKS,
+                "dur": (end - start) / TICKS,
                 "name": interval.name,
                 "cat": interval.kind,
                 "args": {
@@ -121,16 +116,17 @@ def events(timelines: Sequence[Traced]) -> Iterator[Event]:
             # An arrow belongs to the interval that is open at its time, and at its end an interval is closed.
             arrowed = {"name": "cause", "cat": "cause", **row}
             for tail in leaving.get(number, ()):
-                yield {"ph": "s", "id": tail, "ts": max(start, end - 1) / 1000, **arrowed}
+                yield {"ph": "s", "id": tail, "ts": max(start, end - 1) / TICKS, **arrowed}
             for head in arriving.get(number, ()):
-                yield {"ph": "f", "bp": "e", "id": head, "ts": start / 1000, **arrowed}
+                yield {"ph": "f", "bp": "e", "id": head, "ts": start / TICKS, **arrowed}
         for curve in timeline.memory:
             row = {"pid": curve.device * len(timelines) + k, "tid": 0, "name": "memory"}
             for at, nbytes in curve.samples:
-                yield {"ph": "C", **row, "ts": round(at * 1e9) / 1000, "args": {"bytes": nbytes}}
+                yield {"ph": "C", **row, "ts": round(at * NANOSECONDS) / TICKS, "args": {"bytes": nbytes}}
 
 
 def _rows(timelines: Sequence[Traced], streams: dict[str, int]) -> Iterator[Event]:
+    """Yield the events that name and order processes and threads, timeline by timeline, device by device."""
     sources = [t.source for t in timelines]
     for k, timeline in enumerate(timelines):
         used = {(i.device, i.stream) for i in timeline.intervals}
@@ -151,15 +147,16 @@ def _ticks(timeline: Traced) -> list[tuple[int, int]]:
     distinct = np.unique(times)
     fresh = np.diff(distinct, prepend=-np.inf) > TOLERANCE * timeline.seconds
     first = distinct[fresh][np.cumsum(fresh) - 1]
-    ticks = np.rint(first * 1e9).astype(np.int64)[np.searchsorted(distinct, times)]
+    ticks = np.rint(first * NANOSECONDS).astype(np.int64)[np.searchsorted(distinct, times)]
     return [(start, end) for start, end in ticks.tolist()]
 
 
 def _seconds(microseconds: float) -> float:
-    return round(microseconds * 1000) / 1e9
+    return round(microseconds * TICKS) / NANOSECONDS
 
 
 def _made(about: list[dict[str, str]], found: list[Event], make: Callable[..., T]) -> tuple[T, ...]:
+    """The timelines of a file, in order: which one an event is of stands in its process id."""
     count = len(about)
     streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name" and e["ph"] == "M"}
     intervals: list[list[Interval]] = [[] for _ in about]
@@ -172,7 +169,7 @@ def _made(about: list[dict[str, str]], found: list[Event], make: Callable[..., T
                     device=device,
                     stream=streams[event["pid"], event["tid"]],
                     start=_seconds(event["ts"]),
-                    end=round(event["ts"] * 1000 + event["dur"] * 1000) / 1e9,
+                    end=round(event["ts"] * TICKS + event["dur"] * TICKS) / NANOSECONDS,
                     name=event["name"],
                     kind=event["cat"],
                     step=event["args"]["step"],

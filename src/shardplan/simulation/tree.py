@@ -24,44 +24,30 @@ WAYS = ("up", "down", "local")
 
 @dataclass(frozen=True, slots=True)
 class DirectedLink:
-    """One direction of one link.
+    """One direction of one link."""
 
-    Args:
-        level: The level whose unit it belongs to.
-        unit: Number of the unit over the whole level.
-        way: `"up"` (out of the unit), `"down"` (into it) or `"local"` (inside it, both ways).
-        name: Such as `"node[1] up"`.
-        bandwidth: Bytes per second.
-    """
-
-    level: int
-    unit: int
-    way: str
-    name: str
-    bandwidth: float
+    level: int  # whose unit it belongs to
+    unit: int  # its number over the whole level
+    way: str  # `up` (out of the unit), `down` (into it) or `local` (inside it, both ways)
+    name: str  # such as `node[1] up`
+    bandwidth: float  # bytes per second
 
 
 @dataclass(frozen=True)
 class Tree:
     """A topology whose levels are switches with one uplink, as directed edges.
 
-    Args:
-        topology: The hardware.
-        shared: Whether the devices of an innermost parent share one `local` edge.
+    Raises `TopologyError` where a level is no switch, has several uplinks, or reduces in the network.
 
-    Raises:
-        TopologyError: A level is no switch, has several uplinks, or reduces in the network.
-
-    Example:
-        >>> from shardplan.hardware.level import Level
-        >>> levels = (Level("node", 2, "switch", 1e7, 0.0), Level("gpu", 2, "switch", 1e8, 0.0))
-        >>> tree = Tree(Topology("", levels))
-        >>> [tree.edges[k].name for k in tree.path(0, 3)]
-        ['gpu[0] up', 'node[0] up', 'node[1] down', 'gpu[3] down']
+    >>> from shardplan.hardware.level import Level
+    >>> levels = (Level("node", 2, "switch", 1e7, 0.0), Level("gpu", 2, "switch", 1e8, 0.0))
+    >>> tree = Tree(Topology("", levels))
+    >>> [tree.edges[k].name for k in tree.path(0, 3)]
+    ['gpu[0] up', 'node[0] up', 'node[1] down', 'gpu[3] down']
     """
 
     topology: Topology
-    shared: bool = False
+    shared: bool = False  # the devices of an innermost parent share one `local` edge
     edges: tuple[DirectedLink, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,12 +80,7 @@ class Tree:
         return {(e.level, e.unit, e.way): k for k, e in enumerate(self.edges)}
 
     def path(self, sender: int, receiver: int) -> tuple[int, ...]:
-        """Return the indices of the edges that a message crosses, in order; none where the two are one.
-
-        Args:
-            sender: Topology id.
-            receiver: Topology id.
-        """
+        """Return the indices of the edges that a message crosses, in order; none where the two topology ids are one."""
         strides = self.topology.strides
         depth = len(strides)
         units = [(sender // s, receiver // s) for s in strides]

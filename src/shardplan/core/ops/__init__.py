@@ -1,5 +1,10 @@
 """Every operation, and the one table by which program text names them.
 
+- `base`      `Op` and `Collective`: what every operation must say of itself, and what collectives share
+- `movement`  those that move data and add nothing: Slice, AllGather, AllToAll, Permute, Exchange, Send
+- `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
+- `compute`   those that compute: Einsum, Elementwise, ReduceDims
+
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core.messages import at_root, lacking
+from shardplan.core.messages import Packed, at_root, lacking
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -105,36 +105,37 @@ class Collective(Op):
         return getattr(self, "axes", ())
 
     def rounds(self, *operands: TensorType) -> int:
-        """ceil(log2 q) for gathers and reductions over q devices."""
+        """Return ceil(log2 q), as for gathers and reductions over q devices."""
         q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
         return math.ceil(math.log2(q)) if q > 1 else 0
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
-        """Return elements packed to send and to receive on the worst device, and whether each side is contiguous."""
-        return 0, 0, True, True
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
+        """Return what the worst device packs of one operand, on either side."""
+        return Packed(0, 0, True, True)
 
     def staging(self, *operands: TensorType) -> int:
-        """One packed send and one packed receive buffer of a chunk; none where one operand's side is contiguous."""
+        """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
         return self.staged(*operands)(getattr(self, "chunks", 1))
 
     def staged(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
         pairs = [(t, typed(self, t)) for t in operands]
         packed = [self.packed(t, u) for t, u in pairs]
-        pieces: list[tuple[int, int]] = []
+        pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
         def nbytes(chunks: int) -> int:
             if chunks == 1:
                 alone = len(operands) == 1  # only a single operand is sent from, or received into, its own array
                 return sum(
-                    (send * (not (alone and send_ok)) + receive * (not (alone and receive_ok))) * t.itemsize
-                    for t, (send, receive, send_ok, receive_ok) in zip(operands, packed, strict=True)
+                    p.sent * (not (alone and p.sent_contiguous)) * t.itemsize
+                    + p.received * (not (alone and p.received_contiguous)) * t.itemsize
+                    for t, p in zip(operands, packed, strict=True)
                 )
             if not pieces:
                 pieces.extend(self.pieces(t, u) for t, u in pairs)
             return sum(
-                (chunk_elements(send, chunks, to) + chunk_elements(receive, chunks, frm)) * t.itemsize
-                for t, (send, receive, *_), (to, frm) in zip(operands, packed, pieces, strict=True)
+                (chunk_elements(p.sent, chunks, to) + chunk_elements(p.received, chunks, frm)) * t.itemsize
+                for t, p, (to, frm) in zip(operands, packed, pieces, strict=True)
             )
 
         return nbytes
@@ -159,7 +160,7 @@ class Collective(Op):
 
 @lru_cache(maxsize=1024)
 def typed(op: Collective, t: TensorType) -> TensorType:
-    """Return the type of one operand after the op; remembered, since every facet of an op asks for it."""
+    """Return the type of one operand after the op; remembered, since every facet of every step asks for it."""
     return op.result(t)
 
 
@@ -193,16 +194,14 @@ def assemble(
     """Return the array of `box` put together from the `pieces` (box, array) that meet it, each element once."""
     out = np.empty(tuple(int(n) for n in box[:, 1] - box[:, 0]), dtype=dtype)
     filled = 0
-    seen: np.ndarray | None = None
     for frm, array in pieces:
         part = meet(frm, box)
-        if part is None and box.shape[0]:
+        if part is None:
             continue
-        target = part if part is not None else box
-        index = tuple(slice(b - a, c - a) for (a, _), (b, c) in zip(box, target, strict=True))
-        if filled + out[index].size > out.size or seen is not None:
+        index = tuple(slice(b - a, c - a) for (a, _), (b, c) in zip(box, part, strict=True))
+        if filled + out[index].size > out.size:
             raise TypingError(f"{what}: two senders deliver the same element of the box {box.tolist()}")
-        out[index] = cut(array, frm, target)
+        out[index] = cut(array, frm, part)
         filled += out[index].size
     if filled != out.size:
         raise TypingError(f"{what}: {out.size - filled} elements of the box {box.tolist()} have no sender")
@@ -210,7 +209,7 @@ def assemble(
 
 
 def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Return an array that must not be read: NaN, or the largest integer."""
+    """Return an array that must not be read; NaN or the largest integer show in whatever is made of it."""
     if dtype.kind == "b":
         return np.ones(shape, dtype=dtype)
     return np.full(shape, np.iinfo(dtype.name).max if dtype.kind in "iu" else np.nan).astype(dtype)

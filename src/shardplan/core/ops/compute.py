@@ -29,6 +29,7 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype that sums of `dtype` are accumulated in: at least f32, i64, u64."""
     if dtype.kind in "iu":
         return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
+    # ml_dtypes' formats (bf16, f8) are of kind V to numpy.
     return np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind in "fV" else dtype
 
 
@@ -172,7 +173,7 @@ def matmul(ndim: int = 2) -> Einsum:
     >>> matmul().spec, matmul(3).spec, matmul(4).spec
     ('mk,kn->mn', 'bmk,bkn->bmn', 'bcmk,bckn->bcmn')
     """
-    letters = "bcdefghijlopqrstuvwxyz"
+    letters = "bcdefghijlopqrstuvwxyz"  # without those of the matrix dims, and without a
     if not 2 <= ndim <= len(letters) + 2:
         raise TypingError(f"a matrix product of {ndim} dims; legal are 2 to {len(letters) + 2}")
     batch = letters[: ndim - 2]

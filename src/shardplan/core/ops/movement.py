@@ -15,7 +15,17 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, messages, own_places, peers, permutation, receivers, stays, traffic
+from shardplan.core.messages import (
+    Packed,
+    at_root,
+    messages,
+    most_receivers,
+    most_senders,
+    own_places,
+    permutation,
+    stays,
+    traffic,
+)
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
@@ -106,7 +116,7 @@ def unused(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def group_move(op: Collective, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-    """Assemble every device's new box from the boxes of its group."""
+    """Return every device's new shard, put together from the shards of its group."""
     before, after = t.boxes(), u.boxes()
     out: list[Array] = [poison(x.shape, x.dtype) for x in shards]
     dtype = numpy_dtype(t.dtype)
@@ -170,11 +180,11 @@ class AllGather(Collective):
         """Assemble within groups."""
         return group_move(self, shards, t, u)
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """The shard is sent whole; the gathered parts are contiguous when one major dim is gathered."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape = u.local_shape()
-        return math.prod(t.local_shape()), math.prod(shape), True, len(dims) == 1 and major(shape, dims[0])
+        return Packed(math.prod(t.local_shape()), math.prod(shape), True, len(dims) == 1 and major(shape, dims[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,16 +220,12 @@ class AllToAll(Collective):
         """One per peer: q - 1."""
         return math.prod(operands[0].mesh.span(a).size for a in self.axes) - 1
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Sent pieces are contiguous when the cut dim is major, received ones when the joined dim is."""
         before, after = t.local_shape(), u.local_shape()
         natural = self.order in ((), self.axes)
-        return (
-            math.prod(before),
-            math.prod(after),
-            natural and major(before, self.dst_dim),
-            major(after, self.src_dim),
-        )
+        sent_contiguous = natural and major(before, self.dst_dim)
+        return Packed(math.prod(before), math.prod(after), sent_contiguous, major(after, self.src_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +275,12 @@ class Permute(Collective):
         """One, if anything moves."""
         return int(any(self.received_one(t, typed(self, t)).any() for t in operands))
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
         before, after = t.local_shape(), u.local_shape()
         cuts = [d for d in range(t.ndim) if before[d] != after[d]]
-        return math.prod(after), math.prod(after), not cuts or (len(cuts) == 1 and major(before, cuts[0])), True
+        sent_contiguous = not cuts or (len(cuts) == 1 and major(before, cuts[0]))
+        return Packed(math.prod(after), math.prod(after), sent_contiguous, True)
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One tile each way."""
@@ -295,14 +302,14 @@ class General(Collective):
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
-        senders, places, _ = messages(t.whole, u.whole)
+        senders, receivers, _ = messages(t.whole, u.whole)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
         for r, place in enumerate(own):
             if place >= 0 and held[place]:
                 pieces[r].append((before[place], shards[place]))
-        for s, r in zip(senders, places, strict=True):
+        for s, r in zip(senders, receivers, strict=True):
             part = meet(before[s], after[r])
             if part is not None:
                 pieces[r].append((part, cut(shards[s], before[s], part)))
@@ -313,26 +320,27 @@ class General(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
-        return max(peers(t, typed(self, t)) for t in operands)
+        return max(most_senders(t, typed(self, t)) for t in operands)
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """All that is sent, and all that is received."""
         return traffic(t, u)
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One part a peer."""
-        return receivers(t, u), max(1, peers(t, u))
+        return most_receivers(t, u), max(1, most_senders(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages, those of all operands between two devices together."""
-        parts = [(t, typed(self, t), *messages(t, typed(self, t))) for t in operands]
-        width = max(u.mesh.size for _, u, *_ in parts)
-        keys = np.concatenate([s * width + r for _, _, s, r, _ in parts])
+        t, u = operands[0], typed(self, operands[0])
+        moves = [messages(x, typed(self, x)) for x in operands]
+        width = u.mesh.size
+        keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
         if not len(keys):
             return Local(0.0)
-        weights = np.concatenate([n * t.itemsize for t, _, _, _, n in parts]).astype(np.float64)
+        sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
+        weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        t, u = parts[0][:2]
         chunks: int = getattr(self, "chunks", 1)
         return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.layout import REDUCTIONS
-from shardplan.core.messages import at_root
+from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import Array, Collective, Shards, cut, major, poison
 from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
@@ -33,6 +33,7 @@ def _leave(op: str, t: TensorType, axes: tuple[str, ...], reduction: str) -> tup
 
 
 def _sum(shards: Shards, group: np.ndarray, reduction: str) -> Array:
+    """Reduce the shards of a group in member order, each result rounded to the dtype: the order is part of meaning."""
     total = shards[group[0]]
     for m in group[1:]:
         total = COMBINE[reduction](total, shards[m]).astype(total.dtype)
@@ -83,11 +84,12 @@ class ReduceScatter(Collective):
                 out[m] = cut(total, t.boxes()[m], u.boxes()[m]).copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Parts are sent from the shard when they are contiguous in it, and received into a buffer to be added."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape, q = t.local_shape(), math.prod(t.mesh.span(a).size for a in self.axes)
-        return math.prod(shape), (q - 1) * math.prod(u.local_shape()), len(dims) == 1 and major(shape, dims[0]), False
+        contiguous = len(dims) == 1 and major(shape, dims[0])
+        return Packed(math.prod(shape), (q - 1) * math.prod(u.local_shape()), contiguous, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,10 @@ class AllReduce(Collective):
                 out[m] = total.copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """q - 1 addends of the own part arrive in a buffer; what is sent is contiguous."""
         size, q = math.prod(t.local_shape()), math.prod(t.mesh.span(a).size for a in self.axes)
-        return size, (q - 1) * -(-size // q), True, False
+        return Packed(size, (q - 1) * -(-size // q), True, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,10 @@ class Reduce(Collective):
             out[group[0]] = _sum(shards, group, self.reduction)
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Addends arrive in a buffer of one shard."""
         size = math.prod(t.local_shape())
-        return size, size, True, False
+        return Packed(size, size, True, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,10 @@ class Broadcast(Collective):
                 out[m] = shards[group[0]].copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> tuple[int, int, bool, bool]:
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Sent and received whole."""
         size = math.prod(t.local_shape())
-        return size, size, True, True
+        return Packed(size, size, True, True)
 
 
 @dataclass(frozen=True, slots=True)

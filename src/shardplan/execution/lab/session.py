@@ -255,7 +255,7 @@ class Lab:
             )
         laid = (where.mesh,) if isinstance(where, Placement) else ()
         fabric = fabric_of(where, task.what.meshes if isinstance(task.what, Program) else laid)
-        found = fabric.place(np.array(devices, dtype=np.int64)).tolist()
+        found = fabric.topology_ids(np.array(devices, dtype=np.int64)).tolist()
         return dict(zip(devices, found, strict=True))
 
     def _measurement(self, cell: _Cell) -> Measurement:

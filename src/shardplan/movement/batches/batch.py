@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,15 +22,23 @@ from shardplan.core.tensor import TensorType
 from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import Cuts, Rules, chain, keeping, price, too_little
 from shardplan.movement.redistribution.emit import direct
-from shardplan.movement.redistribution.single import best_program, spots
+from shardplan.movement.redistribution.single import best_program, priced_on
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, fabric_of
 
+# The room for a pack's largest shards, as parts of the limit and of what the limit leaves above the bound. A pack holds
+# its operands and its results at once, so more than half of the limit cannot serve; beside tensors that fill the bound
+# there is only the spare. How much of it staging takes depends on the ops, so smaller rooms are tried too; each more is
+# a program to assemble and to price.
+_PARTS_OF_LIMIT, _PARTS_OF_SPARE = (2, 8), (1, 2, 4)
+
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    index: int
+    """One tensor: its ends, and the ops planned for it alone."""
+
+    index: int  # in the caller's lists
     source: TensorType
     target: TensorType
     ops: tuple[Op, ...]
@@ -38,6 +47,7 @@ class _Item:
 
     @property
     def growth(self) -> int:
+        """Bytes that the largest shard adds to what is live."""
         return self.target.local_bytes() - self.source.local_bytes() * (not self.keep)
 
     @property
@@ -56,20 +66,25 @@ class _Batch:
 
     @property
     def devices(self) -> tuple[int, ...]:
+        """The device ids of all tensors, ascending."""
         return tuple(sorted({d for i in self.items for t in (i.source, i.target) for d in t.mesh.devices}))
 
     @property
     def moving(self) -> list[_Item]:
+        """The tensors that have steps."""
         return [i for i in self.items if i.ops]
 
     @property
     def ordered(self) -> list[_Item]:
-        """Shrinking tensors first, large ones before small ones, then growing ones, small before large."""
+        """Shrinking tensors first, large ones before small ones, then growing ones, small before large.
 
-        def place(i: _Item) -> tuple[bool, int, int]:
+        So that live bytes fall as early and rise as late as they can.
+        """
+
+        def turn(i: _Item) -> tuple[bool, int, int]:
             return i.growth > 0, i.growth if i.growth > 0 else -i.source.local_bytes(), i.index
 
-        return sorted(self.moving, key=place)
+        return sorted(self.moving, key=turn)
 
 
 def plan_batch(
@@ -81,17 +96,17 @@ def plan_batch(
     keep: tuple[bool, ...],
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
-    place = _one_place(sources, destinations, where)
+    where = _one_place(sources, destinations, where)
     items: list[_Item] = []
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
-        chosen, _ = best_program(s, t, place, None, portable)
+        chosen, _ = best_program(s, t, where, None, portable)
         ops = tuple(step.op for step in chosen.program.steps)
         items.append(_Item(k, s, t, ops, chosen.exact, kept))
-    fabric = None if place is None else fabric_of(place, _meshes(sources, destinations))
+    fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), limit, portable, fabric))
     program = _unlimited(batch) if limit is None else _within(batch, limit)
     exact = limit is None and len(items) == 1 and items[0].exact
-    return Plan(program, issue(program, sources, destinations, place, limit, exact))
+    return Plan(program, issue(program, sources, destinations, where, limit, exact))
 
 
 def _unlimited(batch: _Batch) -> Program:
@@ -125,7 +140,10 @@ def _within(batch: _Batch, limit: int) -> Program:
 
 
 def _least(batch: _Batch, most: float) -> tuple[int, Program]:
-    """The least workspace of any candidate, and its program: a limit decides how tensors are packed, so again below."""
+    """The least workspace of any candidate, and its program.
+
+    A limit decides how tensors are packed, so each limit found is tried again just below, until nothing is left.
+    """
     low: tuple[int, Program] | None = None
     limit = 1
     while True:
@@ -139,10 +157,14 @@ def _least(batch: _Batch, most: float) -> tuple[int, Program]:
 
 
 def _candidates(batch: _Batch, limit: int, most: float) -> Iterator[Cuts]:
-    """Packs from one per plan to one per tensor, then single tensors in the order that needs the least workspace."""
+    """Yield programs of packs, from one per plan to one per tensor, then of tensors one by one in the best order.
+
+    Each program once. Of equal prices the first is taken, so what needs the fewest collectives comes first.
+    """
     spare = max(0, limit - batch.rules.bound)
+    rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
     seen: set[Program] = set()
-    for room in (None, limit // 2, limit // 8, spare, spare // 2, spare // 4, 0):
+    for room in (None, *rooms, 0):
         program = _assemble(_packs(batch.ordered, room), batch.items)
         if program not in seen:
             seen.add(program)
@@ -155,7 +177,10 @@ def _candidates(batch: _Batch, limit: int, most: float) -> Iterator[Cuts]:
 
 
 def _ways(batch: _Batch) -> Iterator[_Batch]:
-    """The batch as planned, and, where that is allowed, with one direct move for every tensor."""
+    """The batch as planned, and then, where that is allowed, with one direct move for every tensor.
+
+    A plan of several steps is cheapest for its tensor alone; one step holds least beside the other tensors.
+    """
     yield batch
     partial = any(i.source.layout.partial or i.target.layout.partial for i in batch.items)
     if not (batch.rules.portable or partial):
@@ -163,6 +188,7 @@ def _ways(batch: _Batch) -> Iterator[_Batch]:
 
 
 def _straight(item: _Item) -> tuple[Op, ...]:
+    """One direct move, of a tensor that is partial at neither end."""
     if not item.ops:
         return ()
     if item.source.mesh != item.target.mesh:
@@ -204,23 +230,38 @@ def _meshes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -
 def _one_place(
     sources: tuple[TensorType, ...], destinations: tuple[TensorType, ...], where: Where | None
 ) -> Where | None:
-    """The placement of the largest tensor: a batch runs on one placement."""
+    """The best placement for the largest tensor: a batch runs on one placement, and the largest costs most."""
     if where is None or not sources:
         return where
-    if len(list(spots(where, sources[0], destinations[0]))) == 1:
+    if len(list(priced_on(where, sources[0], destinations[0]))) == 1:
         return where
     largest = max(range(len(sources)), key=lambda k: sources[k].nbytes)
     return best_program(sources[largest], destinations[largest], where, None, False)[1]
 
 
+class _PackKey(NamedTuple):
+    """What tensors have in common that are moved by the same collectives."""
+
+    ops: tuple[Op, ...]
+    dtype: str
+    ndim: int
+    source_mesh: Mesh
+    target_mesh: Mesh
+    grows: bool  # shrinking tensors go first: no pack holds both
+
+
 def _packs(ordered: Sequence[_Item], room: int | None) -> list[list[_Item]]:
-    """Group tensors of equal ops, dtype and direction, first fit decreasing under `room` bytes (None: no bound)."""
+    """Group tensors that can share collectives, in their order each into the first pack that has room for it.
+
+    `room` bounds the bytes of a pack's largest shards; None: no bound.
+    """
     packs: list[list[_Item]] = []
-    index: dict[tuple[object, ...], list[int]] = {}
+    index: dict[_PackKey, list[int]] = {}
     sizes: list[int] = []
     for item in ordered:
-        key = (item.ops, item.source.dtype, item.source.mesh, item.target.mesh, item.growth > 0, item.source.ndim)
-        size = max(item.source.local_bytes(), item.target.local_bytes())
+        source, target = item.source, item.target
+        key = _PackKey(item.ops, source.dtype, source.ndim, source.mesh, target.mesh, item.growth > 0)
+        size = max(source.local_bytes(), target.local_bytes())
         for k in index.get(key, []):
             if room is None or sizes[k] + size <= room:
                 packs[k].append(item)

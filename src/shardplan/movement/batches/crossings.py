@@ -22,21 +22,31 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.movement.redistribution.candidates import Candidate
 
-MOST_TILES = 24  # smaller tiles to try on the destination mesh
+# Smaller tiles to try on the destination mesh: three free axes on two dims make 18, so most are tried.
+# Each is a candidate that is typed and priced.
+MOST_TILES = 24
+# Free axes that a smaller tile adds: three of four on three dims alone would make 108 tiles.
+_MOST_ADDED = 2
+# Ways to settle a partial source, scatters before the all-reduce: the tiles are tried for each.
+_MOST_SETTLED = 3
 Planner = Callable[[TensorType, TensorType], Iterator[Candidate]]
 
 
 def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
-    """Return the type on `mesh` that has the boxes of `s` on every device (by id), or None if no axes name them."""
+    """Return the type on `mesh` that has the boxes of `s` on every device (by id), or None if no axes name them.
+
+    An atom of one mesh is one of the other where the devices, in the order of their ids, have equal digits along both.
+    """
     if s.mesh.size != mesh.size or set(s.mesh.devices) != set(mesh.devices) or not s.all_even:
         return None
     ours, theirs = np.argsort(s.mesh.ids), np.argsort(mesh.ids)
 
     def digits(m: Mesh, order: np.ndarray) -> list[bytes]:
+        """Of every atom the digits of the devices, in this order; bytes, so that they can be looked up."""
         places = np.arange(m.size)
         return [(places // a.stride % a.size)[order].tobytes() for a in m.atoms]
 
-    table = {d: k for k, d in enumerate(digits(mesh, theirs))}
+    table = {d: atom for atom, d in enumerate(digits(mesh, theirs))}
     match = [table.get(d) for d in digits(s.mesh, ours)]
     named = set(s.mesh.expand(s.layout.used))
     if any(match[a] is None for a in named):
@@ -58,7 +68,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
 
 
 def _settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
-    """Ways to make `s` neither partial nor rooted: all-reduce, or reduce-scatter into any dim that divides."""
+    """Ways to make `s` neither partial nor rooted: reduce-scatter into any dim that divides, or all-reduce."""
     ops: list[Op] = []
     current = s
     if s.mesh.expand(s.layout.root):  # root axes of size 1 say nothing
@@ -75,15 +85,18 @@ def _settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
             ways.append(([*ops, op], op.infer(current)[0]))
     op = AllReduce(s.layout.partial, reduction)
     ways.append(([*ops, op], op.infer(current)[0]))
-    return ways[:3] if len(ways) > 3 else ways
+    return ways[:_MOST_SETTLED]
 
 
 def _tiles(t: TensorType) -> Iterator[tuple[TensorType, list[Op]]]:
-    """Types on the mesh of `t` with smaller tiles, and the gather that leads from each to `t`."""
+    """Yield types on the mesh of `t` with smaller tiles, and the gather that leads from each to `t`.
+
+    First those with one free axis added, then those with two: the gather undoes little of what the send saved.
+    """
     free = [a for a in t.mesh.axes if t.mesh.span(a).size > 1 and a not in t.layout.used]
     free = [a for a in free if not set(t.mesh.expand(t.layout.used)) & set(t.mesh.span(a).atoms)]
     found = 0
-    for count in range(1, min(len(free), 2) + 1):
+    for count in range(1, min(len(free), _MOST_ADDED) + 1):
         for axes in itertools.combinations(free, count):
             for dims in itertools.product(range(t.ndim), repeat=count):
                 layout = t.layout
@@ -97,13 +110,17 @@ def _tiles(t: TensorType) -> Iterator[tuple[TensorType, list[Op]]]:
                 if u.all_even and found < MOST_TILES:
                     found += 1
                     order = sorted(range(count), key=lambda k: dims[k])
-                    where = tuple(dims[k] for k in order)
-                    gather = AllGather(where[0] if len(set(where)) == 1 else where, tuple(axes[k] for k in order))
+                    each = tuple(dims[k] for k in order)  # one dim for every axis
+                    gather = AllGather(each[0] if len(set(each)) == 1 else each, tuple(axes[k] for k in order))
                     yield u, [gather]
 
 
 def crossings(s: TensorType, t: TensorType, plan: Planner) -> Iterator[Candidate]:
-    """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh."""
+    """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh.
+
+    First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
+    the source, the send of the destination's own tiles, and of smaller ones with a gather behind.
+    """
     plain = t.with_layout(replace(t.layout, partial=(), reduction=None, root=()))
     tail: list[Op] = []
     if t.layout.partial:

@@ -1,5 +1,7 @@
 """Placements ranked for the traffic of a job (arXiv 2110.10548).
 
+Reading order:
+
 - `traffic`    what a job communicates
 - `demand`     one collective of it on a placement: its program, its seconds, its bound
 - `placed`     a placement with its price

@@ -19,38 +19,27 @@ from shardplan.movement.placing.demand import demand_plan
 from shardplan.movement.placing.placed import Placed, ranked
 from shardplan.plans.pricing import step_prices
 
-# Devices up to which renamings around a degraded unit are tried.
+# Devices up to which renamings around a degraded unit are tried: each prices all programs again, without the price's
+# shortcuts for regular placements, and there are as many as siblings.
 MOST_RENAMED = 1024
+_WORTH = 1e-9  # of the seconds: a smaller gain is the rounding of a sum
 
 
 @dataclass(frozen=True)
 class Degraded:
-    """What a slow unit costs.
+    """What a slow unit costs."""
 
-    Args:
-        units: Names of the degraded units, such as `node[2]`.
-        healthy: The placement that is best without the degradation.
-        regret: Its seconds over those of the best, with the degradation.
-        renaming: Topology id to use in place of each, `[devices]`: swaps a degraded unit with a sibling. None where no
-            swap helps.
-        gain: Seconds of the best placement over those after the renaming.
-    """
-
-    units: tuple[str, ...]
-    healthy: Placement
-    regret: float
-    renaming: tuple[int, ...] | None
-    gain: float
+    units: tuple[str, ...]  # names of the degraded units, such as `node[2]`
+    healthy: Placement  # the best one without the degradation
+    regret: float  # its seconds over those of the best, with the degradation
+    renaming: tuple[int, ...] | None  # per device the topology id to use in its place; None where no swap helps
+    gain: float  # seconds of the best placement over those after the renaming
 
 
 def degraded(rows: Sequence[Placed]) -> Degraded | None:
-    """Say what the degraded units of a topology cost; None where there are none.
+    """Return what degraded units cost, and a renaming of devices where one helps; None where there are none.
 
-    Args:
-        rows: Placements of one mesh, priced with the degradation, best first.
-
-    Returns:
-        The regret of the healthy choice, and a renaming of devices where one helps.
+    The rows are placements of one mesh, priced with the degradation, best first.
     """
     best = rows[0]
     topology = best.placement.topology
@@ -60,8 +49,8 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
     levels = tuple(replace(level, degraded=()) for level in topology.levels)
     sound = replace(topology, levels=levels)
     demands = [share.demand for share in best.shares]
-    places = [replace(row.placement, topology=sound) for row in rows]
-    first = ranked(places, demands, best.programs, best.algorithm)[0].placement.matrix
+    without = [replace(row.placement, topology=sound) for row in rows]
+    first = ranked(without, demands, best.programs, best.algorithm)[0].placement.matrix
     healthy = next(row for row in rows if row.placement.matrix == first)
     names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
     renaming, saved = None, 0.0
@@ -80,7 +69,7 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
         now = total(np.arange(topology.size))
         for ids in _swaps(topology):
             gained = now - total(ids)
-            if gained > max(saved, 1e-9 * now):
+            if gained > max(saved, _WORTH * now):
                 renaming, saved = tuple(ids.tolist()), gained
     regret = healthy.seconds / best.seconds if best.seconds > 0 else 1.0
     gain = best.seconds / (best.seconds - saved) if best.seconds > saved else 1.0
@@ -88,7 +77,10 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
 
 
 def _swaps(topology: Topology) -> Iterator[NDArray[np.int64]]:
-    """Yield renamings of devices that swap a degraded unit with one of its siblings."""
+    """Yield renamings of devices that swap a degraded unit with one of its siblings, the outermost level first.
+
+    Int64 [devices]. A swap with what is no sibling would tear a unit of an outer level apart.
+    """
     ids = np.arange(topology.size)
     for level, stride in zip(topology.levels, topology.strides, strict=True):
         for unit, _ in level.degraded:

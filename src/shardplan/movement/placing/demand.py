@@ -33,16 +33,9 @@ ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for
 
 
 def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
-    """Price a demand as the one collective that it is.
+    """Return the seconds of a demand as the one collective that it is, once whatever its count.
 
-    Args:
-        found: The factors of its axes on a placement.
-        topology: The hardware.
-        demand: The collective; its count is not applied.
-        algorithm: As for `hardware.cost.price`.
-
-    Returns:
-        Seconds.
+    `found` are the factors of its axes on a placement; `algorithm` is as for `hardware.cost.price`.
     """
     digits = tuple(d for f in found for d in f.digits)
     members = math.prod(d.size for d in digits)
@@ -66,15 +59,10 @@ def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: 
 
 
 def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
-    """Return the communication of an op over all groups at once.
+    """Return the communication of an op over all groups at once, as `hardware.cost.price` takes it.
 
-    Args:
-        op: One of `traffic.OPS`; a permute sends to the next member.
-        members: Device ids `[G, k]`, in member order.
-        nbytes: Bytes that a member holds before.
-
-    Returns:
-        What `hardware.cost.price` takes.
+    `members` are device ids, int64 [groups, k], in member order; `nbytes` is what a member holds before. A permute
+    sends to the next member.
     """
     if op == "permute":
         sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
@@ -85,22 +73,15 @@ def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Patter
 def demand_plan(
     placement: Placement, demand: Demand, programs: Programs = "best", algorithm: str = "auto"
 ) -> Plan | None:
-    """Return the program of a demand on a placement; None for a permute, which is one message.
+    """Return the program of a demand on the types of its payload; None for a permute, which is one message.
 
-    Args:
-        placement: Where.
-        demand: The collective.
-        programs: `"best"`, or `"stock"` for the one collective.
-        algorithm: As for `hardware.cost.price`.
-
-    Returns:
-        A plan on the types of the payload.
+    `programs` is `best`, or `stock` for the one collective; `algorithm` is as for `hardware.cost.price`.
     """
     members = math.prod(placement.mesh.span(a).size for a in demand.axes)
     if demand.op == "permute":
         return None
     letters = OPS[demand.op]
-    if letters is None:
+    if letters is None:  # an all-to-all, as one of a matrix from its rows to its columns
         mesh = placement.mesh_split()
         each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
         others = tuple(a for a in mesh.axes if a not in demand.axes)

@@ -70,20 +70,19 @@ def place(
     bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
     inside: Mapping[str, str] | None = None,
 ) -> Ranking:
-    """Rank every placement of a mesh on a topology for the traffic of a job.
+    """Return every placement of a mesh on a topology, ranked for the traffic of a job.
+
+    The best comes first; of equal prices those with less inside the outer levels.
 
     Args:
         mesh: The mesh or its text, or a program, whose collectives are the traffic.
         topology: As many devices; a topology or its text, such as the name of a preset.
         traffic: For a tuple of axes the bytes of an all-reduce a step, or a list of (op, bytes, count); ops as in
             `traffic.OPS`, bytes those that a member holds before. Or the text that the command takes: `"data=2GB"`.
-        programs: `"best"`: every reduction runs as its best program; `"stock"`: as one collective.
-        algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
-        bounds: As for `placements`.
-        inside: As for `placements`.
-
-    Returns:
-        Placements, best first; of equal prices those with less inside the outer levels first.
+        programs: `best`: every reduction runs as its best program; `stock`: as one collective.
+        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
+        bounds: By (axis, level) the least and the greatest entry of the matrix.
+        inside: By axis the level inside whose parent it must stay, `{"tensor": "gpu"}`.
 
     Raises:
         TopologyError: Sizes differ, or an option names an unknown axis or level.
@@ -111,7 +110,7 @@ def place(
             raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
     if not isinstance(programs, str) or programs not in ("best", "stock"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"programs={shown(programs)} is unknown; legal are 'best' and 'stock'")
-    places = list(placements(mesh, topology, bounds, inside))
-    if not places:
+    candidates = list(placements(mesh, topology, bounds, inside))
+    if not candidates:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    return Ranking(ranked(places, found, programs, algorithm, others))
+    return Ranking(ranked(candidates, found, programs, algorithm, others))

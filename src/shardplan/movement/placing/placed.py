@@ -36,23 +36,14 @@ class DemandShare:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement with its price.
-
-    Args:
-        placement: Where the mesh lies.
-        seconds: Of a step's traffic.
-        shares: Of each demand.
-        other_seconds: Of communication that is no collective over whole axes (of a program).
-        programs: `"best"` or `"stock"`.
-        algorithm: What collectives are priced under.
-    """
+    """A placement with its price."""
 
     placement: Placement
-    seconds: float
-    shares: tuple[DemandShare, ...]
-    other_seconds: float
+    seconds: float  # of a step's traffic
+    shares: tuple[DemandShare, ...]  # one for each demand
+    other_seconds: float  # of communication that is no collective over whole axes (of a program)
     programs: Programs
-    algorithm: str
+    algorithm: str  # what collectives are priced under
 
     @property
     def stock_seconds(self) -> float:
@@ -79,40 +70,32 @@ class Placed:
 
 
 def ranked(
-    places: Sequence[Placement],
+    candidates: Sequence[Placement],
     demands: Sequence[Demand],
     programs: Programs = "best",
     algorithm: str = "auto",
     others: Sequence[Pattern] = (),
 ) -> list[Placed]:
-    """Price placements of one mesh on one topology for the collectives of a step.
+    """Return placements of one mesh on one topology with their prices, best first; of equal prices in the order given.
 
-    Args:
-        places: At least one.
-        demands: The collectives of a step.
-        programs: As for `place`.
-        algorithm: As for `place`.
-        others: All other communication of a step; device ids are the mesh's.
-
-    Returns:
-        The placements, best first; of equal prices in the order given.
+    There is at least one. `others` is the communication of a step beside the demands; its device ids are the mesh's.
     """
-    shares = [_prices(places, demand, programs, algorithm) for demand in demands]
+    shares = [_prices(candidates, demand, programs, algorithm) for demand in demands]
     rows: list[Placed] = []
-    for k, where in enumerate(places):
-        fabric = Fabric(where.topology, where.position()) if others else None
+    for k, placement in enumerate(candidates):
+        fabric = Fabric(placement.topology, placement.position()) if others else None
         rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
         own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
-        rows.append(Placed(where, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
+        rows.append(Placed(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
     return sorted(rows, key=lambda row: row.seconds)
 
 
 def _prices(
-    places: Sequence[Placement], demand: Demand, programs: Programs, algorithm: str
+    candidates: Sequence[Placement], demand: Demand, programs: Programs, algorithm: str
 ) -> tuple[list[float], list[float]]:
     """Seconds of a demand on every placement: as the program taken, and stock."""
-    topology = places[0].topology
-    found = [factors(p, demand.axes) for p in places]
+    topology = candidates[0].topology
+    found = [factors(p, demand.axes) for p in candidates]
     stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
     letters = OPS[demand.op]
     if programs == "stock" or letters is None:

@@ -21,8 +21,8 @@ from shardplan.core.program import Program
 from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.hardware.units import format_bytes, parse_bytes
 
-# Of each op the letters of every factor before and after (see `reduction_space`); None where it is no reduction. A
-# permute sends to the next member.
+# Of each op the letters of every factor before and after (see `reductions.type_graph`); None where it is no reduction.
+# A permute sends to the next member.
 OPS: dict[str, tuple[str, str] | None] = {
     "all_reduce": ("P", "U"),
     "reduce_scatter": ("P", "S"),
@@ -44,19 +44,12 @@ MOST = 1e100  # bytes of a demand in a step: any sum over devices is finite
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One collective of a step.
+    """One collective of a step."""
 
-    Args:
-        axes: The axes it runs over, in mesh order.
-        op: A member of `OPS`.
-        nbytes: Bytes a member holds before it.
-        count: How often a step runs it.
-    """
-
-    axes: tuple[str, ...]
-    op: str
-    nbytes: float
-    count: float = 1.0
+    axes: tuple[str, ...]  # that it runs over, in mesh order
+    op: str  # one of `OPS`
+    nbytes: float  # that a member holds before it
+    count: float = 1.0  # how often a step of the job runs it
 
     def __str__(self) -> str:
         """Say the demand in a line."""
@@ -69,22 +62,16 @@ class Demand:
 
 
 def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
-    """Read traffic.
+    """Return the demands of traffic in the order given, the axes of each in mesh order.
 
-    Args:
-        traffic: Axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`; bytes may be text
-            (`"2 GB"`), and so may the whole: `"data=2GB"`, see `parse_traffic`.
-        mesh: Its axes are those that may be named.
+    Traffic maps axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`; bytes may be text
+    (`"2 GB"`), and so may the whole: `"data=2GB"`, see `parse_traffic`.
 
-    Returns:
-        The demands in the order given, the axes of each in mesh order.
+    Raises `LayoutError` where an axis is unknown or stands twice, an op is unknown, or bytes or a count are no number
+    of 0 or more.
 
-    Raises:
-        LayoutError: An axis is unknown or stands twice, an op is unknown, bytes or a count are no number of 0 or more.
-
-    Example:
-        >>> [str(d) for d in demands_of({("data",): 2e9}, Mesh(data=4, tensor=2))]
-        ['all_reduce over data: 2 GB']
+    >>> [str(d) for d in demands_of({("data",): 2e9}, Mesh(data=4, tensor=2))]
+    ['all_reduce over data: 2 GB']
     """
     found: list[Demand] = []
     if isinstance(traffic, str):
@@ -116,21 +103,15 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
 
 
 def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, float]]]:
-    """Read traffic as the command line takes it.
+    """Return the traffic that a text says, as the command line takes it; terms over the same axes add up to a list.
 
-    Args:
-        text: Terms `axes=bytes` with commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`,
-            another op than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`.
+    The terms `axes=bytes` have commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`, another op
+    than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`.
 
-    Returns:
-        Traffic; terms over the same axes add up to a list.
+    Raises `ParseError` where a term is malformed, or its unit or its op unknown; it points at the term.
 
-    Raises:
-        ParseError: A term is malformed, its unit or its op unknown; it points at the term.
-
-    Example:
-        >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
-        {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
+    >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
+    {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
     """
     found: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
     border.text("traffic", text, ParseError)
@@ -158,13 +139,9 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, flo
 
 
 def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[Pattern, ...]]:
-    """Fold over a program's collectives.
+    """Return a program's mesh, its collectives over whole axes as demands, and the patterns of all else that moves.
 
-    Returns:
-        Its mesh, the collectives over whole mesh axes as entries, and the patterns of all other communication.
-
-    Raises:
-        LayoutError: The program has several meshes.
+    Raises `LayoutError` for a program on several meshes.
     """
     meshes = program.meshes
     if len(meshes) != 1:

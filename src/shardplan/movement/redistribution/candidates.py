@@ -20,10 +20,25 @@ from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.problem import Problem, common, problem
-from shardplan.movement.redistribution.search import STEP, Objective, shortest, tightest
+from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest, tightest
 
-SMALL = 200  # states of a graph that is searched under every bound on a step, though no limit is set
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
+# What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
+_DEAR_ROUND = 0.05
+# Seconds of a step under rates, to break ties: far below any latency.
+_STEP_SECONDS = 1e-9
+# States that a search expands. To expand one prices its edges to all others: 0.4 ms on 1,500 states, 2 ms on 12,000, so
+# that each search takes at most some 0.15 s. Most end long before with a proof; what is cut off is not claimed exact.
+_LARGE = 1500  # states of a graph on which expansions are counted more closely
+_EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
+# For the variants, several of which run for each pair, and which prove nothing.
+_EXPANSIONS_VARIANT = 60
+# States of a graph that is searched under every bound on a step though no limit is set: some tens of searches more,
+# of a few milliseconds each up to here.
+_SMALL = 200
+# A bound on a step is a sum of two fractions: equal sums must compare equal, and one that is the limit must fit.
+_DIGITS = 15
+_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Request:
     bound: int  # bytes of the largest shard allowed between steps
     limit: int | None = None  # bytes of operand + result of a step (a necessary part of a memory limit)
     portable: bool = False
-    rates: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class Candidate:
 
 
 def is_portable(op: Op, mesh: Mesh) -> bool:
-    """Say whether an op is no exchange over more than half of the devices."""
+    """Say whether an op is no exchange over more than half of the devices, as arXiv 2112.01075 has it."""
     if not isinstance(op, Exchange):
         return True
     return 2 * math.prod(mesh.span(a).size for a in (op.axes or mesh.axes)) <= mesh.size
@@ -57,24 +72,27 @@ def priced_on_graph(s: TensorType, t: TensorType) -> bool:
 
 
 def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
-    """Yield candidates from `s` to `t`; the first is the best of the graph, and the only one where that is exact."""
+    """Yield candidates from `s` to `t`: first the paths of the graph, then what needs no search.
+
+    Under no limit the first is the best of the graph, and the only one where that is exact. Under a limit there is a
+    best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
+    """
     if p is not None:
         allowed, tiled = p.legal(request.bound)
         # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
         priced = priced_on_graph(s, t)
         whole = not priced or bool(np.array_equal(allowed, tiled))
         a, b = p.node(s), p.node(t)
-        bound = request.bound / p.nbytes
-        scale = 1.0 / bound
-        base = Objective(byte=scale, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        budget = 400 if len(p.graph.types) <= 1500 else 40
+        share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
+        base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
+        budget = _EXPANSIONS if len(p.graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
-        first = replace(base, byte=p.nbytes, turn=0.0, step=1e-9, rates=request.rates) if timed else base
-        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=0.05)]
+        first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
+        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
         if timed or not whole:
             others.insert(0, base)
         # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
-        bounded = request.limit is not None or not (whole or len(p.graph.types) > SMALL)
+        bounded = request.limit is not None or not (whole or len(p.graph.types) > _SMALL)
         limits: list[float | None] = [None] if request.limit is None else []
         for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
             path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget)
@@ -86,7 +104,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                         return
                     continue
             for objective in others:
-                path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, 60))
+                path = shortest(p.graph, a, b, objective, allowed, limit, min(budget, _EXPANSIONS_VARIANT))
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes)))
         if request.limit is not None:
@@ -108,14 +126,18 @@ def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) 
     bounds are tried as well, which also makes more memory never cost more.
     """
     sizes = np.unique(p.graph.size[allowed])
-    sums = np.unique((sizes[:, None] + sizes[None, :]).round(15))
+    sums = np.unique((sizes[:, None] + sizes[None, :]).round(_DIGITS))
     least = float(max(p.graph.size[a], p.graph.size[b]))
-    most = math.inf if limit is None else limit / p.nbytes * (1 + 1e-9)
+    most = math.inf if limit is None else limit / p.nbytes * _SLACK
     return [float(x) for x in sums[::-1] if least < x <= most]
 
 
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
-    """Yield the sequences that need no search: direct exchange, permute, gather then slice, reduce then exchange."""
+    """Yield the sequences that need no search.
+
+    Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
+    then slice. Always: one permute, which types only where tiles nest, and reduce then exchange.
+    """
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
     if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
@@ -129,8 +151,12 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
 
 
 def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
-    """Put one axis of the target in its final place by a permute, so that the exchange needs a smaller group."""
+    """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
+
+    The exchange then needs a smaller group.
+    """
     for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        # Only atoms of one size change places: the tiles then stay as they are, and a permute moves whole ones.
         if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
             continue
         swap = {ours[0]: theirs[0], theirs[0]: ours[0]}
@@ -143,6 +169,7 @@ def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
+    """Gather what the target does not name, then slice what it names more: types by names, so of uneven dims too."""
     ops: list[Op] = []
     mesh = s.mesh
     dims: list[int] = []

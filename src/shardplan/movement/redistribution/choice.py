@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.ops import Collective, Exchange, Op, Permute
@@ -23,22 +24,32 @@ from shardplan.hardware.placement import Placement
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.plans.pricing import priced
 
-TIE = 1e-9  # relative: prices closer than this are equal
+TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What a plan must satisfy and how it is priced."""
 
-    bound: int
+    bound: int  # bytes of live shards between steps, on every device
     limit: int | None = None  # bytes of workspace on every device
     portable: bool = False
     fabric: Fabric | None = None
-    place: Placement | None = None  # what the fabric was made of, where it was a placement
+    placement: Placement | None = None  # what the fabric was made of, where it was one
     keep: bool = False  # the inputs are the caller's: live to the end
 
 
-@dataclass(frozen=True, slots=True)
+class Simplicity(NamedTuple):
+    """What decides between programs of one price: the smaller tuple wins, so the first field weighs most."""
+
+    moving: int  # steps with communication
+    steps: int
+    rounds: int
+    peers: int  # an exchange has several peers on both sides, a permute one, and a slice none
+    text: tuple[str, ...]  # says nothing of the programs, but makes plans deterministic
+
+
+@dataclass(frozen=True)
 class Chosen:
     """A program that satisfies the rules, and its price."""
 
@@ -46,7 +57,18 @@ class Chosen:
     books: Account
     exact: bool
     price: float
-    rank: tuple[Any, ...]
+
+    @cached_property
+    def simplicity(self) -> Simplicity:
+        """How simple the program is: only asked where prices tie."""
+        steps, rounds = self.program.steps, self.books.rounds
+        return Simplicity(
+            sum(r > 0 for r in rounds),
+            len(steps),
+            sum(rounds),
+            sum(2 * isinstance(s.op, Exchange) + isinstance(s.op, Permute) for s in steps),
+            tuple(op_text(s.op, s.operands) for s in steps),
+        )
 
 
 @dataclass(slots=True)
@@ -61,7 +83,10 @@ class Pick:
 
 @dataclass(slots=True)
 class Choice:
-    """The picks so far; `many` holds a best only of programs that do not keep the limit in few chunks."""
+    """The picks so far; `many` holds a best only of programs that do not keep the limit in few chunks.
+
+    A chunk pays the latency of its step, so the price alone would not keep a plan from cutting a step a thousand times.
+    """
 
     few: Pick = field(default_factory=lambda: Pick(MANY_CHUNKS))
     many: Pick = field(default_factory=lambda: Pick(math.inf))
@@ -89,9 +114,9 @@ def price(program: Program, books: Account, rules: Rules) -> float:
 class Staging:
     """What a step needs beside its staging, its staging by the number of chunks, and how many chunks it can have."""
 
-    base: int
-    staged: Callable[[int], int]
-    top: int
+    base: int  # bytes
+    staged: Callable[[int], int]  # chunks to bytes
+    top: int  # a chunk has at least one element
 
     @staticmethod
     def of(op: Op, operands: Sequence[TensorType], base: int) -> Staging:
@@ -123,7 +148,7 @@ class Cuts:
     """A program that can be cut into chunks, step by step."""
 
     program: Program
-    start: int
+    start: int  # bytes of the inputs
     stages: tuple[Staging, ...]
 
     @staticmethod
@@ -155,7 +180,10 @@ class Cuts:
 
 
 def consider(choice: Choice, found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> None:
-    """Keep the cheapest of `found` that types, ends in `target`, and respects the rules."""
+    """Keep the cheapest of `found` that types, ends in `target`, and respects the rules.
+
+    Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
+    """
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
         if candidate.ops in seen:
@@ -175,7 +203,7 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]].mesh) for s in program.steps):
         return
     books = account(program)
-    if books.peak_bytes > rules.bound:
+    if books.peak_bytes > rules.bound:  # between steps, whatever the limit is
         return
     if rules.limit is None:
         _compete(choice.few, program, books, exact, rules)
@@ -188,6 +216,7 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
         tightest = cuts.chunks(0, pick.most)
         if (least := cuts.workspace(tightest)) < pick.least_bytes:
             pick.least_bytes, pick.least = least, cuts.cut(tightest)
+    # In few chunks if that keeps the limit, in many only if not: a program competes in one pick.
     for pick in (choice.few, choice.many):
         chunks = cuts.chunks(rules.limit, pick.most)
         if cuts.workspace(chunks) <= rules.limit:
@@ -198,17 +227,13 @@ def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
 
 def _compete(pick: Pick, program: Program, books: Account, exact: bool, rules: Rules) -> None:
     """Make `program` the best of the pick if it is cheaper, or as cheap and simpler."""
-    cost = price(program, books, rules)
-    best = pick.best
-    if best is not None and cost > best.price * (1 + TIE):
-        return
-    moving = sum(r > 0 for r in books.rounds)
-    # a permute has one peer on both sides, and a slice none
-    many = sum(2 * isinstance(s.op, Exchange) + isinstance(s.op, Permute) for s in program.steps)
-    text = tuple(op_text(s.op, s.operands) for s in program.steps)
-    rank = (moving, len(program.steps), sum(books.rounds), many, text)
-    if best is None or cost < best.price * (1 - TIE) or rank < best.rank:
-        pick.best = Chosen(program, books, exact, cost, rank)
+    new, best = Chosen(program, books, exact, price(program, books, rules)), pick.best
+    if best is not None:
+        if new.price > best.price * (1 + TIE):
+            return
+        if new.price >= best.price * (1 - TIE) and new.simplicity >= best.simplicity:
+            return
+    pick.best = new
 
 
 def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:

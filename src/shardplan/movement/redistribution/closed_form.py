@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardplan.core.ops import AllGather, AllToAll, Op, Permute, Slice
 from shardplan.core.tensor import TensorType
@@ -18,9 +19,17 @@ from shardplan.core.tensor import TensorType
 Dims = tuple[tuple[int, ...], ...]
 
 
+class _Leaving(NamedTuple):
+    """An axis that moves from one dim to another."""
+
+    atom: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many one-axis steps of each kind a minimal plan has, per prime."""
+    """How many one-axis steps of each kind a minimal plan has: prime to number."""
 
     slices: dict[int, int]
     moves: dict[int, int]
@@ -70,21 +79,21 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
             ops.append(Slice(d, mesh.fold((atom,))))
             dims[d].append(atom)
             e[d][p] += 1
-    # which axes leave each dim, and where to
-    leaving: list[tuple[int, int, int]] = []  # atom, from, to
+    # which axes leave each dim, and where to: the last of a prime first, which need no permute to come to the end
+    leaving: list[_Leaving] = []
     for p in sorted({p for c in (*e, *f) for p in c}):
         for d in range(s.ndim):
             need = f[d][p] - e[d][p]
             for _ in range(max(0, need)):
                 source = next(i for i in range(s.ndim) if e[i][p] > f[i][p])
-                gone = {x[0] for x in leaving}
+                gone = {x.atom for x in leaving}
                 atom = next(a for a in reversed(dims[source]) if size[a] == p and a not in gone)
-                leaving.append((atom, source, d))
+                leaving.append(_Leaving(atom, source, d))
                 e[source][p] -= 1
                 e[d][p] += 1
-    gone = {x[0] for x in leaving}
+    gone = {x.atom for x in leaving}
     ready = [
-        [a for a in run if a not in gone] + [x for x, source, _ in leaving if source == d] for d, run in enumerate(dims)
+        [a for a in run if a not in gone] + [x.atom for x in leaving if x.source == d] for d, run in enumerate(dims)
     ]
     if ready != dims:
         set_dims(ready)
@@ -117,10 +126,8 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
         ops.append(Permute(layout))
     named = {d: mesh.fold(tuple(extra)) for d, extra in enumerate(tail) if extra}
     if named:
-        where = tuple(d for d, names in named.items() for _ in names)
-        ops.append(
-            AllGather(where[0] if len(named) == 1 else where, tuple(a for names in named.values() for a in names))
-        )
+        each = tuple(d for d, names in named.items() for _ in names)  # one dim for every axis
+        ops.append(AllGather(each[0] if len(named) == 1 else each, tuple(a for names in named.values() for a in names)))
     return ops
 
 

@@ -38,7 +38,7 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
 
 
 def edge(p: Problem, a: int, b: int) -> list[Op]:
-    """Return the ops of one edge of the state graph."""
+    """Return the ops of one edge of the state graph, from state `a` to state `b`."""
     graph, mesh = p.graph, p.source.mesh
     e = graph.row(a)
     kind = int(e.kind[b])
@@ -75,6 +75,7 @@ def group_axes(mesh: Mesh, atoms: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> list[Op]:
+    """The ops of an edge without communication."""
     graph, mesh = p.graph, p.source.mesh
     before, after = p.atoms(a), p.atoms(b)
     new = p.atoms_of(int(graph.partial[b]) & ~int(graph.partial[a]))

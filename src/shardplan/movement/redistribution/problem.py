@@ -1,14 +1,14 @@
-"""From two types on one mesh to a state graph over units, and back.
+"""From two types on one mesh to a state graph over runs, and back.
 
-A unit is a run of prime sub-axes of one axis. Sub-axes that stand together in both types may form one unit; they are
-cut further, down to primes, while the graph stays small. Axes of an uneven dim, and partial or root axes, stay as
-whole as the types allow: nested ceilings do not refine, and reductions are searched on the given factors.
+A run is a sequence of atoms (prime sub-axes) of one axis that the planner does not separate. Atoms that stand together
+in both types may form one run; runs are cut further, down to primes, while the graph stays small. Axes of an uneven
+dim, and partial or root axes, stay as whole as the types allow: nested ceilings do not refine, and reductions are
+searched on the given factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -22,18 +22,23 @@ from shardplan.movement.redistribution.space import Space, space
 
 T = TypeVar("T")
 Run = tuple[int, ...]  # consecutive atoms of one axis
-MOST_UNITS = {0: 8, 1: 6, 2: 6, 3: 5, 4: 5}
+# Runs of a graph by the number of dims: it has at most some 12,000 types, and a row of edges takes 2 ms. One run more
+# means four to ten times as many types; from 7 on the tables over pairs of lists (13,700 of them) take half a minute.
+MOST_RUNS = {0: 8, 1: 6, 2: 6, 3: 5, 4: 5}
+_MOST_RUNS_OF_MANY_DIMS = 4
+# Local bytes are a product of floats: those that are the bound must not exceed it by a rounding error.
+_SLACK = 1 + 1e-12
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A source and a destination on one mesh, over units."""
+    """A source and a destination on one mesh, over runs."""
 
     source: TensorType
     target: TensorType
-    units: tuple[Run, ...]
-    rigid: tuple[bool, ...]  # a whole axis: legal on an uneven dim
-    fine: bool  # every unit is a prime, or may not be cut: the graph holds every type
+    runs: tuple[Run, ...]
+    rigid: tuple[bool, ...]  # per run: a whole axis, legal on an uneven dim
+    fine: bool  # every run is a prime, or may not be cut: the graph holds every type
     fixed: tuple[Run, ...] = ()  # per dim, leading atoms that both types share and the graph leaves in place
 
     @cached_property
@@ -43,9 +48,9 @@ class Problem:
         for t in (self.source, self.target):
             for k, names in enumerate((t.layout.partial, t.layout.root)):
                 atoms = set(t.mesh.expand(names))
-                masks[k] |= sum(1 << u for u, run in enumerate(self.units) if set(run) & atoms)
+                masks[k] |= sum(1 << r for r, run in enumerate(self.runs) if set(run) & atoms)
         atoms = self.source.mesh.atoms
-        sizes = tuple(math.prod(atoms[a].size for a in run) for run in self.units)
+        sizes = tuple(math.prod(atoms[a].size for a in run) for run in self.runs)
         return space(sizes, self.source.ndim, self.source.mesh.size, *masks)
 
     @property
@@ -60,13 +65,13 @@ class Problem:
         return len({p for size in self.graph.sizes for p in primes(size)}) <= 1
 
     def node(self, t: TensorType) -> int:
-        """Return the state of a type made of whole units."""
-        start = {run[0]: u for u, run in enumerate(self.units)}
+        """Return the state of a type made of whole runs."""
+        start = {run[0]: r for r, run in enumerate(self.runs)}
         dims: list[tuple[int, ...]] = []
         for atoms in t.atoms:
             dims.append(tuple(start[a] for a in atoms if a in start))
         masks = [
-            sum(1 << u for u, run in enumerate(self.units) if run[0] in set(t.mesh.expand(names)))
+            sum(1 << r for r, run in enumerate(self.runs) if run[0] in set(t.mesh.expand(names)))
             for names in (t.layout.partial, t.layout.root)
         ]
         return self.graph.find(tuple(dims), *masks)
@@ -76,13 +81,13 @@ class Problem:
         graph = self.graph
         fixed = self.fixed or ((),) * self.source.ndim
         return tuple(
-            (*first, *(a for u in graph.lists[i] for a in self.units[u]))
+            (*first, *(a for r in graph.lists[i] for a in self.runs[r]))
             for first, i in zip(fixed, graph.types[node], strict=True)
         )
 
     def atoms_of(self, mask: int) -> Run:
-        """Return the atoms of a set of units, in mesh order."""
-        return tuple(sorted(a for u, run in enumerate(self.units) if mask >> u & 1 for a in run))
+        """Return the atoms of a set of runs, in mesh order."""
+        return tuple(sorted(a for r, run in enumerate(self.runs) if mask >> r & 1 for a in run))
 
     def type(self, node: int) -> TensorType:
         """Return the type of a state."""
@@ -103,7 +108,7 @@ class Problem:
         Two bool arrays [states].
         """
         graph = self.graph
-        rigid = sum(1 << u for u, r in enumerate(self.rigid) if r)
+        rigid = sum(1 << r for r, whole in enumerate(self.rigid) if whole)
         ok, tiled = np.ones(len(graph.types), dtype=bool), np.ones(len(graph.types), dtype=bool)
         local = np.full(len(graph.types), float(self.source.itemsize))
         for d, n in enumerate(self.source.shape):
@@ -114,31 +119,27 @@ class Problem:
             whole = (graph.list_mask & ~rigid) == 0
             ids = graph.types[:, d]
             chunk = np.where(even, n // products, 0)
-            if not even.all():
+            if not even.all():  # the tiling rule, list by list: a chunk is a nested ceiling
                 for i in np.flatnonzero(~even & whole):
                     size = n
-                    for u in graph.lists[i]:
-                        size = -(-size // graph.sizes[u])
+                    for r in graph.lists[i]:
+                        size = -(-size // graph.sizes[r])
                     chunk[i] = size
                 ok &= (even | whole)[ids]
                 tiled &= even[ids]
             local = local * chunk[ids]
-        ok &= local <= bound * (1 + 1e-12)
+        ok &= local <= bound * _SLACK
         return ok, ok & tiled
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:
-    """Return the problem over units, or None when the two types interleave more runs than a graph can hold."""
-    mesh = source.mesh
-    neighbours = [_neighbours(t) for t in (source, target)]
-    stiff: set[int] = set()
-    for t in (source, target):
-        stiff |= set(mesh.expand((*t.layout.partial, *t.layout.root)))
-    uneven = {d for t in (source, target) for d, e in enumerate(t.even) if not e}
-    whole: set[int] = set()
-    for t in (source, target):
-        for d in uneven:
-            whole |= set(t.atoms[d])
+    """Return the problem over runs, or None when the two types interleave more runs than a graph can hold."""
+    mesh, ends = source.mesh, (source, target)
+    neighbours = [_neighbours(t) for t in ends]
+    stiff = {a for t in ends for a in mesh.expand((*t.layout.partial, *t.layout.root))}
+    uneven = {d for t in ends for d, even in enumerate(t.even) if not even}
+    whole = {a for t in ends for d in uneven for a in t.atoms[d]}
+    # The longest runs that both types keep together, and that an uneven dim does not need as a whole axis.
     natural: list[Run] = []
     for axis in mesh.axes:
         run: list[int] = []
@@ -152,39 +153,31 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
             run.append(a)
         if run:
             natural.append(tuple(run))
-    cuttable = [not set(run) & (whole | stiff) for run in natural]
     used = set(mesh.expand((*source.layout.used, *target.layout.used)))
-    most = MOST_UNITS.get(source.ndim, 4)
+    most = MOST_RUNS.get(source.ndim, _MOST_RUNS_OF_MANY_DIMS)
     busy = [r for r in natural if set(r) & used]
     fixed: tuple[Run, ...] = ()
-    if len(busy) > most:
-        fixed = tuple(common(a, b) if e and f else () for a, b, e, f in _pairs(source, target))
+    if len(busy) > most:  # what both types have at the head of an even dim may stay where it is
+        fixed = tuple(common(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim))
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:
         return None
+    # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
-    units = busy + idle[: max(0, most - len(busy))]
-    fine = len(units) == len(natural)
-    may = dict(zip(natural, cuttable, strict=True))
-    while True:
-        long = [r for r in units if len(r) > 1 and may.get(r, True)]
-        if not long:
-            break
-        if len(units) >= most:
+    runs = busy + idle[: max(0, most - len(busy))]
+    fine = len(runs) == len(natural)
+    while long := [r for r in runs if len(r) > 1 and not set(r) & (whole | stiff)]:
+        if len(runs) >= most:
             fine = False
             break
         widest = max(long, key=lambda r: (_product(mesh, r), -r[0]))
         at = len(widest) // 2
-        k = units.index(widest)
-        units[k : k + 1] = [widest[:at], widest[at:]]
-    units.sort()
-    rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in units)
-    return Problem(source, target, tuple(units), rigid, fine and not fixed, fixed)
-
-
-def _pairs(s: TensorType, t: TensorType) -> Iterator[tuple[Run, Run, bool, bool]]:
-    return zip(s.atoms, t.atoms, s.even, t.even, strict=True)
+        k = runs.index(widest)
+        runs[k : k + 1] = [widest[:at], widest[at:]]
+    runs.sort()
+    rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
+    return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 
 
 def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:

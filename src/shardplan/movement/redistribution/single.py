@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,22 +21,23 @@ from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import Choice, Chosen, Rules, consider, offer, price, too_little
 from shardplan.movement.redistribution.problem import Problem
+from shardplan.movement.redistribution.search import Rates
 from shardplan.movement.reductions.payload import recognise
 from shardplan.movement.reductions.shortest_path import reduction_ops
 from shardplan.plans.pricing import Where, fabric_of
 
+# A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
 MOST_PLACEMENTS = 64
 
 
-def spots(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
-    """Yield where to price a plan: every placement of a default mesh on a topology of its size, else `where` itself."""
+def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
+    """Yield what to price a plan on: each placement of a default mesh on a topology of its size, else `where` itself.
+
+    The placements come in the order of `placements`, which a plan's ties go by, and at most `MOST_PLACEMENTS` of them.
+    """
     mesh = s.mesh
-    free = mesh == t.mesh and isinstance(where, Topology) and mesh.devices == tuple(range(where.size))
-    if free and isinstance(where, Topology):
-        for k, place in enumerate(placements(mesh, where)):
-            if k >= MOST_PLACEMENTS:
-                return
-            yield place
+    if mesh == t.mesh and isinstance(where, Topology) and mesh.devices == tuple(range(where.size)):
+        yield from itertools.islice(placements(mesh, where), MOST_PLACEMENTS)
     else:
         yield where
 
@@ -48,7 +50,7 @@ def best_program(
 
     Of programs of more than 64 chunks a step only where none of fewer keeps the limit.
     """
-    few, many = _everywhere(s, t, where, limit, portable, keep)
+    few, many = _on_all(s, t, where, limit, portable, keep)
     if few.best is not None:
         return few.best
     least = None if limit is None else least_workspaces(s, t, where, portable, keep)
@@ -64,30 +66,30 @@ def best_program(
 
 @dataclass(slots=True)
 class _Found:
-    """The best of a pick over placements, the least workspace, and the program that has it."""
+    """The best of a pick over placements, the least workspace, and the program that has it; each with its placement."""
 
     best: tuple[Chosen, Where | None] | None = None
     least_bytes: float = math.inf
     least: tuple[Chosen, Where | None] | None = None
 
 
-def _everywhere(
+def _on_all(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool
 ) -> tuple[_Found, _Found]:
-    """Return what is found with few chunks a step, and with many, on any of the `spots`."""
+    """Return what is found with few chunks a step, and with many, on all that `priced_on` yields."""
     bound = bound_bytes((s,), (t,))
     out = _Found(), _Found()
-    for place in spots(where, s, t):
-        fabric = None if place is None else fabric_of(place, (s.mesh, t.mesh))
-        rules = Rules(bound, limit, portable, fabric, place if isinstance(place, Placement) else None, keep)
+    for one in priced_on(where, s, t):
+        fabric = None if one is None else fabric_of(one, (s.mesh, t.mesh))
+        rules = Rules(bound, limit, portable, fabric, one if isinstance(one, Placement) else None, keep)
         choice = choose(s, t, rules)
         for found, pick in zip(out, (choice.few, choice.many), strict=True):
             if pick.best is not None and (found.best is None or pick.best.price < found.best[0].price):
-                found.best = pick.best, place
+                found.best = pick.best, one
             if pick.least is not None and pick.least_bytes < found.least_bytes:
                 books = account(pick.least)
                 found.least_bytes = pick.least_bytes
-                found.least = Chosen(pick.least, books, False, price(pick.least, books, rules), ()), place
+                found.least = Chosen(pick.least, books, False, price(pick.least, books, rules)), one
     return out
 
 
@@ -109,7 +111,7 @@ def least_workspaces(
         limit = 1
         while True:
             if limit not in known:
-                known[limit] = _everywhere(s, t, where, limit, portable, keep)
+                known[limit] = _on_all(s, t, where, limit, portable, keep)
             found = known[limit][kind]
             if found.least is None or (low is not None and found.least_bytes >= low[0]):
                 return low
@@ -126,10 +128,11 @@ def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
     if same(s, t):
         offer(choice, Program({"0": s}, (), ("0",)), True, rules)
         return choice
-    if rules.place is not None and s.mesh == t.mesh and (payload := recognise(s, t, rules.place)) is not None:
+    placement = rules.placement
+    if placement is not None and s.mesh == t.mesh and (payload := recognise(s, t, placement)) is not None:
         # A reduction of a payload is searched over its factors: exact, with the prices of every algorithm.
         view, before, after = payload
-        ops = reduction_ops(view, rules.place.topology, before, after)
+        ops = reduction_ops(view, placement.topology, before, after)
         if ops is not None:
             consider(choice, [Candidate(tuple(ops), exact=True)], s, t, rules)
         if choice.few.best is not None:
@@ -142,22 +145,21 @@ def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
-    """Yield the candidates of one mesh."""
+    """Yield the candidates of one mesh, in the order of `candidates`."""
     p = make_problem(s, t)
     rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
     return candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
 
 
-def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Seconds and seconds per byte of every kind of collective over every set of units.
+def _rates(p: Problem, fabric: Fabric) -> Rates:
+    """Seconds and seconds per byte of every kind of collective over every set of runs.
 
     `all_gather`, `reduce_scatter` and `all_reduce` are per byte held before the op; `messages` per byte received.
     """
     mesh = p.source.mesh
-    count = 1 << len(p.units)
-    out = {
-        kind: (np.zeros(count), np.zeros(count)) for kind in ("all_gather", "reduce_scatter", "all_reduce", "messages")
-    }
+    count = 1 << len(p.runs)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "messages")
+    out: Rates = {kind: (np.zeros(count), np.zeros(count)) for kind in kinds}
     for mask in range(1, count):
         members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
         q = members.shape[1]
@@ -165,7 +167,7 @@ def _rates(p: Problem, fabric: Fabric) -> dict[str, tuple[np.ndarray, np.ndarray
             name = "all_to_all" if kind == "messages" else kind
             fixed[mask], rate[mask] = linear_cost(name, members, fabric)
             if kind == "messages":
-                rate[mask] *= q / (q - 1)
+                rate[mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its own q-th
     return out
 
 

@@ -1,12 +1,12 @@
-"""The state graph of redistribution: every even type over a few *units*, and the cost of one op between any two.
+"""The state graph of redistribution: every even type over a few *runs*, and the cost of one op between any two.
 
-A unit is a run of prime sub-axes that the planner never separates. Types are ordered lists of units per dim, plus a
-set of partial and a set of root units; sizes are fractions of the global array, so one graph serves every shape and is
-built once per (unit sizes, ndim, partial, root). All costs are exact for even types:
+A run is a sequence of atoms (prime sub-axes) that the planner never separates. Types are ordered lists of runs per dim,
+plus a set of partial and a set of root runs; sizes are fractions of the global array, so one graph serves every shape
+and is built once per (run sizes, ndim, partial, root). All costs are exact for even types:
 
 - two boxes overlap on every device exactly when, per dim, one list is a prefix of the other (then the overlap is the
   smaller box); otherwise some device holds nothing of its new box. Hence worst-device bytes of a move need no devices.
-- a unit stays put when it stands in the same dim behind the same product of sizes; a group over all other source units
+- a run stays put when it stands in the same dim behind the same product of sizes; a group over all other source runs
   is the smallest that covers every destination box.
 """
 
@@ -16,11 +16,18 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+# The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange or Permute; ReduceScatter; AllReduce; Permute of
+# tiles with their addends; Reduce; Broadcast.
 LOCAL, GATHER, ALL_TO_ALL, MOVE, SCATTER, REDUCE_ALL, RENAME, ROOT, SPREAD = range(9)
-KEPT_ENTRIES = 1_500_000  # edges of a graph that stay in memory, for each direction
+# Edges of a graph that stay in memory, for each direction: 26 bytes each, so 40 MB. With none kept, a search under the
+# many bounds of a memory limit would compute the same rows again for each of them.
+KEPT_ENTRIES = 1_500_000
+# Subtracted before rounding a logarithm up, so that one that is whole but for rounding is not taken a round higher.
+_HAIR = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,45 +36,78 @@ class Edges:
 
     bytes: np.ndarray  # worst-device received, fraction of the array; inf where there is no op
     rounds: np.ndarray
-    moved: np.ndarray  # mask of the units of the smallest covering group
+    moved: np.ndarray  # mask of the runs of the smallest covering group
     kind: np.ndarray  # the kinds above
     portable: np.ndarray  # no exchange over more than half of the devices
 
 
+class _EdgeEnd(NamedTuple):
+    """The types at one end of edges: masks of runs, and the size of a shard."""
+
+    partial: np.ndarray
+    root: np.ndarray
+    used: np.ndarray  # in some dim
+    size: np.ndarray  # fraction of the array
+
+
+class _Relation(NamedTuple):
+    """How the tiles of two types stand to each other, in every dim; bool arrays over edges."""
+
+    extends: np.ndarray  # the source's lists begin the target's: each new box lies in the device's own old one
+    shrinks: np.ndarray  # the target's begin the source's
+    refines: np.ndarray  # each new tile lies in one old tile, of whatever device
+    flat: np.ndarray  # the same runs are partial and root
+
+
 class Space:
-    """All types over `sizes` (units) with `ndim` dims; units in the masks `partial` and `root` may also be those."""
+    """All types over `sizes` (runs) with `ndim` dims; runs in the masks `partial` and `root` may also be those.
+
+    Lists of runs and types are numbered. `lists` holds the lists, `list_index` their numbers, `list_mask` and
+    `list_product` the set and the product of their runs. Per pair of lists: `prefix` (the first begins the second),
+    `moved` (mask of runs of the first that do not stay put), `met` (most tiles of the first that a tile of the second
+    meets), `met_away` (the same of tiles that miss one), `refines` (each tile of the second lies in one of the first).
+    Per type: `types` (the list of each dim, [types, ndim]), the masks `partial`, `root` and `used`, `parts` (into how
+    many tiles the array is cut) and `size` (its inverse: a shard as a fraction of the array).
+    """
 
     def __init__(self, sizes: tuple[int, ...], ndim: int, devices: int, partial: int = 0, root: int = 0) -> None:
         """Enumerate lists and types."""
         self.sizes, self.ndim, self.devices = sizes, ndim, devices
-        k = len(sizes)
-        self.lists: list[tuple[int, ...]] = [p for n in range(k + 1) for p in itertools.permutations(range(k), n)]
+        count = len(sizes)
+        self.lists: list[tuple[int, ...]] = [
+            p for n in range(count + 1) for p in itertools.permutations(range(count), n)
+        ]
         self.list_index = {p: i for i, p in enumerate(self.lists)}
-        self.list_mask = np.array([sum(1 << u for u in p) for p in self.lists])
-        self.list_product = np.array([math.prod(sizes[u] for u in p) for p in self.lists])
+        self.list_mask = np.array([sum(1 << r for r in p) for p in self.lists])
+        self.list_product = np.array([math.prod(sizes[r] for r in p) for p in self.lists])
         self._rows: dict[int, Edges] = {}
         self._columns: dict[int, Edges] = {}
-        self._relate(k)
-        self._enumerate(k, partial, root)
-        self.group_size = np.array([math.prod(sizes[u] for u in range(k) if m >> u & 1) for m in range(1 << k)])
+        self._relate(count)
+        self._enumerate(count, partial, root)
+        # Of every set of runs the devices of a group over it.
+        self.group_size = np.array(
+            [math.prod(sizes[r] for r in range(count) if mask >> r & 1) for mask in range(1 << count)]
+        )
 
-    def _relate(self, k: int) -> None:
-        """Prefix and moved-unit tables over pairs of lists."""
-        count = len(self.lists)
-        position = np.full((count, k), -1, dtype=np.int16)
-        offset = np.full((count, k), -1, dtype=np.int64)
+    def _relate(self, count: int) -> None:
+        """Fill the tables over pairs of lists: few lists make many types, so edges only look up."""
+        n = len(self.lists)
+        at = np.full((n, count), -1, dtype=np.int16)
+        offset = np.full((n, count), -1, dtype=np.int64)
         for i, p in enumerate(self.lists):
             product = 1
-            for at, u in enumerate(p):
-                position[i, u], offset[i, u] = at, product
-                product *= self.sizes[u]
-        prefix = np.ones((count, count), dtype=bool)
-        moved = np.zeros((count, count), dtype=np.int16)
-        for u in range(k):
-            here = position[:, u] >= 0
-            prefix &= ~here[:, None] | (position[:, None, u] == position[None, :, u])
-            moved |= ((here[:, None] & (offset[:, None, u] != offset[None, :, u])).astype(np.int16)) << u
+            for k, r in enumerate(p):
+                at[i, r], offset[i, r] = k, product
+                product *= self.sizes[r]
+        prefix = np.ones((n, n), dtype=bool)
+        moved = np.zeros((n, n), dtype=np.int16)
+        for r in range(count):
+            here = at[:, r] >= 0
+            # A list begins another when every run of it stands at the same index there.
+            prefix &= ~here[:, None] | (at[:, None, r] == at[None, :, r])
+            moved |= ((here[:, None] & (offset[:, None, r] != offset[None, :, r])).astype(np.int16)) << r
         self.prefix, self.moved = prefix, moved
+        # Equal tiles meet by their numbers alone: a table over the few products, spread over the lists.
         products = np.unique(self.list_product)
         index = np.searchsorted(products, self.list_product)
         met = np.array([[_meeting(int(a), int(b)) for b in products] for a in products], dtype=np.int32)
@@ -75,26 +115,30 @@ class Space:
         self.met_away = met[:, :, 1][index[:, None], index[None, :]]
         self.refines = (products[None, :] % products[:, None] == 0)[index[:, None], index[None, :]]
 
-    def _enumerate(self, k: int, partial: int, root: int) -> None:
-        """Type table: list ids per dim, partial and root masks."""
+    def _enumerate(self, count: int, partial: int, root: int) -> None:
+        """Fill the tables over types: each run goes into a dim or none, or is partial or root; each dim orders its own.
+
+        Types with the same choices stand side by side, as one block of the product of the dims' orders.
+        """
         by_mask: dict[int, list[int]] = {}
         for i, m in enumerate(self.list_mask):
             by_mask.setdefault(int(m), []).append(i)
         rows: list[np.ndarray] = []
-        extras: list[tuple[int, int, int]] = []
-        for choice in itertools.product(*(_choices(self.ndim, partial >> u & 1, root >> u & 1) for u in range(k))):
+        partials: list[int] = []
+        roots: list[int] = []
+        for choice in itertools.product(*(_choices(self.ndim, partial >> r & 1, root >> r & 1) for r in range(count))):
             masks = [0] * (self.ndim + 3)  # dims, unused, partial, root
-            for u, c in enumerate(choice):
-                masks[c] |= 1 << u
+            for r, c in enumerate(choice):
+                masks[c] |= 1 << r
             options = [by_mask[masks[d]] for d in range(self.ndim)]
             block = np.array(list(itertools.product(*options)), dtype=np.int32)
-            block = block.reshape(math.prod(map(len, options)), self.ndim)
-            rows.append(block)
-            extras.append((len(block), masks[self.ndim + 1], masks[self.ndim + 2]))
+            rows.append(block.reshape(math.prod(map(len, options)), self.ndim))  # of no dims, too
+            partials.append(masks[self.ndim + 1])
+            roots.append(masks[self.ndim + 2])
         self.types = np.concatenate(rows)
-        lengths = [n for n, _, _ in extras]
-        self.partial = np.repeat([p for _, p, _ in extras], lengths)
-        self.root = np.repeat([r for _, _, r in extras], lengths)
+        lengths = [len(block) for block in rows]
+        self.partial = np.repeat(partials, lengths)
+        self.root = np.repeat(roots, lengths)
         self.used = np.zeros(len(self.types), dtype=np.int64)
         self.parts = np.ones(len(self.types), dtype=np.int64)
         for d in range(self.ndim):
@@ -107,11 +151,15 @@ class Space:
         }
 
     def find(self, dims: tuple[tuple[int, ...], ...], partial: int = 0, root: int = 0) -> int:
-        """Return the index of a type given its unit lists."""
+        """Return the number of a type given its lists of runs."""
         return self.index[(*(self.list_index[d] for d in dims), partial, root)]
 
     def edges(self, sources: np.ndarray, targets: np.ndarray) -> Edges:
-        """Return the cheapest op from each source to each target; the two index arrays broadcast."""
+        """Return the cheapest op from each source to each target; the two arrays of type numbers broadcast.
+
+        Any two types with the same partial and root runs have an exchange (MOVE); where the lists allow a collective or
+        a local op, that costs no more, so it takes the edge. Later choices overwrite earlier ones.
+        """
         a, b = self.types[sources], self.types[targets]
         shape = np.broadcast_shapes(sources.shape, targets.shape)
         extends, shrinks, comparable, refines = (np.ones(shape, dtype=bool) for _ in range(4))
@@ -134,83 +182,74 @@ class Space:
             grown |= np.where(forth & ~back, 1 << d, 0)
             cut |= np.where(back & ~forth, 1 << d, 0)
             changed += ~(forth & back)
-        size_a, size_b = self.size[sources], self.size[targets]
-        pa, pb, ra, rb = self.partial[sources], self.partial[targets], self.root[sources], self.root[targets]
-        ua, ub = self.used[sources], self.used[targets]
-        flat = (pa == pb) & (ra == rb)
-        nbytes = size_b - np.where(comparable, 1.0 / larger, 0.0)
+        before, after = self._ends(sources), self._ends(targets)
+        relation = _Relation(extends, shrinks, refines, (before.partial == after.partial) & (before.root == after.root))
+        # A device receives its new box minus the overlap with the old one, which is the smaller of the two or nothing.
+        nbytes = after.size - np.where(comparable, 1.0 / larger, 0.0)
+        # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
         rounds = np.maximum(count - 1, away)
         kind = np.full(shape, MOVE, dtype=np.int8)
-        portable = (self.group_size[moved] * 2 <= self.devices) | refines
-        swap = (changed == 2) & (grown > 0) & (cut > 0) & (ua == ub)
+        portable = (self.group_size[moved] * 2 <= self.devices) | refines  # where tiles nest, MOVE is a permute
+        # Runs leave the end of one dim for the end of another, and none comes or goes.
+        swap = (changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)
         kind = np.where(swap, ALL_TO_ALL, kind)
         portable = portable | swap
-        logs = np.ceil(np.log2(np.maximum(self.parts[sources] / self.parts[targets], 1.0)) - 1e-9)
-        rounds = np.where(shrinks, logs, rounds)
+        rounds = np.where(shrinks, _doublings(self.parts[sources] / self.parts[targets]), rounds)
         kind = np.where(shrinks, GATHER, kind)
         portable = portable | shrinks
         nbytes, rounds = np.where(extends, 0.0, nbytes), np.where(extends, 0.0, rounds)
         kind = np.where(extends, LOCAL, kind)
         portable = portable | extends
-        nbytes = np.where(flat, nbytes, np.inf)
+        found = Edges(np.where(relation.flat, nbytes, np.inf), rounds, moved, kind, portable)
         if self.partial.any() or self.root.any():
-            nbytes, rounds, kind, portable = self._reductions(
-                (nbytes, rounds, kind, portable),
-                (extends, shrinks, refines, flat),
-                (pa, pb, ra, rb, ua, ub),
-                size_a,
-                size_b,
-            )
-        return Edges(nbytes, rounds, moved, kind, portable)
+            return self._reductions(found, relation, before, after)
+        return found
 
-    def _reductions(
-        self,
-        found: tuple[np.ndarray, ...],
-        relation: tuple[np.ndarray, ...],
-        masks: tuple[np.ndarray, ...],
-        size_a: np.ndarray,
-        size_b: np.ndarray,
-    ) -> tuple[np.ndarray, ...]:
-        """Add the ops that change the partial or root part."""
-        nbytes, rounds, kind, portable = found
-        extends, shrinks, refines, flat = relation
-        pa, pb, ra, rb, ua, ub = masks
-        equal = extends & shrinks
+    def _ends(self, types: np.ndarray) -> _EdgeEnd:
+        return _EdgeEnd(self.partial[types], self.root[types], self.used[types], self.size[types])
 
-        def put(where: np.ndarray, cost: np.ndarray | float, turns: np.ndarray | float, what: int) -> None:
+    def _reductions(self, found: Edges, relation: _Relation, before: _EdgeEnd, after: _EdgeEnd) -> Edges:
+        """Return the edges with the ops that change the partial or root runs, of which there are none yet.
+
+        Each such op is legal only where it alone explains the difference between the types, so no two are on one edge.
+        Bytes, per shard held before and for groups of q: AllReduce 2 (q - 1) / q, ReduceScatter (q - 1) / q, Reduce and
+        Broadcast 1.
+        """
+        nbytes, rounds, kind, portable = found.bytes, found.rounds, found.kind, found.portable
+        equal = relation.extends & relation.shrinks
+
+        def put(here: np.ndarray, cost: np.ndarray | float, turns: np.ndarray | float, what: int) -> None:
             nonlocal nbytes, rounds, kind, portable
-            where = where & (~flat)
-            nbytes, rounds = np.where(where, cost, nbytes), np.where(where, turns, rounds)
-            kind, portable = np.where(where, what, kind), portable | where
+            here = here & ~relation.flat
+            nbytes, rounds = np.where(here, cost, nbytes), np.where(here, turns, rounds)
+            kind, portable = np.where(here, what, kind), portable | here
 
-        # renaming partial or root units: a permute of tiles with their addends
-        counts = self.group_size
-        renamed = refines & (counts[pa] == counts[pb]) & ((counts[ra] == counts[rb]) | (ra == rb)) & (pa != pb)
-        put(renamed, size_b, 1.0, RENAME)
-        gone, new = pa & ~pb, pb & ~pa
-        q = counts[gone].astype(float)
-        turns = np.ceil(np.log2(q) - 1e-9)
-        fewer = (gone > 0) & (new == 0) & (ra == rb)
-        put(fewer & equal, 2 * size_a * (1 - 1 / q), turns, REDUCE_ALL)
-        put(fewer & extends & ((ub & ~ua) == gone), size_a * (1 - 1 / q), turns, SCATTER)
-        put((gone > 0) & (new == 0) & equal & (rb == (ra | gone)) & ((ra & gone) == 0), size_a, turns, ROOT)
-        freed, rooted = ra & ~rb, rb & ~ra
-        q = counts[freed].astype(float)
-        put((pa == pb) & (freed > 0) & (rooted == 0) & equal, size_a, np.ceil(np.log2(q) - 1e-9), SPREAD)
-        local = (gone == 0) & (new > 0) & (ra == rb)
-        suffix = shrinks & ((ua & ~ub) == new) & (self._changed(ua, ub) == 1)
-        put(local & (equal | suffix), 0.0, 0.0, LOCAL)
-        put((pa == pb) & (freed == 0) & (rooted > 0) & equal, 0.0, 0.0, LOCAL)
-        return nbytes, rounds, kind, portable
-
-    @staticmethod
-    def _changed(ua: np.ndarray, ub: np.ndarray) -> np.ndarray:
-        """1 where a single unit left the dims (a suffix of one dim for certain)."""
-        left = ua & ~ub
-        return np.where((left > 0) & ((left & (left - 1)) == 0), 1, 0)
+        devices = self.group_size
+        # Other runs are partial, of as many devices: a permute of tiles with their addends. Root runs may change too.
+        renamed = relation.refines & (devices[before.partial] == devices[after.partial])
+        renamed &= (devices[before.root] == devices[after.root]) & (before.partial != after.partial)
+        put(renamed, after.size, 1.0, RENAME)
+        gone, new = before.partial & ~after.partial, after.partial & ~before.partial
+        freed, rooted = before.root & ~after.root, after.root & ~before.root
+        q = devices[gone].astype(float)
+        reduced, turns = (gone > 0) & (new == 0), _doublings(q)
+        unrooted = before.root == after.root
+        put(reduced & unrooted & equal, 2 * before.size * (1 - 1 / q), turns, REDUCE_ALL)
+        scattered = (after.used & ~before.used) == gone
+        put(reduced & unrooted & relation.extends & scattered, before.size * (1 - 1 / q), turns, SCATTER)
+        put(reduced & equal & (after.root == (before.root | gone)), before.size, turns, ROOT)
+        summed = before.partial == after.partial
+        turns = _doublings(devices[freed].astype(float))
+        put(summed & (freed > 0) & (rooted == 0) & equal, before.size, turns, SPREAD)
+        # ToPartial: an unused run becomes partial, or one that ends a dim (a single one does so for certain).
+        left = before.used & ~after.used
+        suffix = relation.shrinks & (left == new) & ((left & (left - 1)) == 0)
+        put((gone == 0) & (new > 0) & unrooted & (equal | suffix), 0.0, 0.0, LOCAL)
+        put(summed & (freed == 0) & (rooted > 0) & equal, 0.0, 0.0, LOCAL)
+        return Edges(nbytes, rounds, found.moved, kind, portable)
 
     def row(self, s: int) -> Edges:
-        """One op from `s` to every type; kept once asked for."""
+        """Return one op from `s` to every type; kept once asked for."""
         found = self._rows.get(s)
         if found is None:
             found = self.edges(np.array(s), np.arange(len(self.types)))
@@ -219,7 +258,7 @@ class Space:
         return found
 
     def column(self, t: int) -> Edges:
-        """One op from every type to `t`; kept once asked for."""
+        """Return one op from every type to `t`; kept once asked for."""
         found = self._columns.get(t)
         if found is None:
             found = self.edges(np.arange(len(self.types)), np.array(t))
@@ -228,7 +267,13 @@ class Space:
         return found
 
 
+def _doublings(q: np.ndarray) -> np.ndarray:
+    """Rounds of a collective over groups of q that doubles in every round what a member holds, or has summed."""
+    return np.ceil(np.log2(np.maximum(q, 1.0)) - _HAIR)
+
+
 def _choices(ndim: int, partial: int, root: int) -> tuple[int, ...]:
+    """Where a run may be: a dim, `ndim` for unused, and the next two for partial and root where it may be those."""
     return (*range(ndim + 1), *((ndim + 1,) if partial else ()), *((ndim + 2,) if root else ()))
 
 

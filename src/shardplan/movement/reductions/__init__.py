@@ -1,8 +1,15 @@
 """Reductions (arXiv 2110.10548): the published language and its enumeration, and the shortest path over types.
 
-- `instructions`   the paper's language; `state_matrix` its checker, `interpreter` its meaning on numbers
-- `state_graph`    every state that programs reach, and the programs; `hierarchies` the paper's four
-- `type_graph`     the types that reductions go through, as a graph; `shortest_path` the cheapest way
-- `payload`        a payload as a type, programs as ops
-- `enumeration`    the verb `reductions`: every program up to a size; `reduce` the verb: the best
+Reading order:
+
+- `instructions`   the paper's language: groupings of a hierarchy's members, and collectives on them
+- `state_matrix`   the checker of programs in it, by Hoare triples on what each member holds
+- `interpreter`    what they do to numbers, written apart from the checker
+- `hierarchies`    the four hierarchies of digits that the paper synthesises over
+- `state_graph`    every state that programs reach, and the programs as paths
+- `type_graph`     the types that a reduction goes through, as a graph with prices
+- `payload`        what is reduced as a tensor type, and programs as typed ops on it
+- `shortest_path`  the cheapest way through the graph of types
+- `enumeration`    the verb `reductions`: every program up to a size, with its price
+- `reduce`         the verb `reduce`: the best program of any size
 """

@@ -34,28 +34,23 @@ from shardplan.plans.certificate import Certificate, issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
 
+# Up to here programs are checked at their true sizes. A state has the third power of it in bits, 32 KiB, and every
+# instruction of every program makes one; above, (2, .., 2) stands for the sizes.
 CHECKED_MEMBERS = 64
+LARGE_SIZE = 3  # of a digit over which random integers are reduced above that; 3 tells what 2 cannot: odd groups
 DEFAULT_TOP = 10
 MOST_INSTRUCTIONS = 32  # no valid program of at most 4 factors that repeats no state is longer
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One reduction program.
+    """One reduction program."""
 
-    Args:
-        instructions: In the paper's language, over the factors of `payload`.
-        seconds: Predicted, without overlap between steps.
-        payload: What is reduced.
-        placement: Where.
-        algorithm: What the steps are priced under.
-    """
-
-    instructions: tuple[Instruction, ...]
-    seconds: float
+    instructions: tuple[Instruction, ...]  # in the paper's language, over the factors of `payload`
+    seconds: float  # predicted, without overlap between steps
     payload: Payload
     placement: Placement
-    algorithm: str = "auto"
+    algorithm: str = "auto"  # what the steps are priced under
 
     @property
     def plan(self) -> Plan | None:
@@ -105,16 +100,13 @@ def reductions(
     """Return every valid reduction program of at most `limit` instructions, cheapest first.
 
     Args:
-        placement: The mesh on the topology.
-        axes: Mesh axes to reduce over.
+        placement: The mesh on the topology, or its text.
+        axes: Mesh axes to reduce over, one or several.
         nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
         limit: Most instructions of a program; None for programs of any size, of which the `top` cheapest are returned.
-        top: How many at most; all by default, 10 without a limit.
-        algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
+        top: Most programs returned; all by default, 10 without a limit.
+        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
         uncollapsed: One factor for each sub-axis, instead of one for each level.
-
-    Returns:
-        Programs with instructions and seconds, and, where they type, a program and its certificate.
 
     Raises:
         TopologyError: An axis is unknown.
@@ -125,8 +117,8 @@ def reductions(
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.hardware.topology import Topology
-    >>> place = Placement(Mesh(data=16), Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
-    >>> found = reductions(place, ("data",), nbytes=2**26, algorithm="ring")
+    >>> placement = Placement(Mesh(data=16), Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
+    >>> found = reductions(placement, ("data",), nbytes=2**26, algorithm="ring")
     >>> len(found), str(found[0])
     (93, '(node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, InsideGroup, AllGather)')
     """
@@ -164,7 +156,7 @@ def reductions(
 
 @lru_cache(maxsize=16)
 def _programs(depth: int, limit: int) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.int64]]:
-    """All programs up to a size, and the same as a table `[programs, limit]`, padded with the number of edges."""
+    """All programs up to a size, and the same as a table [programs, limit], padded with the number of edges."""
     graph = state_graph(depth)
     found = tuple(graph.programs(limit))
     table = np.full((len(found), limit), len(graph.edges), dtype=np.int64)
@@ -177,7 +169,7 @@ def _without_limit(
     graph: StateGraph, costs: NDArray[np.float64], sizes: tuple[int, ...], top: int
 ) -> list[tuple[float, tuple[int, ...]]]:
     """The `top` cheapest programs of any size that are valid at these sizes; of equal prices the shorter first."""
-    asked = top
+    asked = top  # doubled while too few of the cheapest are valid at these sizes
     charged = (costs + STEP * float(costs.max())).tolist()
     while True:
         found = [(float(costs[list(path)].sum()), path) for _, path in graph.best(charged, asked)]
@@ -195,14 +187,14 @@ def _ranked(
     found, table = _programs(depth, limit)
     valid = _valid(depth, limit, sizes)
     totals = np.append(costs, 0.0)[table].sum(axis=1)
-    # Of equal prices the shorter program first: rounding must not decide.
+    # Of equal prices the shorter program first: the rounding of a sum, in its last few of 16 digits, must not decide.
     rounded = np.array([float(f"{x:.12g}") for x in totals.tolist()])
     order = np.lexsort((np.arange(len(found)), (table < len(costs)).sum(axis=1), rounded))
     return [(float(totals[k]), found[k]) for k in order[valid[order]].tolist()]
 
 
 def instruction_costs(graph: StateGraph, view: Payload, prices: AlphaBeta) -> NDArray[np.float64]:
-    """Price every edge of the state graph in seconds, `[edges]`."""
+    """Return the price of every edge of the state graph in seconds, float64 [edges]."""
     known: dict[tuple[Instruction, tuple[int, ...]], float] = {}
     for edge in graph.edges:
         key = edge.instruction, edge.scattered
@@ -212,6 +204,7 @@ def instruction_costs(graph: StateGraph, view: Payload, prices: AlphaBeta) -> ND
 
 
 def _edge_seconds(edge: InstructionEdge, view: Payload, prices: AlphaBeta) -> float:
+    """Price one instruction on what its groups hold before it."""
     grouping, collective = edge.instruction.grouping, edge.instruction.collective
     varies, zero = digits_of(grouping, view.factors)
     sizes = view.sizes
@@ -235,26 +228,21 @@ def _edge_seconds(edge: InstructionEdge, view: Payload, prices: AlphaBeta) -> fl
 
 @lru_cache(maxsize=64)
 def _valid(depth: int, limit: int, sizes: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Say of every program up to a size whether it is valid at these sizes, `[programs]`."""
+    """Say of every program up to a size whether it is valid at these sizes, bool [programs]."""
     graph = state_graph(depth)
     found, _ = _programs(depth, limit)
     return np.array(verify([tuple(graph.edges[e].instruction for e in path) for path in found], sizes))
 
 
 def verify(programs: Sequence[Sequence[Instruction]], sizes: tuple[int, ...]) -> list[bool]:
-    """Check programs from scratch with the state-matrix checker; common beginnings are checked once.
+    """Say of each program whether it is valid: checked from scratch with the state-matrix checker.
 
-    Args:
-        programs: Instruction lists; those that begin alike should stand side by side.
-        sizes: Sizes of the digits. Up to 64 members the states are those of these sizes; above, those of (2, .., 2),
-            and random integers are reduced over sizes of at most 3.
-
-    Returns:
-        Whether each is valid.
+    Programs that begin alike should stand side by side: common beginnings are checked once. Up to 64 members the states
+    are those of these sizes; above, those of (2, .., 2), and random integers are reduced over sizes of at most 3.
     """
     large = math.prod(sizes) > CHECKED_MEMBERS
     checker = Checker((2,) * len(sizes) if large else sizes)
-    numbers = _Numbers(tuple(min(n, 3) for n in sizes)) if large else None
+    numbers = _Numbers(tuple(min(n, LARGE_SIZE) for n in sizes)) if large else None
     verdicts: list[bool] = []
     # What holds after each instruction of the last program; None after one that was refused.
     trail: list[tuple[Instruction, State | None]] = []
@@ -272,6 +260,7 @@ def verify(programs: Sequence[Sequence[Instruction]], sizes: tuple[int, ...]) ->
 
 
 def _after(checker: Checker, before: State | None, instruction: Instruction) -> State | None:
+    """The state after an instruction; None where it, or one before it, is refused, or the goal was reached already."""
     if before is None or before == checker.goal:
         return None
     try:

@@ -24,18 +24,12 @@ HIERARCHIES = ("system", "column", "row", "factors")
 
 
 def hierarchy(placement: Placement, axes: str | Sequence[str], kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lay the devices out for `state_graph.explore`.
+    """Return the sizes of the digits (without ones, major first) and the reduction group of every member.
 
-    Args:
-        placement: The mesh on the topology.
-        axes: Mesh axes to reduce over.
-        kind: One of `HIERARCHIES`.
-
-    Returns:
-        Sizes of the digits without ones, major first, and the reduction group of every member.
+    That is what `state_graph.explore` takes; `kind` is one of `HIERARCHIES`.
 
     Raises:
-        LayoutError: Unknown hierarchy.
+        LayoutError: The hierarchy is unknown.
         TopologyError: An axis is unknown.
 
     >>> from shardplan.core.mesh import Mesh

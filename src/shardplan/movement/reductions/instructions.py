@@ -50,13 +50,9 @@ class Grouping:
         return self.varies[-1] - self.varies[0] == len(self.varies) - 1
 
     def members(self, sizes: Sequence[int]) -> NDArray[np.int64]:
-        """List the groups over a hierarchy.
+        """Return the member numbers of every group, int64 [groups, k], in the order of their digits.
 
-        Args:
-            sizes: The sizes h of all digits, major first.
-
-        Returns:
-            Member numbers `[groups, k]`, in the order of their digits.
+        `sizes` are those of all digits of the hierarchy, major first.
 
         >>> Grouping((0,), master=True).members((2, 3)).tolist()
         [[0, 3]]
@@ -78,15 +74,10 @@ class Instruction:
     collective: str
 
     def form(self, depth: int, names: Sequence[str] = ()) -> str:
-        """Write the instruction as the paper does.
+        """Return the instruction as the paper writes it, such as `(node, InsideGroup, ReduceScatter)`.
 
-        Args:
-            depth: The number of digits L.
-            names: Names of the digits, for slices and ancestors; their numbers by default.
-
-        Returns:
-            Such as `(node, InsideGroup, ReduceScatter)` or `(node, Parallel(root), AllReduce)`; digits that are no
-            range, which the paper cannot say, are listed.
+        `depth` is the number of digits L; `names` are theirs, for slices and ancestors, their numbers by default.
+        Digits that are no range, which the paper cannot say, are listed.
 
         >>> Instruction(Grouping((1,)), "all_gather").form(2, ("node", "gpu"))
         '(node, InsideGroup, AllGather)'
@@ -103,7 +94,7 @@ class Instruction:
 
 @lru_cache(maxsize=16)
 def groupings(depth: int) -> tuple[Grouping, ...]:
-    """List the distinct groupings over `depth` digits, none of size 1: depth^2 of them.
+    """Return the distinct groupings over `depth` digits, none of size 1: depth^2 of them.
 
     >>> [len(groupings(n)) for n in (1, 2, 3, 4)]
     [1, 4, 9, 16]
@@ -115,20 +106,19 @@ def groupings(depth: int) -> tuple[Grouping, ...]:
 
 @lru_cache(maxsize=16)
 def alphabet(depth: int) -> tuple[Instruction, ...]:
-    """List every instruction over `depth` digits: the five collectives on each grouping."""
+    """Return every instruction over `depth` digits: the five collectives on each grouping."""
     return tuple(Instruction(g, name) for g in groupings(depth) for name in COLLECTIVES)
 
 
 def program_text(program: Sequence[Instruction], depth: int, names: Sequence[str] = ()) -> str:
-    """Write a program: its instructions with '; ' between them."""
+    """Return a program as text: its instructions with '; ' between them."""
     return "; ".join(step.form(depth, names) for step in program)
 
 
 def parse_program(text: str, depth: int, names: Sequence[str] = ()) -> tuple[Instruction, ...]:
     """Read what `program_text` writes.
 
-    Raises:
-        LayoutError: A part is no instruction over these digits; names one that is.
+    Raises `LayoutError` for a part that is no instruction over these digits, and names one that is.
 
     >>> parse_program("(0, Parallel(root), AllReduce); (root, InsideGroup, AllReduce)", 2)[0].grouping
     Grouping(varies=(0,), master=False)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardplan.movement.reductions.instructions import Instruction
 
 Ints = NDArray[np.int64]
-POISON = np.int64(-(10**15))
+POISON = np.int64(-(10**15))  # far below any sum of addends, and no sum of 9,000 of them overflows
 
 
 def run_instructions(sizes: Sequence[int], program: Sequence[Instruction], values: Ints) -> tuple[Ints, list[Ints]]:
@@ -24,13 +24,13 @@ def run_instructions(sizes: Sequence[int], program: Sequence[Instruction], value
     Args:
         sizes: Sizes of the digits, major first; K members in all.
         program: The instructions.
-        values: Addends `[K, K]`: row r of member d at `[d, r]`.
+        values: Addends, [K, K]: row r of member d at [d, r].
 
     Returns:
-        What the members have at the end, `[K, K]`, poisoned where they hold nothing, and the rows that each holds.
+        What the members have at the end, int64 [K, K], poisoned where they hold nothing, and the rows that each holds.
 
     Raises:
-        ValueError: Row sets of a group do not fit together.
+        ValueError: The rows that the members of a group hold do not fit together.
 
     >>> from shardplan.movement.reductions.instructions import Grouping
     >>> run_instructions((2,), [Instruction(Grouping((0,)), "all_reduce")], np.array([[1, 2], [3, 4]]))[0].tolist()
@@ -45,6 +45,7 @@ def run_instructions(sizes: Sequence[int], program: Sequence[Instruction], value
 
 
 def _collective(name: str, group: Sequence[int], out: Ints, rows: list[Ints]) -> None:
+    """Run one collective in one group, in place."""
     if name in ("all_reduce", "reduce_scatter", "reduce"):
         mine = rows[group[0]]
         if any(not np.array_equal(rows[m], mine) for m in group):

@@ -24,13 +24,13 @@ from shardplan.movement.reductions.type_graph import State, TypeEdge, step_state
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What is reduced: factors of a placement, and the type's dtype, shape, and axes of its last dim."""
+    """What is reduced: the factors of the reduced axes, outermost first, and what makes a type of them."""
 
     factors: tuple[LevelFactor, ...]
     mesh: Mesh
     dtype: str
-    shape: tuple[int, ...]
-    others: tuple[str, ...] = ()
+    shape: tuple[int, ...]  # the sizes of the factors, and the rest
+    others: tuple[str, ...] = ()  # axes that are not reduced, on the last dim
     reduction: str = "sum"
 
     @property
@@ -118,17 +118,10 @@ class Payload:
 def payload(
     placement: Placement, axes: str | Sequence[str], nbytes: float, dtype: str = "f32", uncollapsed: bool = False
 ) -> Payload:
-    """View a payload as a type.
+    """Return the payload of a reduction over some axes of a placement, as a type.
 
-    Args:
-        placement: The mesh on the topology.
-        axes: The axes to reduce over.
-        nbytes: Bytes of a device's payload, above 0; padded to a whole number of elements for each of the K parts.
-        dtype: Of the elements.
-        uncollapsed: One factor for each sub-axis, instead of one for each level.
-
-    Returns:
-        The payload.
+    `nbytes` is what a device holds, padded to a whole number of elements for each of the K parts; `uncollapsed` has one
+    factor for each sub-axis, instead of one for each level.
 
     Raises:
         TopologyError: An axis is unknown or named twice.

@@ -19,7 +19,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain
-from shardplan.movement.reductions.enumeration import CHECKED_MEMBERS
+from shardplan.movement.reductions.enumeration import CHECKED_MEMBERS, LARGE_SIZE
 from shardplan.movement.reductions.instructions import Instruction, program_text
 from shardplan.movement.reductions.interpreter import run_instructions
 from shardplan.movement.reductions.payload import Payload, payload
@@ -51,17 +51,17 @@ def reduce(
 ) -> Plan:
     """Return the cheapest program that reduces a payload over some axes of a placement, with its certificate.
 
+    The plan starts from `f32[h_0, .., c]{+axes}`; with the defaults it is what `redistribute` returns for its types.
+
     Args:
-        placement: The mesh on the topology.
-        axes: Mesh axes to reduce over.
+        placement: The mesh on the topology, or its text.
+        axes: Mesh axes to reduce over, one or several.
         nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
-        target: Where the sums go: to every member, in equal parts (as ZeRO wants them), or to coordinate 0.
-        algorithm: `auto`, the cheapest for each step, or ring, tree or halving-doubling.
+        target: Where the sums go: `replicated` to every member, `sharded` in equal parts (as ZeRO wants them), `root`
+            to coordinate 0.
+        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
         subsets: Admit collectives over any set of levels, not only contiguous ones; never dearer.
         uncollapsed: One factor for each sub-axis, instead of one for each level.
-
-    Returns:
-        A plan from `f32[h_0, .., c]{+axes}`; with the defaults it is what `redistribute` returns for its types.
 
     Raises:
         TopologyError: An axis is unknown.
@@ -71,8 +71,8 @@ def reduce(
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.hardware.topology import Topology
-    >>> place = Placement(Mesh(data=16), Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
-    >>> plan = reduce(place, ("data",), nbytes=2**26, algorithm="ring")
+    >>> placement = Placement(Mesh(data=16), Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
+    >>> plan = reduce(placement, ("data",), nbytes=2**26, algorithm="ring")
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
@@ -125,7 +125,7 @@ def instructions_text(
 
 
 def stock_op(target: Target) -> str:
-    """Name the one collective that leads to a target."""
+    """Return the one collective that leads to a target."""
     return TARGETS[target][1]
 
 
@@ -140,12 +140,13 @@ def check_path(view: Payload, path: Sequence[TypeEdge], after: State) -> None:
         if math.prod(sizes) <= MOST_MEMBERS:
             _check_states(sizes, program, after)
         if sizes != view.sizes:
-            _check_numbers(tuple(min(n, 3) for n in view.sizes), program, after)
+            _check_numbers(tuple(min(n, LARGE_SIZE) for n in view.sizes), program, after)
     except (TypingError, ValueError) as error:
         raise CertificateError(f"the state-matrix checker refuses the program found: {error}") from None
 
 
 def _check_states(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
+    """Check that every member ends with what the state says, by state matrices; raises `TypingError`."""
     checker = Checker(sizes)
     if set(after) == {"U"}:
         checker.check(program)
@@ -163,6 +164,7 @@ def _ends(sizes: tuple[int, ...], after: State) -> tuple[list[int], int]:
 
 
 def _check_numbers(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
+    """The same on random integers; raises `ValueError`."""
     count = math.prod(sizes)
     addends = np.random.default_rng(count).integers(-1000, 1000, (count, count))
     values, rows = run_instructions(sizes, program, addends)

@@ -19,16 +19,8 @@ def cheapest_path(
 ) -> list[TypeEdge] | None:
     """Return the edges of the cheapest program from one state to another, or None where there is no way.
 
-    Args:
-        view: The payload.
-        topology: The hardware that its factors lie on.
-        before: The letter of each factor before.
-        after: The letter of each factor after.
-        algorithm: As for `hardware.cost.price`.
-        subsets: Admit ops over any set of factors.
-
-    Returns:
-        The path; nothing cheaper exists in the graph.
+    Nothing cheaper exists in the graph. `subsets` admits ops over any set of factors; `algorithm` is as for
+    `hardware.cost.price`.
     """
     if not view.factors:
         return []
@@ -43,7 +35,7 @@ def reduction_ops(view: Payload, topology: Topology, before: State, after: State
     return None if path is None else view.path_ops(path)
 
 
-Key = tuple[tuple[tuple[int, int], ...], ...]
+Key = tuple[tuple[tuple[int, int], ...], ...]  # the size and stride of every digit of every factor
 
 
 def least_seconds(
@@ -54,18 +46,9 @@ def least_seconds(
     after: str,
     algorithm: str = "auto",
 ) -> list[float]:
-    """Return the seconds of the cheapest program for many sets of factors at once.
+    """Return the seconds of the cheapest program for many sets of factors at once, one for each placement.
 
-    Args:
-        choices: Factors on the topology, one entry for each placement.
-        topology: The hardware.
-        nbytes: Payload of a device.
-        before: The letter of every factor before.
-        after: The letter of every factor after.
-        algorithm: As for `hardware.cost.price`.
-
-    Returns:
-        Seconds, in the order of the choices; 0 without factors.
+    `before` and `after` are one letter, that of every factor; `nbytes` is the payload of a device. 0 without factors.
     """
     prices = alpha_beta(topology, algorithm)
     known: dict[Key, float] = {}
@@ -79,5 +62,5 @@ def least_seconds(
 
 
 def _key(factors: tuple[LevelFactor, ...]) -> Key:
-    """Return what the prices of a placement depend on."""
+    """What the prices of a placement depend on: placements that agree in it are priced once."""
     return tuple(tuple((d.size, d.stride) for d in f.digits) for f in factors)

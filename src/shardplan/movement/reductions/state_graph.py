@@ -26,32 +26,23 @@ from shardplan.movement.reductions.instructions import Instruction, alphabet
 
 Ints = NDArray[np.int64]
 Bits = NDArray[np.unsignedinteger]
-MOST_DIGITS = 4
-MOST_DEVICES = 64
+MOST_DIGITS = 4  # 20,285 states, explored in a second; each digit less has about 25 times fewer
+MOST_EXPLORED = 64  # members: the addends of a row are the bits of one integer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exploration:
-    """All states reached, in the order of their discovery: 0 is the start.
+    """All states reached, in the order of their discovery: 0 is the start."""
 
-    Args:
-        count: How many.
-        goal: Number of the goal, or -1 where it is never reached.
-        source: Of every edge the state before, `[edges]`.
-        target: The state after.
-        step: Number of the instruction in `steps`.
-        steps: The alphabet.
-    """
-
-    count: int
-    goal: int
-    source: Ints
-    target: Ints
-    step: Ints
+    count: int  # of the states
+    goal: int  # its number, or -1 where it is never reached
+    source: Ints  # of every edge the state before, [edges]
+    target: Ints  # the state after
+    step: Ints  # the instruction, as a number in `steps`
     steps: tuple[Instruction, ...]
 
     def live(self) -> NDArray[np.bool_]:
-        """Say which states lie on a way to the goal."""
+        """Return which states lie on a way to the goal, bool [states]."""
         alive = np.zeros(self.count, dtype=bool)
         if self.goal < 0:
             return alive
@@ -63,7 +54,7 @@ class Exploration:
             alive[more] = True
 
     def count_programs(self, limit: int) -> int:
-        """Count the programs of at most `limit` instructions that end in the goal."""
+        """Return the number of programs of at most `limit` instructions that end in the goal."""
         if self.goal < 0:
             return 0
         ways: list[int] = [1] + [0] * (self.count - 1)
@@ -78,15 +69,12 @@ class Exploration:
 
 
 def explore(sizes: Sequence[int], owner: Sequence[int] | None = None) -> Exploration:
-    """Reach every state from the start by legal instructions.
+    """Return the graph of every state that legal instructions reach from the start; the goal is not left.
 
     Args:
         sizes: Sizes of the digits, major first; at most 64 members in all.
-        owner: The reduction group of every member, `[members]`, all of one size; one group by default. A member's goal
-            is the addends of its own group.
-
-    Returns:
-        The graph; the goal is not left.
+        owner: The reduction group of every member, [members], all of one size; one group by default. A member's goal is
+            the addends of its own group.
 
     Raises:
         Infeasible: More than 64 members.
@@ -96,11 +84,11 @@ def explore(sizes: Sequence[int], owner: Sequence[int] | None = None) -> Explora
     (40, 25, 93)
     """
     members = math.prod(sizes)
-    if members > MOST_DEVICES:
-        raise Infeasible(f"states of {members} members are not explored; at most {MOST_DEVICES} are")
+    if members > MOST_EXPLORED:
+        raise Infeasible(f"states of {members} members are not explored; at most {MOST_EXPLORED} are")
     groups = np.zeros(members, dtype=np.int64) if owner is None else np.asarray(owner)
     rows = int(np.bincount(groups).max())
-    dtype = np.uint16 if members <= 16 else np.uint64
+    dtype = np.uint16 if members <= 16 else np.uint64  # a bit a member; the narrow ones take a quarter
     own = np.left_shift(1, np.arange(members, dtype=np.uint64)).astype(dtype)
     start = np.repeat(own[:, None], rows, axis=1)
     whole = np.array([np.bitwise_or.reduce(own[groups == g]) for g in groups], dtype=dtype)
@@ -126,14 +114,16 @@ def explore(sizes: Sequence[int], owner: Sequence[int] | None = None) -> Explora
                 edges.append((a, known[key], number))
         frontier = np.array(fresh, dtype=dtype).reshape(-1, members, rows)
         names = np.array(numbers, dtype=np.int64)
-    table = np.array(edges, dtype=np.int64).reshape(-1, 3)
+    table = np.array(edges, dtype=np.int64).reshape(-1, 3)  # also of no edges
     return Exploration(len(known), known.get(goal, -1), table[:, 0], table[:, 1], table[:, 2], steps)
 
 
 def _apply(step: Instruction, groups: Ints, states: Bits, held: NDArray[np.uint64]) -> tuple[Ints, Bits]:
-    """Apply one instruction to states `[n, members, rows]` that hold the rows `[n, members]` (a bit each).
+    """Apply one instruction to states [n, members, rows] that hold the rows [n, members] (a bit each).
 
-    Returns which of them allow it and change, and what they become.
+    Returns which of them allow it and change, and what they become. The preconditions are those of `state_matrix`,
+    first on the rows, which are few bits, and on the addends only for states that pass; all groups of a state must
+    allow it.
     """
     name, k = step.collective, groups.shape[1]
     rows = held[:, groups]  # [n, groups, k]
@@ -176,19 +166,12 @@ def _apply(step: Instruction, groups: Ints, states: Bits, held: NDArray[np.uint6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstructionEdge:
-    """A step of a live program.
+    """A step of a live program."""
 
-    Args:
-        source: Live state before, in topological order.
-        target: Live state after.
-        instruction: What is done.
-        scattered: For each group over sizes (2, .., 2) the digits that its rows were cut by before, as a bit mask.
-    """
-
-    source: int
+    source: int  # live states, in topological order
     target: int
     instruction: Instruction
-    scattered: tuple[int, ...]
+    scattered: tuple[int, ...]  # for each group over sizes (2, .., 2) the digits that cut its rows before, a bit mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,12 +179,16 @@ class StateGraph:
     """The live states over `depth` digits, numbered so that edges ascend; 0 is the start and the last the goal."""
 
     depth: int
-    states: int
-    edges: tuple[InstructionEdge, ...]
-    explored: int
+    states: int  # how many
+    edges: tuple[InstructionEdge, ...]  # by ascending source
+    explored: int  # states of the whole graph, live or not
 
     def programs(self, limit: int) -> Iterator[tuple[int, ...]]:
-        """Yield every program of at most `limit` instructions, as numbers of edges."""
+        """Yield every program of at most `limit` instructions, as numbers of edges.
+
+        Depth first by ascending edges, so that programs that begin alike come one after another, as `verify` wants
+        them. A branch is cut where the goal is further than what is left of the limit.
+        """
         leaving: list[list[int]] = [[] for _ in range(self.states)]
         left = [math.inf] * self.states
         left[-1] = 0
@@ -211,6 +198,7 @@ class StateGraph:
             leaving[edge.source].append(number)
 
         def follow(state: int, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+            """Yield the programs that go on from a path to `state`."""
             if state == self.states - 1:
                 yield path
                 return
@@ -222,16 +210,12 @@ class StateGraph:
         yield from follow(0, ())
 
     def best(self, costs: Sequence[float], top: int) -> list[tuple[float, tuple[int, ...]]]:
-        """Find the `top` cheapest programs of any size.
+        """Return the `top` cheapest programs of any size with their costs, cheapest first; of equal costs the shorter.
 
-        Args:
-            costs: The cost of every edge.
-            top: How many at most.
-
-        Returns:
-            Costs and programs (numbers of edges), cheapest first; of equal costs the shorter.
+        `costs` are those of every edge; a program is a row of numbers of edges.
         """
         # Without cycles the k best ways to a state extend the k best ways to those before it.
+        # A way is (cost, length, edges): compared as it stands. It stays a plain tuple, of which a million are made.
         ways: list[list[tuple[float, int, tuple[int, ...]]]] = [[] for _ in range(self.states)]
         ways[0] = [(0.0, 0, ())]
         for number, edge in enumerate(self.edges):
@@ -245,8 +229,7 @@ class StateGraph:
 def state_graph(depth: int) -> StateGraph:
     """Return the live graph over `depth` digits, built once.
 
-    Raises:
-        Infeasible: More than 4 digits; the shortest path over types has no such limit.
+    Raises `Infeasible` above 4 digits; the shortest path over types has no such limit.
 
     >>> [state_graph(n).states for n in (1, 2, 3)]
     [4, 25, 236]
@@ -262,18 +245,18 @@ def state_graph(depth: int) -> StateGraph:
     keep = np.flatnonzero(alive[found.source] & alive[found.target])
     source, target, step = found.source[keep], found.target[keep], found.step[keep]
     order = _topological(np.flatnonzero(alive), source, target)
-    rank = np.full(found.count, -1, dtype=np.int64)
-    rank[order] = np.arange(len(order))
+    number = np.full(found.count, -1, dtype=np.int64)
+    number[order] = np.arange(len(order))
     cut: dict[int, Ints] = {0: np.zeros(2**depth, dtype=np.int64)}
     edges: list[InstructionEdge] = []
-    by_source = np.lexsort((rank[target], rank[source]))
+    by_source = np.lexsort((number[target], number[source]))
     for e in by_source.tolist():
         instruction = found.steps[int(step[e])]
         before = cut[int(source[e])]
         groups = instruction.grouping.members(sizes)
         edges.append(
             InstructionEdge(
-                int(rank[source[e]]), int(rank[target[e]]), instruction, tuple(before[groups[:, 0]].tolist())
+                int(number[source[e]]), int(number[target[e]]), instruction, tuple(before[groups[:, 0]].tolist())
             )
         )
         if int(target[e]) not in cut:
@@ -282,7 +265,7 @@ def state_graph(depth: int) -> StateGraph:
 
 
 def _cut_after(instruction: Instruction, groups: Ints, before: Ints) -> Ints:
-    """Return the digits that every member's rows are cut by after a step."""
+    """The digits that every member's rows are cut by after a step, as bit masks [members]."""
     mask = sum(1 << d for d in instruction.grouping.varies)
     after = before.copy()
     match instruction.collective:
@@ -300,7 +283,11 @@ def _cut_after(instruction: Instruction, groups: Ints, before: Ints) -> Ints:
 
 
 def _topological(nodes: Ints, source: Ints, target: Ints) -> list[int]:
-    """Order nodes so that every edge ascends, the start first and the goal last."""
+    """Nodes in an order in which every edge ascends, the start first and the goal last.
+
+    A node is ready when all edges into it are behind; the one that became ready last goes next, which is one order of
+    many, the same on every run.
+    """
     waiting = dict.fromkeys(nodes.tolist(), 0)
     leaving: dict[int, list[int]] = {n: [] for n in waiting}
     for a, b in zip(source.tolist(), target.tolist(), strict=True):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from shardplan.errors import TypingError
 from shardplan.movement.reductions.instructions import Instruction, program_text
 
-MOST_MEMBERS = 256
+MOST_MEMBERS = 256  # a state has the third power of it in bits: 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,9 @@ EMPTY = HeldRows(0, 0)
 
 
 class Checker:
-    """The semantics over one hierarchy.
+    """The semantics over one hierarchy, of sizes major first; their product K is the number of members, and of rows.
 
-    Args:
-        sizes: Sizes of the digits, major first; their product K is the number of members, and of rows.
-
-    Raises:
-        TypingError: K is above 256.
+    Raises `TypingError` for more than 256 members.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -71,17 +67,9 @@ class Checker:
         return found
 
     def step(self, state: State, instruction: Instruction) -> State:
-        """Apply one instruction.
+        """Return what every member holds after one instruction.
 
-        Args:
-            state: What every member holds.
-            instruction: The step.
-
-        Returns:
-            What every member holds after it.
-
-        Raises:
-            TypingError: A precondition does not hold; says which, and in which group.
+        Raises `TypingError` where a precondition does not hold; says which, and in which group.
         """
         after = list(state)
         for group in instruction.grouping.members(self.sizes).tolist():
@@ -106,7 +94,10 @@ class Checker:
         return tuple(after)
 
     def run(self, program: Sequence[Instruction]) -> State:
-        """Apply a program from the start; raises as `step`, with the number of the step."""
+        """Return what every member holds after a program.
+
+        Raises `TypingError` as `step`, with the number of the step.
+        """
         state = self.start
         for number, instruction in enumerate(program):
             if state == self.goal:
@@ -129,13 +120,7 @@ class Checker:
     def check_parts(self, program: Sequence[Instruction], holders: Sequence[int], parts: int) -> None:
         """Check that a program ends with complete rows, 1/`parts` of them on each of `holders` and none elsewhere.
 
-        Args:
-            program: The instructions.
-            holders: Members that hold rows at the end.
-            parts: 1 for all rows each, or how many ways they are cut.
-
-        Raises:
-            TypingError: A step or the end does not hold.
+        Raises `TypingError` where a step or the end does not hold.
         """
         state = self.run(program)
         for d, held in enumerate(state):

@@ -32,23 +32,17 @@ from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, In
 Floats = NDArray[np.float64]
 State = str  # one letter a factor
 STATES = "PRSU"
-# A step costs this much of the dearest edge more, so that of equal programs the shortest is found.
+# A step costs this much of the dearest edge more, so that of equal programs the shortest is found: above the rounding
+# of a sum of a few prices (1e-16 of each), far below any difference between prices.
 STEP = 1e-13
 
 
 @dataclass(frozen=True, slots=True)
 class TypeEdge:
-    """A collective.
-
-    Args:
-        source: State before.
-        entered: The same with the factors made root that the Master form needs.
-        target: State after.
-        instruction: What is done.
-    """
+    """A collective, from one state to another."""
 
     source: State
-    entered: State
+    entered: State  # the source with the factors made root that the Master form needs
     target: State
     instruction: Instruction
 
@@ -77,14 +71,10 @@ class ReductionSpace:
         return found
 
     def distances(self, start: State, costs: Floats) -> Floats:
-        """Find the least cost from a state to every state, for many tables of costs at once.
+        """Return the least cost from a state to every state, float64 [tables, states]; inf where there is no way.
 
-        Args:
-            start: The state before.
-            costs: Of every edge, `[tables, edges]`.
-
-        Returns:
-            `[tables, states]`, infinite where there is no way.
+        `costs` holds many tables at once, [tables, edges]. Bellman and Ford's algorithm on arrays: paths have few
+        edges, so it ends after a few rounds over all of them.
         """
         reach = np.full((len(costs), len(self.states)), np.inf)
         reach[:, self.index[start]] = 0.0
@@ -96,7 +86,7 @@ class ReductionSpace:
             reach[:, self.entered] = better
 
     def path(self, start: State, goal: State, costs: Floats) -> list[TypeEdge] | None:
-        """Return a cheapest path for one table of costs `[edges]`, or None."""
+        """Return a cheapest path for one table of costs, [edges], or None where there is no way."""
         charged = costs + STEP * float(costs.max(initial=0.0))
         reach = self.distances(start, charged[None])[0]
         if not np.isfinite(reach[self.index[goal]]):
@@ -148,14 +138,9 @@ _AFTER = {"all_reduce": "U", "reduce_scatter": "S", "all_gather": "U", "reduce":
 
 
 def step_state(state: State, instruction: Instruction) -> tuple[State, State] | None:
-    """Apply an op to a state.
+    """Return what a state is as an op begins and after it, or None where the op is illegal.
 
-    Args:
-        state: One letter a factor.
-        instruction: The op, and whether it has the Master form.
-
-    Returns:
-        The state with the factors made root that the Master form needs, and the state after; None where it is illegal.
+    As it begins the factors are root that the Master form needs to be.
     """
     varies, collective = instruction.grouping.varies, instruction.collective
     mine = {state[d] for d in varies}
@@ -181,25 +166,16 @@ def _edges(state: State, groups: Sequence[Grouping]) -> list[TypeEdge]:
     return found
 
 
-def edge_costs(space: ReductionSpace, factors: Sequence[LevelFactor], nbytes: float, tariff: AlphaBeta) -> Floats:
-    """Price every edge.
-
-    Args:
-        space: The graph over as many factors.
-        factors: The factors on the topology.
-        nbytes: Payload of a device.
-        tariff: The prices.
-
-    Returns:
-        Seconds, `[edges]`.
-    """
+def edge_costs(space: ReductionSpace, factors: Sequence[LevelFactor], nbytes: float, prices: AlphaBeta) -> Floats:
+    """Return the price of every edge in seconds, float64 [edges]; `nbytes` is the payload of a device."""
     kinds, shares = _facets(space)
     sizes = np.array([f.size for f in factors], dtype=np.float64)
     held = nbytes / np.prod(np.where(shares, sizes, 1.0), axis=1)
     costs = np.zeros(len(space.edges))
     for instruction, at in kinds.items():
         varies, zero = digits_of(instruction.grouping, factors)
-        offers = np.array(tariff.offers(instruction.collective, varies, zero))
+        # Of each algorithm latency and seconds per byte; the cheapest depends on what is held.
+        offers = np.array(prices.offers(instruction.collective, varies, zero))
         costs[at] = (offers[:, :1] + offers[:, 1:] * held[at]).min(axis=0)
     return costs
 

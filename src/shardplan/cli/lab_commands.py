@@ -1,4 +1,4 @@
-"""The commands of the lab: run, sweep, validate."""
+"""The commands of the lab: run, sweep, validate; `lab` holds what they do."""
 
 from __future__ import annotations
 
@@ -130,10 +130,12 @@ def validate(
 
 
 def _say(line: str) -> None:
+    """Print what is to be done, beside the result on stdout."""
     print(line, file=sys.stderr)
 
 
 def _tell(text: str, found: dict[str, object], status: int, as_json: bool) -> int:
+    """Print an answer and return its status."""
     from shardplan.report.text import json_text
 
     print(json_text(found) if as_json else text)
