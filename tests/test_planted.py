@@ -6,7 +6,7 @@ from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, altered, listed, out
 FAULTS = listed()
 
 
-ROOMS = "core hardware plans movement simulation launches execution interop report cli".split()
+ROOMS = ["core", "hardware", "plans", "movement", "simulation", "launches", "execution", "interop", "report", "cli"]
 
 
 def test_there_are_a_hundred_over_all_rooms_each_once() -> None:

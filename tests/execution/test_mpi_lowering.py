@@ -81,7 +81,7 @@ class QueueWire:
 
 @pytest.fixture(autouse=True)
 def without_datatypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "Site", lambda device: Binding(device, types=Boxes()))  # type: ignore[arg-type]
+    monkeypatch.setattr(backend, "Binding", lambda device: Binding(device, types=Boxes()))  # type: ignore[arg-type]
 
 
 def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:
