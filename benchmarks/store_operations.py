@@ -35,7 +35,7 @@ def _measured(n: int, repetitions: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardplan.execution.torch.faults import TorchWatch
-    from shardplan.execution.torch.site import GroupState
+    from shardplan.execution.torch.group_state import GroupState
 
     counting: Any = use_tests("execution.stores").Counting
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore

@@ -378,7 +378,7 @@ def barriers(program: Program) -> int:
     """How often a program of one step makes a part wait for the one before; else some XLAs merge them."""
     import jax
 
-    from shardplan.execution.jax.parts import jax_mesh, lower_steps
+    from shardplan.execution.jax.executables import jax_mesh, lower_steps
 
     (name, t), mesh = program.inputs[0], jax_mesh(program.meshes[0])
     axes = tuple(mesh.axis_names)

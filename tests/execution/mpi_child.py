@@ -20,9 +20,9 @@ from shardplan.core.layout import make_layout  # noqa: E402
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send, Slice  # noqa: E402
 from shardplan.core.program import Program  # noqa: E402
 from shardplan.core.step import Step  # noqa: E402
-from shardplan.execution.mpi import pacts as mpi_pacts  # noqa: E402
+from shardplan.execution.mpi import agreed_programs as mpi_agreed  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
-from shardplan.execution.mpi.site import KEPT  # noqa: E402
+from shardplan.execution.mpi.binding import MOST_KEPT  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
@@ -41,7 +41,7 @@ def compare(seed: int, count: int) -> None:
     """Run the cases; every output equals the reference, every step receives what its op says."""
     wrong: list[str] = []
     seen: Counter[str] = Counter()
-    mpi.REMEMBERED = mpi_pacts.AGREED = 8  # so that some are forgotten
+    mpi.REMEMBERED = mpi_agreed.MOST_AGREED = 8  # so that some are forgotten
     received = 0
     for number, case in enumerate(cases(seed, count, SIZE)):
         record = Record()
@@ -59,7 +59,7 @@ def compare(seed: int, count: int) -> None:
             print(f"cases: {number + 1} of {count}", file=sys.stderr, flush=True)
     bound = list(mpi._executables.values())
     mpi.forget()
-    if any(len(x.site.types) for x in bound):
+    if any(len(x.binding.types) for x in bound):
         wrong.append(f"rank {RANK} keeps datatypes after forgetting")
     gathered = WORLD.gather((wrong, received), root=0)
     if gathered is not None:
@@ -68,7 +68,9 @@ def compare(seed: int, count: int) -> None:
             "ranks": SIZE,
             "ops": dict(sorted(seen.items())),
             "received": sum(n for _, n in gathered),
-            "communicators": sum(len(pact.communicators) for made in mpi_pacts.pacts()._made.values() for pact in made),
+            "communicators": sum(
+                len(one.communicators) for made in mpi_agreed.agreed_programs()._made.values() for one in made
+            ),
             "bound programs": len(bound),
             "library": MPI.Get_library_version().splitlines()[0].split(":")[-1].strip(),
             "wrong": [x for part, _ in gathered for x in part],
@@ -116,7 +118,7 @@ def plans():
     partial, root = kind("f32[512, 512]{+a,+b}"), kind("f32[512, 512]{root:a,b}")
     for op, x in (
         (AllGather(1, ("b",), 4), t),
-        (AllGather(1, ("b",), KEPT + 1), kind("f32[32@a, 64@b]")),
+        (AllGather(1, ("b",), MOST_KEPT + 1), kind("f32[32@a, 64@b]")),
         (AllToAll(1, 0, ("b",), chunks=3), t),
         (AllReduce(("a", "b")), partial),
         (AllReduce(("a", "b"), chunks=4), partial),

@@ -21,7 +21,7 @@ import shardplan as sp  # noqa: E402
 from shardplan.core.ops import AllGather, Permute, Reduce  # noqa: E402
 from shardplan.core.program import Program  # noqa: E402
 from shardplan.core.step import Step  # noqa: E402
-from shardplan.execution.mpi import pacts as mpi_pacts  # noqa: E402
+from shardplan.execution.mpi import agreed_programs as mpi_agreed  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
 from shardplan.execution.mpi import steps as mpi_steps  # noqa: E402
 from shardplan.execution.mpi.mail import mail  # noqa: E402
@@ -122,7 +122,7 @@ def fault(kind: str, least: float) -> None:
             case "chain":  # of the chain 3, 2, 1, 0 a member hangs: the last in line waits for it over another
                 replace_step(0, lambda step: lambda *args: (time.sleep(LONG), step(*args))[1])
             case "creation":  # agrees, and then does not make its communicators
-                mpi_pacts.connect = lambda _: time.sleep(LONG)
+                mpi_agreed.connect = lambda _: time.sleep(LONG)
             case "raising":
                 replace_step(1, lambda step: lambda *args: 1 // 0)
     tell(attempt(chain() if kind == "chain" else program, timeout))
@@ -215,12 +215,12 @@ def counted() -> None:
         before = letters.sent
         assert attempt(program, LONG) == {"same": True}
         sent.append(letters.sent - before)
-    mpi_pacts.AGREED = 2
+    mpi_agreed.MOST_AGREED = 2
     for program in (gathers(40), *programs, programs[2], programs[0]):
         before = letters.sent
         assert attempt(program, LONG) == {"same": True}
         sent.append(letters.sent - before)
-    ((_, made),) = mpi_pacts.pacts()._made.items()
+    ((_, made),) = mpi_agreed.agreed_programs()._made.items()
     tell({"sent": sent, "remembered": len(made)})
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.execution.mpi.agree import Agreement, Refusal, Runs, Start, name_of
+from shardplan.execution.mpi.agree import Agreement, Refusal, Runs, Start, program_name
 from shardplan.execution.mpi.faults import silent
 
 ONE, OTHER = (hashlib.sha256(text).digest() for text in (b"one", b"other"))
@@ -74,8 +74,8 @@ def test_two_programs_never_start(ranks: tuple[int, ...], seed: int, data: st.Da
     agreements, sent = meet(ranks, seed, {}, others)
     for agreement in agreements.values():
         assert isinstance(agreement.verdict, Refusal)
-        assert name_of(ONE) in agreement.verdict.why
-        assert name_of(OTHER) in agreement.verdict.why
+        assert program_name(ONE) in agreement.verdict.why
+        assert program_name(OTHER) in agreement.verdict.why
     assert max(sent.values()) <= 3
 
 

@@ -17,7 +17,7 @@ from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import Box
 from shardplan.execution.mpi import run as backend
-from shardplan.execution.mpi.site import Site
+from shardplan.execution.mpi.binding import Binding
 from shardplan.execution.mpi.wire import Messages, Piece
 
 
@@ -81,7 +81,7 @@ class QueueWire:
 
 @pytest.fixture(autouse=True)
 def without_datatypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "Site", lambda device: Site(device, types=Boxes()))  # type: ignore[arg-type]
+    monkeypatch.setattr(backend, "Binding", lambda device: Binding(device, types=Boxes()))  # type: ignore[arg-type]
 
 
 def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from shardplan.execution.torch.faults import TorchWatch  # noqa: E402
-from shardplan.execution.torch.site import GroupState  # noqa: E402
+from shardplan.execution.torch.group_state import GroupState  # noqa: E402
 
 HERE = Path(__file__).parent
 MOST = 7  # operations of a rank at the first run of a program

@@ -26,7 +26,7 @@ from shardplan.execution.lab import ring
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.torch import steps
 from shardplan.execution.torch.dtypes import to_numpy, to_torch
-from shardplan.execution.torch.pack import pack, staged
+from shardplan.execution.torch.pack import PeerPart, pack, staged
 from shardplan.execution.torch.run import Binder, TorchExecutable, finish
 
 BINDERS = {"torch": steps.bind, "lab": ring.bind}
@@ -74,7 +74,7 @@ def driven(bind: Binder) -> Any:
 
     def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:
         values = {name: to_torch(own[name]) if name in own else torch.empty(0) for name, _ in program.inputs}
-        watch, wire = SimpleNamespace(at=lambda _: None), QueueWire(network, device)
+        watch, wire = SimpleNamespace(begin_step=lambda _: None), QueueWire(network, device)
         running: Any = TorchExecutable(program, device, bind).drive(values, wire, watch)  # type: ignore[arg-type]
         return [to_numpy(x) for x in finish(running)]
 
@@ -150,7 +150,7 @@ def test_the_lab_counts_all_that_a_device_is_sent_and_sends_it_to_a_rank() -> No
 
 def test_what_several_peers_get_is_packed_once() -> None:
     """Two columns of a 4 x 4 array, for two peers; a receiver has room for each."""
-    entries = [(peer, 0, (4, 4), ((0, 4), (1, 3))) for peer in (1, 2)]
-    out, into = pack(entries, 0, 1, True), pack(entries, 0, 1, False)
+    columns = [PeerPart(peer, 0, (4, 4), ((0, 4), (1, 3))) for peer in (1, 2)]
+    out, into = pack(columns, 0, 1, True), pack(columns, 0, 1, False)
     assert (staged(out), staged(into)) == (8, 16)
     assert [(m.peer, m.start, m.stop, m.packs) for m in out] == [(1, 0, 8, True), (2, 0, 8, False)]

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 from shardplan.execution.torch import run as backend  # noqa: E402
-from shardplan.execution.torch.site import site  # noqa: E402
+from shardplan.execution.torch.group_state import group_state  # noqa: E402
 from shardplan.interop.torch import redistribute  # noqa: E402
 
 VICTIM, TIMEOUT = 2, 120.0
@@ -62,7 +62,7 @@ WRONG = {
 def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = site().store = Counting(site().store)
+    store = group_state().store = Counting(group_state().store)
     mesh = sp.Mesh(a=world)
     programs, shards, wanted = [], [], []
     for s, t in TEXTS:
@@ -111,16 +111,16 @@ def main():
     drop_in(mine)
     operations.append(store.calls.total())
 
-    plain = backend.TorchWatch.at
+    plain = backend.TorchWatch.begin_step
 
     def at(self, step):
         plain(self, step)
         raise MemoryError("no room")
 
     if rank == VICTIM:
-        backend.TorchWatch.at = at
+        backend.TorchWatch.begin_step = at
     found["raises and lives"] = seen(lambda: run(0))
-    backend.TorchWatch.at = plain
+    backend.TorchWatch.begin_step = plain
     run(0)
 
     order = (1, 0) if rank == VICTIM else (0, 1)

@@ -51,7 +51,7 @@ def main() -> int:
     timeout = float(f"{max(timeout, 20 * float(took)):.3g}")
     dist.barrier()
     if rank == victim:
-        watch_at = backend.TorchWatch.at
+        watch_at = backend.TorchWatch.begin_step
 
         def at(self, step):
             watch_at(self, step)
@@ -66,7 +66,7 @@ def main() -> int:
             if fault == "late":
                 time.sleep(timeout / 2)
 
-        backend.TorchWatch.at = at
+        backend.TorchWatch.begin_step = at
     if fault == "late start" and rank == victim:
         time.sleep(timeout / 2)
     if fault == "absent" and rank == victim:

@@ -22,7 +22,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.execution.lab import CONSTANTS, Cluster, Measurement
-from shardplan.execution.lab.record import Repetition
+from shardplan.execution.lab.measurement import Repetition
 from shardplan.execution.lab.results import Sweep
 from shardplan.hardware.placement import Placement
 from shardplan.report.lab_text import run_answer, sweep_text

@@ -19,14 +19,18 @@ from shardplan.execution.run import needed
 from shardplan.execution.verify import checksum, index_data, too_large
 from shardplan.simulation.timeline import Timeline
 
+# Results that are computed in floats may differ from the reference's by the order of additions: by some units in the
+# last place of dtypes of 4 bytes and more, and of narrower ones (bf16 has 8 bits) by about one.
+TOLERANCE, NARROW_TOLERANCE = 1e-6, 1e-2
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a launched run found: checksums of the outputs, how many own shards were compared, the measured timeline."""
+    """What a launched run found."""
 
-    sums: list[str]
-    shards: int
-    timeline: Timeline
+    sums: list[str]  # checksums of the outputs
+    shards: int  # of this process that were compared
+    timeline: Timeline  # as measured
     first: bool  # whether this process is the one that reports
 
 
@@ -34,7 +38,7 @@ class Trial:
 def launched(backend: str) -> Generator[None]:
     """Join the processes of a launcher for a command; raises `ShardplanError` where there is none to join."""
     needed(backend)
-    if backend != "torch":
+    if backend != "torch":  # JAX and MPI join by themselves, on first use
         yield
         return
     import torch.distributed as dist
@@ -45,21 +49,16 @@ def launched(backend: str) -> Generator[None]:
         )
     dist.init_process_group("gloo")
     try:
-        yield
+        yield  # to the command, which runs with the process group
     finally:
         dist.destroy_process_group()
 
 
 def trial(program: Program, backend: str, timeout: float) -> Trial:
-    """Run a program on index data and compare this process's shards with the reference's, bit for bit.
+    """Run a program on index data and compare this process's shards with the reference's.
 
-    Args:
-        program: The program; its device ids are those of the launch.
-        backend: `torch`, `jax` or `mpi`.
-        timeout: Seconds that any wait may take.
-
-    Returns:
-        The trial.
+    They must be equal bit for bit, but for results of floats computed, which may differ by rounding. The program's
+    device ids are those of the launch; any wait takes `timeout` seconds at most.
 
     Raises:
         Infeasible: The arrays are too large to be run here.
@@ -108,9 +107,9 @@ def _compare(what: str, got: np.ndarray, want: np.ndarray, box: Any) -> None:
     wide = np.complex128 if want.dtype.kind == "c" else np.float64
     unequal = ~(got == want)
     if want.dtype.kind in "fcV":
-        size = 1e-6 if want.dtype.itemsize >= 4 else 1e-2
+        tolerance = TOLERANCE if want.dtype.itemsize >= 4 else NARROW_TOLERANCE
         a, b = got.astype(wide), want.astype(wide)
-        unequal = ~np.isclose(a, b, rtol=size, atol=size, equal_nan=True)
+        unequal = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
     if not unequal.any():
         return
     local = tuple(int(k) for k in np.argwhere(unequal)[0])

@@ -3,6 +3,9 @@
 Backends share this view. A part is a box in the indices of a device's own, contiguous array; sender and receiver pack
 it in row-major order. An op in C chunks moves, of every part of n elements, the elements n c // C to n (c + 1) // C in
 its c-th round, so a round packs at most ceil(n / C) of each part.
+
+Here `device` is a device id, as everywhere outside of a mesh; a place is an index in mesh order, a member of a group is
+given by its place or its id, and `frame` is the box of the whole array in which a part is local.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import LayoutError
 
-SEGMENT = 2**18  # bytes of a segment that a chain passes on
+SEGMENT = 2**18  # bytes of a segment that a chain passes on: little beside a tensor, much beside a message's latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def place_of(t: TensorType, device: int) -> int | None:
 
 
 def group_of(op: Collective, t: TensorType, place: int) -> list[int]:
-    """Return the places of the group of `place`, in member order."""
+    """Return the places of the group of `place` in an op on a value of type `t`, in member order."""
     groups = t.mesh.group_places(op.members(t))
     return groups[np.flatnonzero((groups == place).any(axis=1))[0]].tolist()
 
@@ -82,7 +85,7 @@ def own_shards(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
 
 
 def parts(op: Moving, t: TensorType, u: TensorType, device: int) -> Parts:
-    """Return what `device` sends, receives and keeps of one operand of type `t` that becomes `u`.
+    """Return what the device of that id sends, receives and keeps of one operand of type `t` that becomes `u`.
 
     Of a `ReduceScatter` every part received, and the one kept, is an addend of the whole result.
     """
@@ -101,6 +104,7 @@ def parts(op: Moving, t: TensorType, u: TensorType, device: int) -> Parts:
 
 
 def _in_group(op: Collective, t: TensorType, u: TensorType, device: int) -> Parts:
+    """The parts of an op among the members of a group, each of whom sends to all others what they lack."""
     me = place_of(t, device)
     if me is None or not at_root(t)[me]:
         return Parts((), (), ())
@@ -125,6 +129,10 @@ def _in_group(op: Collective, t: TensorType, u: TensorType, device: int) -> Part
 def _by_message(
     t: TensorType, u: TensorType, device: int, senders: np.ndarray, receivers: np.ndarray, keeps: np.ndarray
 ) -> Parts:
+    """The parts of a move whose messages are listed by places: `senders` in `t`, `receivers` in `u`.
+
+    `keeps` says of every place in `u` whether it keeps what it holds.
+    """
     mine, ours = place_of(t, device), place_of(u, device)
     before, after = t.boxes(), u.boxes()
     sends: list[tuple[int, Box]] = []
@@ -149,10 +157,12 @@ def _by_message(
 
 
 def _meet(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    """The intersection of two boxes, None where it is empty; without dims there is one element, in both."""
     return meet(a, b) if len(a) else a
 
 
 def _local(frame: np.ndarray, part: np.ndarray) -> Box:
+    """A box of the global array in the indices of the array that holds the box `frame`."""
     return tuple((int(lo - start), int(hi - start)) for (start, _), (lo, hi) in zip(frame, part, strict=True))
 
 

@@ -18,19 +18,9 @@ from shardplan.simulation.timeline import Timeline
 def measure(program: Program, shards: Any, backend: str, timeout: float = TIMEOUT) -> tuple[Any, Timeline]:
     """Run a program as `run` does, and return its results and what every device did when.
 
-    Args:
-        program: The program.
-        shards: As of `run`.
-        backend: `torch`, `jax` or `mpi`.
-        timeout: As of `run`.
-
-    Returns:
-        The results, and a measured `Timeline`: seconds since the first device began its first step, on one clock (under
-        torch and MPI offsets are measured at the start; JAX's devices here belong to one process). On torch every rank
-        has the intervals of all, else those of its own devices.
-
-    Raises:
-        BackendError: The reference, which has no time; else as `run`.
+    The timeline is in seconds since the first device began its first step, on one clock: under torch the ranks' offsets
+    are measured at the start, and every rank has the intervals of all; else a process has those of its own devices, on
+    its own clock. Raises as `run`, and `BackendError` for the reference, which has no time.
     """
     if backend not in BACKENDS or backend == "reference":
         legal = ", ".join(name for name in BACKENDS if name != "reference")
@@ -41,7 +31,7 @@ def measure(program: Program, shards: Any, backend: str, timeout: float = TIMEOU
 
 
 def timeline_of(program: Program, spans: Sequence[StepSpan], title: str) -> Timeline:
-    """Return spans on one clock as a timeline that starts at 0."""
+    """Return spans on one clock as a timeline that starts at 0; a step without messages is `compute`, else `comm`."""
     origin = min((s.start for s in spans), default=0.0)
     names = step_names(program)
     intervals: list[Interval] = []

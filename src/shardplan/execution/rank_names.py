@@ -1,8 +1,11 @@
-"""How ranks are named in messages."""
+"""How ranks and programs are named in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+SHOWN = 16  # ranks that a message lists: one line of a terminal
+NAME_DIGITS = 8  # hexadecimal digits of a digest that call a program: those of one job are then told apart
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -11,8 +14,8 @@ def listed(ranks: Sequence[int]) -> str:
     >>> listed((0, 2))
     '[0, 2]'
     """
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    return f"[{shown}{', ...' if len(ranks) > SHOWN else ''}]"
 
 
 def named(ranks: Iterable[int]) -> str:

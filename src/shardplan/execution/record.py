@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One step on one device: seconds of the clock at its start and end, bytes that the device received in it."""
+    """One step on one device."""
 
-    device: int
-    step: int
-    start: float
+    device: int  # its id
+    step: int  # its number in the program
+    start: float  # seconds of the clock
     end: float
-    received: int
+    received: int  # bytes
 
 
 @dataclass(slots=True)

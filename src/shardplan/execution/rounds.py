@@ -22,10 +22,12 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchan
 from shardplan.core.ops.base import Collective, typed
 from shardplan.core.tensor import TensorType
 
+MOST_MOVES = 256  # moves whose rounds are remembered: an exchange is lowered, counted and checked with the same
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermuteRound:
-    """One partial permutation of pieces; places count over `PermuteRounds.devices`, extents and starts are per dim."""
+    """One partial permutation of pieces; arrays have a row for each of `PermuteRounds.devices`, pairs index these."""
 
     pairs: tuple[tuple[int, int], ...]  # (sender, receiver); equal in the round that keeps what a device holds
     shape: tuple[int, ...]  # of what travels: the largest piece of the round, per dim
@@ -67,9 +69,9 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
     """
     if not edges:
         return []
-    places = max(max(e) for e in edges) + 1
-    most = max(np.bincount([e[k] for e in edges], minlength=places).max() for k in (0, 1))
-    at = [[[-1] * int(most) for _ in range(places)] for _ in range(2)]  # side, place, colour -> edge
+    vertices = max(max(e) for e in edges) + 1
+    most = max(np.bincount([e[k] for e in edges], minlength=vertices).max() for k in (0, 1))
+    at = [[[-1] * int(most) for _ in range(vertices)] for _ in range(2)]  # side, vertex, colour -> edge
     colours = [-1] * len(edges)
     for k, (sender, receiver) in enumerate(edges):
         a, b = at[0][sender].index(-1), at[1][receiver].index(-1)
@@ -77,11 +79,11 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
         a = next(both, a)
         if at[1][receiver][a] >= 0:  # a is free at the sender only: swap a and b along the path from the receiver
             path: list[int] = []
-            side, place, wanted = 1, receiver, a
-            while (edge := at[side][place][wanted]) >= 0:
+            side, vertex, wanted = 1, receiver, a
+            while (edge := at[side][vertex][wanted]) >= 0:
                 path.append(edge)
                 side = 1 - side
-                place = edges[edge][side]
+                vertex = edges[edge][side]
                 wanted = a + b - wanted
             for edge in path:
                 for end in (0, 1):
@@ -95,21 +97,22 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
     return colours
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_MOVES)
 def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> PermuteRounds:
     """Return the rounds that move an even type to another, on one mesh or between two, each in `chunks` parts.
 
     Messages of one shape go in rounds of their own where that costs no round more, so that nothing is padded.
     """
     devices = t.mesh.devices if t.mesh == u.mesh else tuple(sorted({*t.mesh.devices, *u.mesh.devices}))
-    place = {d: k for k, d in enumerate(devices)}
-    of_t, of_u = ([place[d] for d in m.devices] for m in (t.mesh, u.mesh))
+    index = {d: k for k, d in enumerate(devices)}
+    of_t, of_u = ([index[d] for d in m.devices] for m in (t.mesh, u.mesh))  # by place in each mesh
     senders, receivers, _ = messages(t, u)
     own, held, needed = own_places(t, u), at_root(t), at_root(u)
     homes = [(int(s), r) for r, s in enumerate(own) if s >= 0 and held[s] and needed[r]]
     before, after = t.boxes(), u.boxes()
 
     def piece(s: int, r: int) -> np.ndarray:
+        """Start in the sender's shard, start in the receiver's, extent: int [3, ndim]; given by places."""
         lo = np.maximum(before[s, :, 0], after[r, :, 0])
         hi = np.minimum(before[s, :, 1], after[r, :, 1])
         return np.stack([lo - before[s, :, 0], lo - after[r, :, 0], np.maximum(hi - lo, 0)])
@@ -152,7 +155,7 @@ def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
     if chunks == 1:
         return [whole]
     out: list[PermuteRound] = []
-    for box in grid(whole.shape, chunks):
+    for box in chunk_boxes(whole.shape, chunks):
         low = np.array([a for a, _ in box], dtype=np.int32)
         shape = tuple(b - a for a, b in box)
         extent = np.clip(whole.extent - low, 0, shape).astype(np.int32)
@@ -162,10 +165,10 @@ def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
     return out
 
 
-def grid(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...]]:
+def chunk_boxes(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...]]:
     """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements).
 
-    >>> grid((2, 5), 3)
+    >>> chunk_boxes((2, 5), 3)
     [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]
     """
     cuts: list[list[tuple[int, int]]] = []

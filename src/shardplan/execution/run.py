@@ -17,7 +17,7 @@ from shardplan.errors import BackendError, LayoutError, optional, shown
 from shardplan.execution.record import Record
 from shardplan.plans.plan import Plan
 
-TIMEOUT = 300.0  # seconds that any wait may take
+TIMEOUT = 300.0  # seconds that any wait may take: peers may still be loading a framework, or compiling
 
 
 class Backend(Protocol):
@@ -50,9 +50,10 @@ def run(program: Program | Plan, shards: Any, backend: str = "reference", timeou
     """Run a program and return the shards of its results.
 
     Args:
-        program: The program, or a plan, whose program it is.
+        program: A program, or a plan, whose program it is.
         shards: For one input a list with one array for every device of this process, in mesh order (the reference has
-            all devices in this process); for several inputs a list of such lists. Torch takes tensors or arrays.
+            all devices in this process), of the local shape and the dtype of the input's type; for several inputs a
+            list of such lists. Torch takes tensors or arrays.
         backend: `reference`, `torch`, `jax` or `mpi`, each but the first under its own launcher.
         timeout: Seconds that any wait for other processes may take.
 

@@ -25,8 +25,10 @@ LARGEST_ARRAY = 64 * 2**20  # bytes of a global array that is run as a whole
 LARGEST_SHARDS = 2**30  # bytes of all shards of a value, on all devices, that are held at once
 BLOCK = 64 * 2**20  # bytes of all shards of a value when an array is run by blocks
 LARGEST_RUN = 16 * 2**30  # bytes of all shards of all values of a program that is run by blocks
-SEED = 20211201
-# Integers up to here are exact in the dtype, and small enough that a few of them add up exactly.
+SEED = 20211201  # any: one, so that a run can be repeated
+DIGITS = 16  # hexadecimal, of a checksum: 64 bits, which no two outputs share by chance
+# Integers below these are exact in the dtype. Each is the largest prime for which that holds: data that counts modulo a
+# prime has no period that a box shares.
 _EXACT = {
     "f8e4m3": 13,
     "f8e5m2": 7,
@@ -38,25 +40,19 @@ _EXACT = {
     "i16": 32749,
     "u16": 65521,
 }
+_WIDE_EXACT = 2**24 - 3  # of all others, f32 first
+_RANDOM = 2**20  # random integers are below it: a few of them add up exactly in f32
 
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """What `verify` found.
+    """What `verify` found."""
 
-    Args:
-        runs: Names of the data that were run.
-        shards: Of the destinations.
-        elements: Of their shards that were compared.
-        total: Of their shards in all.
-        blocks: Parts in which the program was run, at least 1.
-    """
-
-    runs: tuple[str, ...]
-    shards: int
-    elements: int
-    total: int
-    blocks: int
+    runs: tuple[str, ...]  # names of the data that were run
+    shards: int  # of the destinations
+    elements: int  # of their shards that were compared
+    total: int  # of their shards in all
+    blocks: int  # parts in which the program was run, at least 1
 
     @property
     def complete(self) -> bool:
@@ -76,12 +72,12 @@ def index_data(t: TensorType) -> Array:
 
 def index_part(t: TensorType, positions: Positions) -> Array:
     """Return what `index_data` has at some positions of each dim."""
-    return numbers(t.shape, positions, _EXACT.get(t.dtype, 2**24 - 3)).astype(numpy_dtype(t.dtype))
+    return numbers(t.shape, positions, _EXACT.get(t.dtype, _WIDE_EXACT)).astype(numpy_dtype(t.dtype))
 
 
 def random_data(t: TensorType, number: int) -> Array:
     """Return random integers, exact in the dtype; `number` varies the seed."""
-    top = min(_EXACT.get(t.dtype, 2**20), 2**20)
+    top = min(_EXACT.get(t.dtype, _RANDOM), _RANDOM)
     return np.random.default_rng(SEED + number).integers(0, top, t.shape).astype(numpy_dtype(t.dtype))
 
 
@@ -107,12 +103,6 @@ def verify(plan: Plan) -> TrialVerdict:
     Small arrays are run as a whole, on index data and on random integers; larger ones by blocks, on index data. Where
     all shards of all values are above `LARGEST_RUN` bytes, what is run of an array is the first and the last index of
     every run that no step cuts, along each dim: an op treats the elements between alike.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        What was run and compared.
 
     Raises:
         CertificateError: A claim does not follow from the program.
@@ -149,13 +139,14 @@ def _verify_parts(program: Program, number: int, s: TensorType, t: TensorType) -
 
 
 def _spread(array: Array, t: TensorType, positions: Positions) -> list[Array]:
+    """The shards of a part of an array; under a partial type each element is in one addend, the next one in another."""
     addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
     owner = numbers(t.shape, positions, addends) if addends > 1 else np.empty(array.shape, dtype=np.bool_)
     return spread(array, t, Part(t, positions).boxes(), owner)
 
 
 def _parts(program: Program, name: str) -> Iterator[Positions]:
-    """Yield all blocks of an input, or the ends of its runs where that is too much to run."""
+    """Yield all blocks of an input in row-major order, or the ends of its runs where that is too much to run."""
     types = list(descent(program, name).values())
     t, most = types[0], max(map(shard_bytes, types))
     if sum(map(shard_bytes, types)) <= LARGEST_RUN:
@@ -185,15 +176,10 @@ def execute(program: Program, inputs: Sequence[Shards], backend: str = "referenc
 
 
 def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
-    """Run a program on index data.
+    """Run a program on index data by a backend of the table.
 
-    Args:
-        program: The program.
-        backend: A key of the table of backends.
-
-    Returns:
-        The checksum of each output's global array, and whether every output that was only moved equals the input it
-        comes from; None where all outputs are computed.
+    Returns the checksum of each output's global array, and whether every output that was only moved equals the input
+    it comes from; None where all outputs are computed.
 
     Raises:
         Infeasible: The arrays are too large to be run here: all shards of all values, where data only moves, and each
@@ -249,7 +235,7 @@ def _trial_parts(program: Program) -> tuple[list[str], bool | None]:
                     raise BackendError(f"output %{out}: {error}") from None
                 sums[out].update(np.ascontiguousarray(found).tobytes())
                 equal = equal and np.array_equal(found, array)
-    return [sums[out].hexdigest()[:16] for out in program.outputs], equal
+    return [sums[out].hexdigest()[:DIGITS] for out in program.outputs], equal
 
 
 def compare(
@@ -283,5 +269,5 @@ def compare(
 
 
 def checksum(array: Array) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of an array's bytes in C order."""
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+    """Return the first `DIGITS` hexadecimal digits of the SHA-256 of an array's bytes in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:DIGITS]

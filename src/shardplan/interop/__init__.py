@@ -1,10 +1,14 @@
 """What other systems know of a sharded tensor, read and written.
 
-- `torch/`             in place of `DTensor.redistribute`, and for a whole model
-- `jax/`               in place of `jax.device_put` and `with_sharding_constraint`
-- `safetensors`        the checkpoint format, with numpy alone; `safetensors_header` says what a file holds
-- `hlo`                collectives of a compiled XLA program, as text prints them; `hlo_groups` their groups
-- `exports/`           reduction programs for torch, JAX, MPI and MSCCL
+Reading order:
+
+- `torch`              a folder: in place of `DTensor.redistribute`, and for a whole model
+- `jax`                a folder: in place of `jax.device_put` and `with_sharding_constraint`
+- `safetensors`        the checkpoint format, read and written with numpy alone
+- `safetensors_header` what a file says it holds, and what is checked of that
+- `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes
+- `hlo_groups`         the devices that such a collective names
+- `exports`            a folder: reduction programs for torch, JAX, MPI and MSCCL
 
 Nothing is imported here: a module that needs a framework is imported by the one who has it.
 """

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import ParseError
-from shardplan.interop.hlo_groups import Groups, numbers, parse_groups
+from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
 from shardplan.simulation.ring import chain, gather, owned, pairwise, scatter, segments, together
 from shardplan.simulation.script import Script, Stage, merged
 
+BYTE = 8  # bits
+SHOWN = 200  # characters of a text that an error shows
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter", "collective-broadcast")
 _UNREAD = ("ragged-all-to-all", "send", "recv")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
@@ -31,23 +33,14 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
 
 @dataclass(frozen=True, slots=True)
 class HloCollective:
-    """One collective of a compiled module.
+    """One collective of a compiled module."""
 
-    Args:
-        kind: The opcode without `-start`.
-        groups: Of all kinds but a permute: device ids in member order.
-        pairs: Of a permute: (source, target).
-        operand_bytes: Of all operands together, on one device.
-        output_bytes: Of all results together, on one device.
-        name: Of the instruction.
-    """
-
-    kind: str
-    groups: Groups
-    pairs: tuple[tuple[int, int], ...]
-    operand_bytes: int
-    output_bytes: int
-    name: str
+    kind: str  # the opcode without `-start`
+    groups: Groups  # of all kinds but a permute: device ids in member order
+    pairs: tuple[tuple[int, int], ...]  # of a permute: device ids of source and target
+    operand_bytes: int  # of all operands together, on one device
+    output_bytes: int  # of all results together, on one device
+    name: str  # of the instruction
 
     @property
     def moved_bytes(self) -> int:
@@ -73,14 +66,10 @@ class HloCollective:
 
 
 def parse_hlo(text: str, devices: int) -> list[HloCollective]:
-    """Return the collectives of a compiled module, in the order in which its scheduled text runs them.
+    """Return the collectives of a compiled module, given as XLA prints it, in the order in which the text runs them.
 
-    Args:
-        text: As XLA prints a compiled module.
-        devices: What a collective that names no groups runs on.
-
-    Raises:
-        ParseError: No HLO module, or a communicating instruction whose bytes are not known.
+    A collective that names no groups runs on that many `devices`. Raises `ParseError` for what is no HLO module, and a
+    communicating instruction whose bytes are not known.
     """
     module = _read(text)
     return list(_collectives(module, module.entry, devices))
@@ -98,6 +87,7 @@ def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Scri
 
 
 def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
+    """Yield the stages of a collective, in order; its groups go through each together."""
     groups = [g for g in one.groups if len(g) > 1]
     match one.kind:
         case "all-gather":
@@ -126,19 +116,20 @@ def _share(nbytes: int, q: int) -> Callable[[int, int], int]:
 @dataclass(frozen=True, slots=True)
 class _Instruction:
     name: str
-    shape: str
+    shape: str  # of the result, as text
     opcode: str
-    operands: tuple[str, ...]
-    attributes: str
+    operands: tuple[str, ...]  # as text: a name, or a shape and a name
+    attributes: str  # what follows the operands
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    computations: dict[str, tuple[_Instruction, ...]]
-    entry: str
+    computations: dict[str, tuple[_Instruction, ...]]  # by name
+    entry: str  # the name of the one that runs
 
 
 def _collectives(module: _Module, name: str, devices: int) -> Iterator[HloCollective]:
+    """Yield the collectives of a computation, those of what it calls where it calls them."""
     instructions = module.computations[name]
     shapes = {instruction.name: instruction.shape for instruction in instructions}
     for instruction in instructions:
@@ -167,7 +158,7 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
         output = _elements(output)[1]
     operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
     permute = kind == "collective-permute"
-    ids = numbers(pairs[1]) if pairs else ()
+    ids = integers_in(pairs[1]) if pairs else ()
     return HloCollective(
         kind=kind,
         groups=() if permute else parse_groups(attributes, devices),
@@ -191,14 +182,14 @@ def _called(instruction: _Instruction) -> tuple[str, ...]:
 
 def _sizes(shape: str) -> list[int]:
     """The bytes of every array in a shape, nested tuples flattened."""
-    return [_bits(dtype) * math.prod(numbers(dims)) // 8 for dtype, dims in _ARRAY.findall(shape)]
+    return [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
 
 
 def _bits(dtype: str) -> int:
     if dtype in ("token", "opaque"):
         return 0
     if dtype == "pred":
-        return 8
+        return BYTE
     found = re.match(r"[a-z]+(\d+)", dtype)
     if not found:
         raise ParseError(f"unknown HLO element type {dtype!r}; legal are pred and letters with a width, such as bf16")
@@ -206,6 +197,7 @@ def _bits(dtype: str) -> int:
 
 
 def _read(text: str) -> _Module:
+    """Read a module: computations are blocks from a line that ends in `{` to one that begins with `}`."""
     computations: dict[str, tuple[_Instruction, ...]] = {}
     entry, name, lines = "", "", []
     for line in text.splitlines():
@@ -242,22 +234,22 @@ def _instruction(line: str) -> _Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """The place of the bracket that closes the one at `opening`."""
+    """The position of the bracket that closes the one at `opening`."""
     depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] in "([{") - (text[place] in ")]}")
+    for position in range(opening, len(text)):
+        depth += (text[position] in "([{") - (text[position] in ")]}")
         if depth == 0:
-            return place
-    raise ParseError("unbalanced brackets in HLO text", text[:200], opening)
+            return position
+    raise ParseError("unbalanced brackets in HLO text", text[:SHOWN], opening)
 
 
 def _elements(text: str) -> list[str]:
     """The parts of `(a, b, ...)` at the outermost level."""
     inner, parts, depth, start = text.strip()[1:-1], [], 0, 0
-    for place, char in enumerate(inner):
+    for position, char in enumerate(inner):
         depth += (char in "([{") - (char in ")]}")
         if char == "," and depth == 0:
-            parts.append(inner[start:place].strip())
-            start = place + 1
+            parts.append(inner[start:position].strip())
+            start = position + 1
     last = inner[start:].strip()
     return [*parts, last] if last else parts

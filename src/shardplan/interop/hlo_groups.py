@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.errors import ParseError
 
-Groups = tuple[tuple[int, ...], ...]
+Groups = tuple[tuple[int, ...], ...]  # device ids, in member order
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}")
@@ -29,21 +29,21 @@ def parse_groups(attributes: str, devices: int) -> Groups:
     """
     everyone = (tuple(range(devices)),)
     if found := _LISTS.search(attributes):
-        return tuple(numbers(inner) for inner in re.findall(r"\{([^}]*)\}", found[1])) or everyone
+        return tuple(integers_in(inner) for inner in re.findall(r"\{([^}]*)\}", found[1])) or everyone
     if found := _IOTA.search(attributes):
         return _rows(_iota(found[1]))
     if found := _MESH.search(attributes):
         return _mesh_groups(found[1], found[2], found[3])
     if "replica_groups=" in attributes:
-        place = attributes.index("replica_groups=")
-        raise ParseError("replica_groups in an unknown spelling", attributes.strip(), place)
+        position = attributes.index("replica_groups=")
+        raise ParseError("replica_groups in an unknown spelling", attributes.strip(), position)
     return everyone
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def integers_in(text: str) -> tuple[int, ...]:
     """Return the integers in a text.
 
-    >>> numbers("{1,2}")
+    >>> integers_in("{1,2}")
     (1, 2)
     """
     return tuple(int(n) for n in re.findall(r"\d+", text))
@@ -67,7 +67,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
     if device_ids is None:
         ids = np.arange(math.prod(sizes.values()))
     else:
-        ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(numbers(device_ids))
+        ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(integers_in(device_ids))
     chosen: list[int] = []
     for axis, major, k in wanted:
         chosen += [i for i, (name, start) in enumerate(parts) if name == axis and major <= start < major * k]
@@ -82,11 +82,11 @@ def _iota(text: str) -> np.ndarray:
     found = _IOTA_IDS.fullmatch(source)
     if not found:
         raise ParseError(f"{text!r} is no iota list of devices, such as [4,2]<=[2,4]T(1,0)")
-    dims = numbers(found[1])
+    dims = integers_in(found[1])
     ids = np.arange(math.prod(dims)).reshape(dims)
     if found[2]:
-        ids = ids.transpose(numbers(found[2]))
-    return ids.reshape(numbers(shape.strip("[] "))) if shape else ids
+        ids = ids.transpose(integers_in(found[2]))
+    return ids.reshape(integers_in(shape.strip("[] "))) if shape else ids
 
 
 def _rows(ids: np.ndarray) -> Groups:

@@ -31,11 +31,7 @@ Box = Sequence[tuple[int, int]]
 class Checkpoint:
     """An open safetensors file, whose header is checked and whose tensors are read on demand.
 
-    Args:
-        path: the file.
-
-    Raises:
-        ParseError: the file cannot be opened, or breaks the format.
+    Raises `ParseError` where the file cannot be opened, or breaks the format.
     """
 
     __slots__ = ("_fd", "header", "path")
@@ -68,50 +64,29 @@ class Checkpoint:
         return self.header.metadata
 
     def entry(self, name: str) -> TensorEntry:
-        """Look up one tensor.
-
-        Args:
-            name: the tensor's name.
-
-        Returns:
-            Its dtype, shape and place in the file.
-
-        Raises:
-            ShardplanError: the file has no tensor of that name.
-        """
+        """Return what a tensor is and where its bytes lie; raises `ShardplanError` where there is none of that name."""
         try:
             return self.header.tensors[name]
         except KeyError:
             raise ShardplanError(f"{self.path} has no tensor {name!r}; it has {listing(self.names)}") from None
 
     def read(self, name: str) -> Array:
-        """Read one whole tensor.
-
-        Args:
-            name: the tensor's name.
-
-        Returns:
-            A new array of the tensor's shape and dtype, in C order.
+        """Return one whole tensor: a new array of its shape and dtype, in C order.
 
         Raises:
-            ShardplanError: the file has no tensor of that name.
-            ParseError: the file got shorter since it was opened, or a bool is neither 0 nor 1.
+            ShardplanError: The file has no tensor of that name.
+            ParseError: The file got shorter since it was opened, or a bool is neither 0 nor 1.
         """
         return self.read_box(name, [(0, size) for size in self.entry(name).shape])
 
     def read_box(self, name: str, box: Box) -> Array:
-        """Read a part of one tensor, and from the file only the bytes of that part.
+        """Return a part of one tensor, of which alone the bytes are read: a new array in C order.
 
-        Args:
-            name: the tensor's name.
-            box: (start, stop) per dim, with 0 <= start <= stop <= the dim's size.
-
-        Returns:
-            A new array of shape stop - start per dim, in C order.
+        `box` is (start, stop) per dim, with 0 <= start <= stop <= the dim's size; the array's dims are stop - start.
 
         Raises:
-            ShardplanError: the file has no tensor of that name, or the box does not lie in it.
-            ParseError: the file got shorter since it was opened, or a bool is neither 0 nor 1.
+            ShardplanError: The file has no tensor of that name, or the box does not lie in it.
+            ParseError: The file got shorter since it was opened, or a bool is neither 0 nor 1.
         """
         entry = self.entry(name)
         runs = box_runs(entry, box, f"{name!r} of {self.path}")
@@ -160,58 +135,36 @@ class Checkpoint:
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a safetensors file and check its header.
+    """Return a safetensors file, open and its header checked; it is a context manager, too.
 
-    Args:
-        path: the file.
+    Raises `ParseError` where the file cannot be opened, or breaks the format.
 
-    Returns:
-        The open checkpoint, which is also a context manager.
-
-    Raises:
-        ParseError: the file cannot be opened, or breaks the format.
-
-    Example:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write(f"{folder}/a.safetensors", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
-        ...     with open(f"{folder}/a.safetensors") as file:
-        ...         print(file.names, file.entry("w").shape, file.read_box("w", [(0, 2), (1, 2)]).tolist())
-        ('w',) (2, 3) [[1.0], [4.0]]
+    >>> import tempfile
+    >>> import numpy as np
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(f"{folder}/a.safetensors", {"w": np.arange(6, dtype=np.float32).reshape(2, 3)})
+    ...     with open(f"{folder}/a.safetensors") as file:
+    ...         print(file.names, file.entry("w").shape, file.read_box("w", [(0, 2), (1, 2)]).tolist())
+    ('w',) (2, 3) [[1.0], [4.0]]
     """
     return Checkpoint(path)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read and check the header of a safetensors file.
+    """Return the checked header of a safetensors file.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The entries by name, and the metadata.
-
-    Raises:
-        ParseError: the file cannot be opened, or breaks the format.
+    Raises `ParseError` where the file cannot be opened, or breaks the format.
     """
     with Checkpoint(path) as checkpoint:
         return checkpoint.header
 
 
 def box_runs(entry: TensorEntry, box: Box, what: str = "a tensor") -> Iterator[tuple[int, int]]:
-    """List the byte ranges of a file that hold a box, in the box's C order.
+    """Return the byte ranges of a file that hold a box of a tensor, in the box's C order.
 
-    Args:
-        entry: the tensor.
-        box: (start, stop) per dim, with 0 <= start <= stop <= the dim's size.
-        what: how an error names the tensor.
-
-    Returns:
-        (position in the file, bytes) of each run: as few, and as long, as the layout on disk allows. None is empty.
-
-    Raises:
-        ShardplanError: the box does not lie in the tensor.
+    `box` is (start, stop) per dim, with 0 <= start <= stop <= the dim's size; a range is (position in the file, bytes),
+    as few and as long as the layout on disk allows, and none is empty. Raises `ShardplanError`, which calls the tensor
+    `what`, where the box does not lie in it.
     """
     box = [(int(start), int(stop)) for start, stop in box]
     if len(box) != len(entry.shape) or any(
@@ -223,6 +176,7 @@ def box_runs(entry: TensorEntry, box: Box, what: str = "a tensor") -> Iterator[t
 
 
 def _runs(entry: TensorEntry, box: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield what `box_runs` returns, in the order of the box's outer dims."""
     if any(start == stop for start, stop in box):
         return
     # Dims after `split` are taken whole, so from there inwards the box is contiguous on disk.
@@ -251,13 +205,8 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
     The bytes go to `NAME.partial` beside it, are synced, renamed over `path`, and the directory is synced. Equal
     arguments give equal bytes: tensors lie by falling width of their dtype, then by name, which also aligns each.
 
-    Args:
-        path: the file to make or replace.
-        arrays: array by name; any shape and memory order, a dtype that the format has.
-        metadata: free text by key.
-
-    Raises:
-        ShardplanError: a name, a dtype or the metadata cannot be written, or the file system refuses.
+    Arrays may have any shape and memory order, and a dtype that the format has; `metadata` is free text by key. Raises
+    `ShardplanError` where a name, a dtype or the metadata cannot be written, or the file system refuses.
     """
     path = Path(path)
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import LONGEST, ParseError, ShardplanError
 
 Array = NDArray[Any]
 Read = Callable[[memoryview, int, str], None]
@@ -56,26 +56,22 @@ _FILE_NAME = {dtype: name for name, (_, dtype) in _DTYPES.items()}
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
+_ALIGNED = 8  # bytes of the widest dtype: the data start at a multiple of it
 _LARGEST_HEADER = 100_000_000  # the format's own bound
-_LARGEST_NDIM = 64  # numpy's
-_LARGEST_BYTES = 2**63 - 1  # a file offset
+_LARGEST_NDIM = 64  # numpy's bound
+_LARGEST_BYTES = 2**63 - 1  # the largest file offset
+SHOWN = 20  # names that an error lists
+SHOWN_BYTES = 8  # of a header that is none
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: what it is and where its bytes lie.
+    """One tensor of a file: what it is and where its bytes lie."""
 
-    Args:
-        dtype: the name of the element type, such as `"f32"`, `"bf16"` or `"f8e4m3"`.
-        shape: elements per dim; `()` is a scalar.
-        begin: position in the file of the first byte.
-        end: position in the file after the last byte; `end - begin` is what shape and dtype ask for.
-    """
-
-    dtype: str
+    dtype: str  # the short name of the element type, such as `f32`, `bf16` or `f8e4m3`
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    begin: int  # position in the file of the first byte
+    end: int  # position in the file after the last byte; `end - begin` is what shape and dtype ask for
 
     @property
     def nbytes(self) -> int:
@@ -85,32 +81,18 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself.
+    """What a file says of itself."""
 
-    Args:
-        tensors: entry by name, in the order of the header.
-        metadata: the free text that the writer left, by key.
-        data_begin: position in the file of the first byte after the header.
-    """
-
-    tensors: Mapping[str, TensorEntry]
-    metadata: Mapping[str, str]
-    data_begin: int
+    tensors: Mapping[str, TensorEntry]  # by name, in the order of the header
+    metadata: Mapping[str, str]  # the free text that the writer left, by key
+    data_begin: int  # position in the file of the first byte after the header
 
 
 def encode(path: Path, arrays: Sequence[tuple[str, Array]], metadata: Mapping[str, str]) -> bytes:
-    """Encode the header of a file to be written, its length included.
+    """Return the bytes of a file before its first tensor, a multiple of 8: the length of the header, and the header.
 
-    Args:
-        path: the file, for errors.
-        arrays: name and array in the order in which their bytes will follow.
-        metadata: free text by key.
-
-    Returns:
-        The bytes before the first tensor, a multiple of 8.
-
-    Raises:
-        ShardplanError: a name, a dtype or the metadata cannot be written.
+    `arrays` are names and arrays in the order in which their bytes will follow, `metadata` is free text by key. Raises
+    `ShardplanError`, which names the file `path`, where a name, a dtype or the metadata cannot be written.
     """
     header: dict[str, object] = {}
     if metadata:
@@ -129,7 +111,7 @@ def encode(path: Path, arrays: Sequence[tuple[str, Array]], metadata: Mapping[st
         begin, end = end, end + array.nbytes
         header[name] = {"dtype": file_name, "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the data start aligned
+    text += b" " * (-len(text) % _ALIGNED)
     if len(text) > _LARGEST_HEADER:
         raise ShardplanError(f"cannot write {path}: its header has {len(text)} bytes; legal: at most {_LARGEST_HEADER}")
     return struct.pack("<Q", len(text)) + text
@@ -147,25 +129,16 @@ def fail(path: Path, what: str) -> NoReturn:
     raise ParseError(f"safetensors file {path} {what}") from None
 
 
-def listing(names: Sequence[str], limit: int = 20) -> str:
-    """List names for an error, the first `limit` of them."""
-    more = f", ... ({len(names)} in all)" if len(names) > limit else ""
-    return ", ".join(repr(name) for name in names[:limit]) + more if names else "none"
+def listing(names: Sequence[str]) -> str:
+    """Return names for an error, the first `SHOWN` of them."""
+    more = f", ... ({len(names)} in all)" if len(names) > SHOWN else ""
+    return ", ".join(repr(name) for name in names[:SHOWN]) + more if names else "none"
 
 
 def decode(path: Path, read: Read, size: int) -> Header:
-    """Read a file's header and check every invariant.
+    """Return the header of a file of `size` bytes, every invariant checked.
 
-    Args:
-        path: the file, for errors.
-        read: reads from it by position.
-        size: its bytes.
-
-    Returns:
-        The checked header.
-
-    Raises:
-        ParseError: the file breaks the format.
+    `read` reads from it by position. Raises `ParseError`, which names the file `path`, where it breaks the format.
     """
     if size < _LENGTH_BYTES:
         fail(path, f"has {size} bytes; legal: at least {_LENGTH_BYTES}, the length of its header")
@@ -190,6 +163,7 @@ class _BadJson(ValueError):
 
 
 def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, whose keys must be text and stand once."""
     table = dict(pairs)
     for key in table:
         if not _is_text(key):
@@ -207,7 +181,7 @@ def _constant(text: str) -> NoReturn:
 
 def _decode_json(path: Path, raw: bytes) -> dict[str, object]:
     if not raw.startswith(b"{"):
-        fail(path, f"has a header that begins with {raw[:8]!r}; legal: a JSON object, from its '{{' on")
+        fail(path, f"has a header that begins with {raw[:SHOWN_BYTES]!r}; legal: a JSON object, from its '{{' on")
     try:
         # A JSON object at the top, as its first byte says.
         return json.loads(raw.decode(), object_pairs_hook=_pairs, parse_constant=_constant)
@@ -258,6 +232,7 @@ def _decode_entry(path: Path, name: str, value: object, data_begin: int) -> Tens
 
 
 def _naturals(value: object) -> tuple[int, ...] | None:
+    """The whole numbers of a JSON list, None where it is no list of such."""
     if not isinstance(value, list):
         return None
     items = cast("list[object]", value)
@@ -266,6 +241,7 @@ def _naturals(value: object) -> tuple[int, ...] | None:
 
 
 def _check_cover(path: Path, tensors: Mapping[str, TensorEntry], data_begin: int, size: int) -> None:
+    """Refuse tensors that overlap, or leave bytes between the header and the end of the file to nobody."""
     at, before = data_begin, "the header"
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         begin, end = entry.begin - data_begin, entry.end - data_begin
@@ -282,6 +258,6 @@ def _check_cover(path: Path, tensors: Mapping[str, TensorEntry], data_begin: int
         fail(path, f"has {size - at} bytes after {before} that belong to no tensor; legal: none")
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

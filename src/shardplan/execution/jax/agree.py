@@ -5,7 +5,10 @@ the key-value store of `jax.distributed`, which every launch has: each process w
 the first process compares, and the others read its verdict. That is at most `MOST_OPERATIONS` operations for a process,
 however many there are, and none when the program runs again.
 
-Programs that have been agreed upon may still be run in different orders: see `jax_header`.
+Programs that have been agreed upon may still be run in different orders: see `header`.
+
+What lies in the store, below `shardplan/PROCESSES/NUMBER` of a meeting: `came/PROCESS`, the digest of one, which the
+first process deletes, and `verdict`: the digests by process where they differ, else none.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ from shardplan.errors import BackendError, TimedOut
 from shardplan.execution.rank_names import listed
 
 MOST_OPERATIONS = 5
-_agreed: set[tuple[str, tuple[int, ...]]] = set()
-_meetings: Counter[tuple[int, ...]] = Counter()
+SHOWN_DIGITS = 12  # hexadecimal digits of a hash in a message: enough to tell programs apart by eye
+LEAST_SECONDS = 1.0  # for the verdict, which is on its way once all have met, however little time is left
+_agreed: set[tuple[str, tuple[int, ...]]] = set()  # digests of programs, by the processes that agreed on them
+_meetings: Counter[tuple[int, ...]] = Counter()  # held so far, by processes: all of them count alike
 
 
 def agree(program: Program, timeout: float) -> None:
     """Return when the processes that own the program's devices have come with it; at once if they have before.
 
-    Args:
-        program: What this process is about to run.
-        timeout: Seconds to wait for the others.
+    Waits `timeout` seconds at most for the others.
 
     Raises:
         BackendError: Another program in another process, on every process; no `jax.distributed.initialize()`.
@@ -54,7 +57,7 @@ def agree(program: Program, timeout: float) -> None:
 
 
 def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
-    """Return the processes that own devices, which are given by id, ascending."""
+    """Return the processes, ascending, that own devices, which are given by id."""
     import jax  # pyright: ignore[reportMissingImports]
 
     wanted = set(devices)
@@ -71,47 +74,52 @@ def _client() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One comparison among some processes: `client` is the store's, `number` how many these have held before."""
+    """One comparison among some processes."""
 
-    client: Any
-    me: int
-    processes: Sequence[int]
-    number: int
-    what: str
+    client: Any  # of the store of `jax.distributed`
+    me: int  # this process
+    processes: Sequence[int]  # ascending
+    number: int  # how many these have held before
+    what: str  # what this process is about to run, for messages
 
     def hold(self, digest: str, timeout: float) -> None:
-        """Compare digests; see `agree`."""
+        """Compare digests, within `timeout` seconds; raises as `agree`."""
         import jax  # pyright: ignore[reportMissingImports]
 
         key = f"shardplan/{'-'.join(map(str, self.processes))}/{self.number}"
         deadline = time.monotonic() + timeout
         try:
             self.client.key_value_set(f"{key}/came/{self.me}", digest)
-            self.client.wait_at_barrier(key, max(1, int(1000 * timeout)), list(self.processes))
+            self.client.wait_at_barrier(key, max(1, _milliseconds(timeout)), list(self.processes))
             if self.me == self.processes[0]:
                 found = self._came(key)
                 self.client.key_value_set(f"{key}/verdict", json.dumps({} if len(set(found.values())) == 1 else found))
                 self.client.key_value_delete(f"{key}/came/")
             else:
-                left = max(1000, int(1000 * (deadline - time.monotonic())))
-                found = json.loads(self.client.blocking_key_value_get(f"{key}/verdict", left))
+                left = max(LEAST_SECONDS, deadline - time.monotonic())
+                found = json.loads(self.client.blocking_key_value_get(f"{key}/verdict", _milliseconds(left)))
         except jax.errors.JaxRuntimeError as error:
             raise self._late(key, timeout, error) from None
-        others = [f"{p} ({d[:12]})" for p, d in sorted((int(p), d) for p, d in found.items()) if d != digest]
+        others = [f"{p} ({d[:SHOWN_DIGITS]})" for p, d in sorted((int(p), d) for p, d in found.items()) if d != digest]
         if others:
             raise BackendError(
-                f"jax: process {self.me} runs {self.what} (hash {digest[:12]}), but another is run by process "
-                f"{', '.join(others)}; nothing was sent"
+                f"jax: process {self.me} runs {self.what} (hash {digest[:SHOWN_DIGITS]}), but another is run by "
+                f"process {', '.join(others)}; nothing was sent"
             )
 
     def _came(self, key: str) -> dict[int, str]:
+        """Return the digests of those that have come, by process."""
         return {int(k.rpartition("/")[2]): d for k, d in self.client.key_value_dir_get(f"{key}/came/")}
 
     def _late(self, key: str, timeout: float, error: Exception) -> TimedOut:
-        """Who is missing; nobody is where the others gave up before this process came."""
+        """Return the error that says who is missing; nobody is where the others gave up before this process came."""
         came = self._came(key)
         late = [p for p in self.processes if p not in came]
         told = f"jax: process {self.me} came to run {self.number}, {self.what}, but "
         if late:
             return TimedOut(f"{told}after {timeout:g} s these had not: {listed(late)[1:-1]}")
         return TimedOut(f"{told}the others had given up waiting: {str(error).splitlines()[0]}")
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(1000 * seconds)

@@ -82,4 +82,5 @@ def _bits_of(dtype: np.dtype[Any]) -> int:
 
 
 def _unsigned(bits: int) -> Any:
+    """The unsigned integers of a width that narrow elements have."""
     return {2: ml_dtypes.uint2, 4: ml_dtypes.uint4}[bits]

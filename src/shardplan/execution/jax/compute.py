@@ -19,7 +19,7 @@ from shardplan.core.tensor import TensorType
 
 
 def compute(op: Einsum | Elementwise | ReduceDims, arrays: Sequence[Any], types: Sequence[TensorType]) -> Any:
-    """Return the shard of the result."""
+    """Return the shard of the result, given those of the operands, of these types."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
     (u,) = op.infer(*types)
@@ -40,6 +40,7 @@ def compute(op: Einsum | Elementwise | ReduceDims, arrays: Sequence[Any], types:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which a result of `dtype` is computed: of 32 bits or more."""
     if dtype.kind in "iu":
         return np.dtype(f"{dtype.kind}{max(4, dtype.itemsize)}")
     return np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind in "fV" else dtype

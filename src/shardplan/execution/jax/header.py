@@ -1,6 +1,6 @@
 """The identity of a program, which travels ahead of its data wherever several processes run it.
 
-The processes have agreed on every program before its first run (`jax_agree`), but one may then run them in another
+The processes have agreed on every program before its first run (`agree`), but one may then run them in another
 order, and XLA compares nothing: collectives of one form would hand one program's bytes out as the other's. So an
 executable opens with a maximum of `WORDS` numbers over all its devices, which tells each whether all run the same. Its
 steps are the branch of a condition that waits for it, and where programs differ the other branch raises, on every
@@ -27,13 +27,10 @@ Run = Callable[..., tuple[Any, ...]]
 def headed(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) -> Run:
     """Return what one device does for some steps of a program, only where all devices do the same.
 
-    Args:
-        run: The steps, inside a `shard_map` over `wire.axes`.
-        program: Theirs.
-        outputs: The values that they return.
-        wire: Over all devices that run them.
+    `run` is the steps, inside a `shard_map` over `wire.axes`, which are all devices that run them; it returns the
+    values `outputs` of the program. What is returned takes and gives what `run` does.
     """
-    mine = identity(program, outputs)
+    mine = digest_words(program, outputs)
 
     def body(*shards: Any) -> tuple[Any, ...]:
         import jax  # pyright: ignore[reportMissingImports]
@@ -57,14 +54,17 @@ def headed(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) ->
     return body
 
 
-def identity(program: Program, outputs: Sequence[str]) -> np.ndarray:
+def digest_words(program: Program, outputs: Sequence[str]) -> np.ndarray:
     """Return the digest of the part of a program that makes `outputs`, int32 [WORDS / 2]."""
     text = f"{program}\n{' '.join(outputs)}"
     return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32, WORDS // 2)
 
 
 def refuse(program: Program, mine: np.ndarray, found: Sequence[Any]) -> None:
-    """Raise the error of a run whose devices run several programs; `found` are the largest and the least digest."""
+    """Raise the error of a run whose devices run several programs; `found` are the largest and the least digest word.
+
+    Each is int32 [WORDS / 2], of all devices word by word.
+    """
     here, *others = (x.tobytes().hex() for x in (mine, *map(np.asarray, found)))
     raise BackendError(
         f"jax: this process runs the program {here} ({' '.join(s.op.name for s in program.steps)}), another process "

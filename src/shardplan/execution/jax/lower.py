@@ -38,14 +38,15 @@ from shardplan.core.ops.movement import by_dim
 from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import from_bits, to_bits
 from shardplan.execution.jax.compute import compute
-from shardplan.execution.jax.rounds import general_move
+from shardplan.execution.jax.general_move import general_move
 from shardplan.execution.jax.wire import Atoms, JaxWire
-from shardplan.execution.rounds import grid, loop_of
+from shardplan.execution.rounds import chunk_boxes, loop_of
 
 Grouped = AllGather | AllToAll | ReduceScatter | AllReduce | Reduce | Broadcast
 Collectives = Grouped | Slice | Permute | Exchange | Send | ToPartial
 Lowered = Collectives | Einsum | Elementwise | ReduceDims
 _PLAIN = ("bool", "i8", "u8", "i16", "u16")  # narrow, and moved as they are
+_WIDE = 4  # bytes of an element from which on XLA:CPU sends floats as they are
 
 
 def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
@@ -70,6 +71,7 @@ def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire:
 
 
 def _lower(op: Collectives, arrays: list[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
+    """As `lower`, of ops that move or reduce, on arrays that may be the bits of their values."""
     mesh, results = wire.mesh, op.infer(*types)
     pairs = list(zip(arrays, types, results, strict=True))
     match op:
@@ -134,7 +136,7 @@ def _permute(op: Permute, x: Any, t: TensorType, u: TensorType, wire: JaxWire) -
     target[found[0]] = found[1]
     source = np.full(n, -1)
     source[found[1]] = found[0]
-    still = (target < 0) & (source < 0)
+    still = (target < 0) & (source < 0)  # these hold their own tile: to itself a device sends like to any other
     target[still] = np.flatnonzero(still)
     if t.local_shape() != u.local_shape():
         start = np.where((target >= 0)[:, None], u.boxes()[target, :, 0] - t.boxes()[:, :, 0], 0)
@@ -147,14 +149,14 @@ def _permute(op: Permute, x: Any, t: TensorType, u: TensorType, wire: JaxWire) -
     x = wire.varying(x)
     if op.chunks == 1:
         return lax.ppermute(x, wire.axes, pairs)
-    boxes = grid(u.local_shape(), op.chunks)
+    boxes = chunk_boxes(u.local_shape(), op.chunks)
     return _in_parts([x], [x.shape], boxes, lambda parts, _: [lax.ppermute(parts[0], wire.axes, pairs)])[0]
 
 
 def _in_parts(
     arrays: list[Any], shapes: list[tuple[int, ...]], boxes: Sequence[Any], run: Callable[[list[Any], Any], list[Any]]
 ) -> list[Any]:
-    """Run on one box of the arrays after the other; see the module."""
+    """Run on one box of the arrays after the other, into results of these shapes; see the module."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     from jax import lax  # pyright: ignore[reportMissingImports]
 
@@ -213,12 +215,12 @@ def _join(x: Any, join: dict[int, Atoms], order: Atoms, mesh: Mesh) -> Any:
     """Undo `_lead` but for the last step: [*(tiles, rest) per dim], the tiles of a dim in the order of its atoms."""
     body = x.shape[1:]
     y = x.reshape(*(mesh.atoms[a].size for a in order), *body)
-    where = {a: k for k, a in enumerate(order)}
+    dim_of = {a: k for k, a in enumerate(order)}
     turn: list[int] = []
     shape: list[int] = []
     for d, n in enumerate(body):
         atoms = join.get(d, ())
-        turn += [*(where[a] for a in atoms), len(order) + d]
+        turn += [*(dim_of[a] for a in atoms), len(order) + d]
         shape += [math.prod(mesh.atoms[a].size for a in atoms), n]
     return y.transpose(turn).reshape(shape)
 
@@ -253,7 +255,7 @@ def _packed(
         tuple(n // math.prod(mesh.atoms[a].size for a in split.get(d, ())) for d, n in enumerate(t.local_shape()))
         for t in types
     ]
-    boxes = [grid(body, op.chunks) for body in bodies]
+    boxes = [chunk_boxes(body, op.chunks) for body in bodies]
     outs: list[Any] = [None] * len(arrays)
     for step in range(max(map(len, boxes))):
         if step:
@@ -353,7 +355,7 @@ def _dealt(tiles: Any, group: dict[str, Any]) -> Any:
 
 def _narrow(x: Any) -> Any:
     """What travels of `x`: the bits of a narrow float, which XLA:CPU would send as a wider one."""
-    return to_bits(x) if x.dtype.itemsize < 4 and short_name(x.dtype) not in _PLAIN else x
+    return to_bits(x) if x.dtype.itemsize < _WIDE and short_name(x.dtype) not in _PLAIN else x
 
 
 def _folded(parts: Any, reduction: str) -> Any:

@@ -19,15 +19,12 @@ Atoms = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class JaxWire:
-    """How the devices of a mesh are addressed: the axes of the jax mesh in mesh order, one an atom or the mesh's own.
-
-    `checked` says that `check_vma` is on: a value must then be marked as varying before a collective takes it.
-    """
+    """How the devices of a mesh are addressed."""
 
     mesh: Mesh
-    axes: tuple[str, ...]
-    by_atom: bool
-    checked: bool
+    axes: tuple[str, ...]  # of the jax mesh, in mesh order
+    by_atom: bool  # whether there is one axis an atom; else they are the mesh's own
+    checked: bool  # whether `check_vma` is on: a value is then marked as varying before a collective takes it
 
     def group(self, atoms: Atoms) -> dict[str, Any]:
         """Return `axis_name` and, where names do not say it, `axis_index_groups` of a collective over `atoms`."""
@@ -53,7 +50,7 @@ class JaxWire:
         return out
 
     def own(self, table: np.ndarray) -> Any:
-        """Return this device's row of a table over the places, int32."""
+        """Return this device's row of a table [places, ...], int32."""
         import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
         return jnp.asarray(np.asarray(table, dtype=np.int32))[self.place()]

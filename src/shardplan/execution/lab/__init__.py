@@ -7,23 +7,31 @@
 
 Reading order:
 
-- `cluster`  a topology as namespaces, bridges and shaped links; `needs` what the machine must allow; `network` builds
-             and reads it
-- `session`  `Lab`: keeps the ranks alive and measures; `record` what comes out, `item` what travels
-- `host`     the first process inside the namespaces, `rank` the processes it forks
-- `ring`     the engine of rings and chains, `gloo` the one of gloo's own collectives, `replay` bytes without values,
-             `wire` which counts
-- `hlo`      the collectives of XLA's compiled text, as a script to replay
-- `experiments` what a sweep measures, with its predictions; `sweep` measures it, `results` is what it finds, `scores`
-             and `validate` hold the predictions to it
+- `cluster`     a topology as namespaces, bridges and shaped links, and the commands that build them
+- `needs`       what the machine must allow
+- `network`     the links inside the lab's namespaces: built, entered, and read
+- `session`     `Lab`: keeps the ranks alive, and measures
+- `item`        what travels between session, host and ranks
+- `measurement` what comes out
+- `host`        the first process inside the namespaces, which forks the ranks
+- `rank`        one of those: runs its part when it is told to
+- `ring`        the engine of rings and chains
+- `gloo`        the engine of gloo's own collectives
+- `replay`      scripts: bytes without values
+- `wire`        the torch backend's wire, which counts bytes by peer
+- `experiments` what a sweep measures, with its predictions
+- `sweep`       measures it
+- `results`     what it found, and the file of that
+- `scores`      how well a model orders and times what was measured
+- `validate`    the models against result files, and the targets they are held to
 """
 
 from shardplan.execution.lab.cluster import CONSTANTS as CONSTANTS
 from shardplan.execution.lab.cluster import Cluster as Cluster
+from shardplan.execution.lab.measurement import Measurement as Measurement
+from shardplan.execution.lab.measurement import Repetition as Repetition
 from shardplan.execution.lab.needs import Unavailable as Unavailable
 from shardplan.execution.lab.needs import missing as missing
-from shardplan.execution.lab.record import Measurement as Measurement
-from shardplan.execution.lab.record import Repetition as Repetition
 from shardplan.execution.lab.session import ENGINES as ENGINES
 from shardplan.execution.lab.session import Lab as Lab
 from shardplan.execution.lab.session import Task as Task

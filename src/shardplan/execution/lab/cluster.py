@@ -19,11 +19,14 @@ from shardplan.simulation.tree import Tree
 
 Leaf = Literal["ns", "lo"]
 BUCKET = 80 * 2**10  # bytes of the tbf bucket, above the largest packet
-LIMIT = 2**20  # bytes that may queue in a tbf
-LARGEST_PACKET = 64 * 2**10  # gso_max_size
+LIMIT = 2**20  # bytes that may queue in a tbf: less loses packets, more lets them wait
+LARGEST_PACKET = 64 * 2**10  # gso_max_size: what the kernel may hand to a shaper at once
+MTU = 1500  # bytes of a packet on a link, as Ethernet has it: `CONSTANTS` knows its headers
 LOOPBACK_MTU = 16384
 CONGESTION_CONTROL = "cubic"
-MOST_RANKS = 256
+MOST_RANKS = 256  # each a process with torch in it
+SUBNET = 250  # leaves whose addresses differ in the last number, which ends at 254
+BITS = 8  # of a byte: the kernel and the command line count bits a second
 # What the emulation adds to bandwidth, fixed before anything was measured: 1448 bytes of payload in a frame of 1514.
 CONSTANTS = Constants(latency=3e-4, payload_share=1448 / 1514, bucket=BUCKET)
 _NAMES = ("pod", "node", "rank")
@@ -32,23 +35,15 @@ _AGEING = 36_000_000  # hundredths of a second: bridges must not forget, and flo
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that the lab can build.
+    """A cluster that the lab can build; raises `TopologyError` for another kind of level, or too many ranks.
 
-    Args:
-        topology: Levels that are switches with one uplink; a rank for every device.
-        leaf: `"ns"` or `"lo"`.
-
-    Raises:
-        TopologyError: Another kind of level, or too many ranks.
-
-    Example:
-        >>> Cluster.of("2x4", (200, 1000)).topology.describe()
-        'node=2 x rank=4'
+    >>> Cluster.of("2x4", (200, 1000)).topology.describe()
+    'node=2 x rank=4'
     """
 
-    topology: Topology
-    leaf: Leaf = "ns"
-    tree: Tree = field(init=False, repr=False)
+    topology: Topology  # levels that are switches with one uplink; a rank for every device
+    leaf: Leaf = "ns"  # what a leaf is: see the module
+    tree: Tree = field(init=False, repr=False)  # the links, as the simulation has them
 
     def __post_init__(self) -> None:
         """Check, and lay out the links."""
@@ -76,7 +71,7 @@ class Cluster:
                 f"{', '.join(f'{r:g}' for r in rates)}; one a level, in Mbit/s, outermost first"
             )
         names = _NAMES[-len(counts) :] if len(counts) <= len(_NAMES) else [f"level{k}" for k in range(len(counts))]
-        levels = [Level(n, k, "switch", r * 1e6 / 8, 0.0) for n, k, r in zip(names, counts, rates, strict=True)]
+        levels = [Level(n, k, "switch", r * 1e6 / BITS, 0.0) for n, k, r in zip(names, counts, rates, strict=True)]
         return Cluster(Topology(f"lab {sizes}", tuple(levels)), leaf)
 
     @property
@@ -106,6 +101,7 @@ class Cluster:
         return tuple(self._ends(e.level, e.unit)[e.way] for e in self.tree.edges)
 
     def _ends(self, j: int, unit: int) -> dict[str, tuple[str, str]]:
+        """By way, the namespace and the interface from which a link of a unit of level j is sent on."""
         return {
             "up": (self._vertex(j, unit), "up"),
             "down": (self._vertex(j - 1, unit // self.topology.level_sizes[j]), f"d{unit}"),
@@ -130,7 +126,7 @@ class Cluster:
                 "link set dev hub addrgenmode none up",
             ]
         for edge, (space, device) in zip(self.tree.edges, self.meters(), strict=True):
-            rate = max(1, round(edge.bandwidth * 8))
+            rate = max(1, round(edge.bandwidth * BITS))
             shapers.setdefault(space, []).append(
                 f"qdisc add dev {device} root tbf rate {rate}bit burst {BUCKET} limit {LIMIT}"
             )
@@ -139,7 +135,7 @@ class Cluster:
                 continue
             master = "" if space in leaves else " master hub"
             inner.setdefault(space, []).append(
-                f"link set dev {device} addrgenmode none mtu 1500 gso_max_size {LARGEST_PACKET}{master} up"
+                f"link set dev {device} addrgenmode none mtu {MTU} gso_max_size {LARGEST_PACKET}{master} up"
             )
             if edge.way == "up":
                 ends = self._ends(edge.level, edge.unit)
@@ -155,12 +151,13 @@ class Cluster:
         ]
 
     def _routes(self, leaf: int) -> list[str]:
+        """What gives a leaf its address, with the congestion control of every route to and from it."""
         control = f"congctl {CONGESTION_CONTROL}"
         if self._alone:
             local = "127.0.0.0/8 dev lo proto kernel scope host src 127.0.0.1"
             host = "127.0.0.1 dev lo proto kernel scope host src 127.0.0.1"
             return [f"route replace table local local {x} {control}" for x in (local, host)]
-        own = f"10.0.{leaf // 250}.{leaf % 250 + 1}"
+        own = f"10.0.{leaf // SUBNET}.{leaf % SUBNET + 1}"
         return [
             f"addr add {own}/16 dev up",
             f"route replace 10.0.0.0/16 dev up proto kernel scope link src {own} {control}",

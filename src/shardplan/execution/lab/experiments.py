@@ -24,35 +24,25 @@ from shardplan.movement.reductions.enumeration import reductions
 from shardplan.simulation import events
 
 MIB = 2**20
-LIMIT = 3  # instructions of a program
-Key = tuple[str, Leaf, tuple[float, ...]]
+LIMIT = 3  # instructions of a program: over two factors there are 29 programs up to it
+LabKey = tuple[str, Leaf, tuple[float, ...]]  # what a lab is built from: sizes, leaves, rates
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """What is measured together.
 
-    Args:
-        cluster: Sizes, outermost first, such as `"2x4"`.
-        rates: Of every level, in Mbit/s, outermost first.
-        mesh: Axes and sizes, such as `"a=2, b=4"`.
-        axes: The reduced ones.
-        nbytes: Payload of every device.
-        leaf: As for `Cluster`.
-        limit: Most instructions of a program.
-
-    Example:
-        >>> Experiment("2x4", (200.0, 1000.0), "a=2, b=4", ("b",)).name
-        '2x4 ns 200/1000; a=2, b=4 over b; 1 MiB'
+    >>> Experiment("2x4", (200.0, 1000.0), "a=2, b=4", ("b",)).name
+    '2x4 ns 200/1000; a=2, b=4 over b; 1 MiB'
     """
 
-    cluster: str
-    rates: tuple[float, ...]
-    mesh: str
-    axes: tuple[str, ...]
-    nbytes: int = MIB
-    leaf: Leaf = "ns"
-    limit: int = LIMIT
+    cluster: str  # sizes, outermost first
+    rates: tuple[float, ...]  # of every level, in Mbit/s, outermost first
+    mesh: str  # axes and sizes
+    axes: tuple[str, ...]  # the reduced ones
+    nbytes: int = MIB  # payload of every device
+    leaf: Leaf = "ns"  # as of `Cluster`
+    limit: int = LIMIT  # most instructions of a program
 
     @property
     def name(self) -> str:
@@ -65,7 +55,7 @@ class Experiment:
         return f"{self.cluster} {self.leaf} {'/'.join(f'{r:g}' for r in self.rates)}"
 
     @property
-    def key(self) -> Key:
+    def key(self) -> LabKey:
         """What a lab is built from."""
         return self.cluster, self.leaf, self.rates
 
@@ -85,9 +75,9 @@ class Pair:
 
     placement: Placement
     program: Program
-    text: str
-    ops: tuple[str, ...]
-    events: float
+    text: str  # its instructions
+    ops: tuple[str, ...]  # names of its steps
+    events: float  # seconds predicted; see the module
     barrier: float
 
     def task(self) -> Task:

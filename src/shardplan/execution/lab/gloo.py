@@ -22,18 +22,21 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import View, group_of, members_of, parts, place_of, shape_of, view_of
-from shardplan.execution.torch.pack import at, make_of
+from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.sums import Bound, One, one_by_one
 from shardplan.execution.torch.wire import TorchWire
 
-Own = (AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter)
+Own = (AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter)  # ops for which gloo has a collective
 SUMMED = ("f16", "bf16", "f32", "f64", "i8", "u8", "i32", "i64")  # dtypes that gloo reduces
 _groups: dict[tuple[int, ...], Any] = {}  # process groups by ranks in member order, for the life of the process
 
 
 def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> None:
-    """Make the process groups of a program's collectives; every rank calls this, with the same arguments."""
+    """Make the process groups of a program's collectives; every rank calls this, with the same arguments.
+
+    `ranks` says which rank stands in for a device id. Raises `BackendError` where torch cannot keep the member order.
+    """
     ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"sort_ranks": False} if ordered else {}
     for step in program.steps:
@@ -55,7 +58,7 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
 
 
 def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
-    """Return what binds steps to gloo's collectives; `ranks` by device id."""
+    """Return what binds steps to gloo's collectives; `ranks` by device id, waits of `timeout` seconds at most."""
 
     def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
         if not isinstance(op, Own):
@@ -66,7 +69,8 @@ def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
 
 
 def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float) -> One:
-    make = make_of(u, device)
+    """The step of one operand; a group of one is left to the torch backend."""
+    make = maker(u, device)
     members = members_of(op, u if isinstance(op, Broadcast) else t, device)
     if len(members) < 2:
         return _alone(bind_direct(op, [t], [u], device))
@@ -117,7 +121,7 @@ def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mappi
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
-        yield
+        yield  # before anything is sent: gloo's collective is started and waited for in one go
         call(x, out)
         return out
 
@@ -125,6 +129,7 @@ def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mappi
 
 
 def _views(found: Sequence[tuple[int, Any]], members: Sequence[int], shape: tuple[int, ...]) -> list[View | None]:
+    """By member, the part of an array of `shape` that goes to it or comes from it; None where there is none."""
     by_peer = dict(found)
     return [view_of(shape, by_peer[d]) if d in by_peer else None for d in members]
 

@@ -26,20 +26,22 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Failure, Item, Outcome, Run
+from shardplan.execution.lab.item import Failure, Item, Order, Outcome, Run
 from shardplan.execution.lower import place_of
 from shardplan.execution.rank_names import listed, named
 
-LEAD = 0.01  # seconds from the order to the start that all ranks agree on
+LEAD = 0.01  # seconds from the order to the start that all ranks agree on: for the order to reach all of them
 GRACE = 2.0  # seconds that the other ranks have to fail, too, after one has
-# Integers below are drawn: exact in the dtype, and so are sums of a few of them.
+# Integers below these are drawn: exact in the dtype, and so are sums of a few of them.
 MOST = {"bool": 2, "i8": 11, "u8": 11, "f8e4m3": 3, "f8e5m2": 3, "bf16": 15, "f16": 100}
-SEED = 20210
+MOST_WIDE = 1000  # of all other dtypes
+SEED = 20210  # any: one, so that a run can be repeated
+SOFTIRQ = 7  # the column of the first line of /proc/stat
 
 
 def integers(t: TensorType, number: int) -> np.ndarray:
     """Return random integers as an array of a type; `number` varies the seed."""
-    drawn = np.random.default_rng(SEED + number).integers(0, MOST.get(t.dtype, 1000), t.shape)
+    drawn = np.random.default_rng(SEED + number).integers(0, MOST.get(t.dtype, MOST_WIDE), t.shape)
     return drawn.astype(numpy_dtype(t.dtype))
 
 
@@ -61,7 +63,7 @@ class Host:
             if os.fork() == 0:
                 for other in (*self.pipes, here):
                     other.close()
-                process.run_rank((cluster, number, there, timeout))
+                process.run_rank(cluster, number, there, timeout)
             there.close()
             self.pipes.append(here)
         self._answers(self.pipes, "the start of the ranks")
@@ -69,24 +71,24 @@ class Host:
     def load(self, key: int, item: Item) -> None:
         """Bind an item on every rank."""
         self.items[key] = item
-        self._all(("load", key, item))
+        self._all(Order("load", (key, item)))
 
     def forget(self, key: int) -> None:
         """Drop an item."""
         self.items.pop(key, None)
-        self._all(("forget", key))
+        self._all(Order("forget", (key,)))
 
     def run(self, key: int, verify: bool) -> Run:
         """Run an item once, on integers and compared with the reference where it is to be verified."""
         item = self.items[key]
         chosen = [self.pipes[r] for r in item.ranks.values()]
-        for pipe, order in zip(chosen, self._inputs(key, item, verify), strict=True):
+        for pipe, order in zip(chosen, self._prepare(key, item, verify), strict=True):
             pipe.send(order)
         self._answers(chosen, f"the inputs of {item.title}")
         drops, sent, soft, began = self.meters.dropped(), self.meters.sent(), _softirq(), time.monotonic()
         instant = began + LEAD
         for pipe in chosen:
-            pipe.send(("go", key, instant))
+            pipe.send(Order("go", (key, instant)))
         outcomes: list[Outcome] = self._answers(chosen, item.title)
         after, ended = self.meters.sent(), time.monotonic()
         moved = tuple(b - a for a, b in zip(sent, after, strict=True))
@@ -99,13 +101,14 @@ class Host:
             ended - began,
         )
 
-    def _inputs(self, key: int, item: Item, verify: bool) -> list[tuple[Any, ...]]:
+    def _prepare(self, key: int, item: Item, verify: bool) -> list[Order]:
+        """The orders that give every rank of an item its inputs, and what it must find where that is to be verified."""
         if item.script is not None or not verify:
-            return [("prepare", key, None, None) for _ in item.ranks]
+            return [Order("prepare", (key, None, None)) for _ in item.ranks]
         program = Program.parse(item.program)
         shards = [distribute(integers(t, k), t) for k, t in enumerate(program.input_types)]
         wanted = run_program(program, shards)
-        orders: list[tuple[Any, ...]] = []
+        orders: list[Order] = []
         for device in item.ranks:
             data = {
                 name: own[place]
@@ -116,13 +119,13 @@ class Host:
             for t, own in zip(program.output_types, wanted, strict=True):
                 place = place_of(t, device)
                 expected.append(None if place is None or not at_root(t)[place] else own[place])
-            orders.append(("prepare", key, data, expected))
+            orders.append(Order("prepare", (key, data, expected)))
         return orders
 
-    def _all(self, order: tuple[Any, ...]) -> None:
+    def _all(self, order: Order) -> None:
         for pipe in self.pipes:
             pipe.send(order)
-        self._answers(self.pipes, order[0])
+        self._answers(self.pipes, order.name)
 
     def _answers(self, pipes: list[Connection], what: str) -> list[Any]:
         """Wait, at most twice the timeout of a wait of theirs, for one answer of each; raise the first failure."""
@@ -158,7 +161,7 @@ class Host:
 def _softirq() -> float:
     """Seconds that this machine has spent in soft interrupts, all processors."""
     with open("/proc/stat", encoding="ascii") as file:
-        return int(file.readline().split()[7]) / os.sysconf("SC_CLK_TCK")
+        return int(file.readline().split()[SOFTIRQ]) / os.sysconf("SC_CLK_TCK")
 
 
 def _end_with(fd: int) -> None:
@@ -180,14 +183,14 @@ def main() -> None:
     pipe = Connection(fd)
     cluster, timeout = pipe.recv()
     host: Host | None = None
-    order: tuple[Any, ...] = ("start",)
+    order = Order("", ())  # none yet: the first answer is that to the start
     while True:
         try:
             if host is None:
                 host = Host(cluster, timeout)
                 answer: Any = None
             else:
-                answer = getattr(host, order[0])(*order[1:])
+                answer = getattr(host, order.name)(*order.arguments)
             pipe.send(answer)
         except Failure as failure:
             pipe.send(failure)

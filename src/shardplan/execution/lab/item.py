@@ -1,9 +1,13 @@
-"""What travels between the session, the host and the ranks: an item to run, what a rank saw of a run, errors."""
+"""What travels between the session, the host and the ranks: orders, items to run, what was seen of a run, errors.
+
+Over one pipe between session and host, and one between the host and each rank. Who orders waits for the answer before
+the next order, and every order is answered by one message: what it returns, or a `Failure`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from shardplan.errors import BackendError, ParseError, ShardplanError, TimedOut, TopologyError
 from shardplan.execution.record import StepSpan
@@ -34,26 +38,30 @@ ERRORS: dict[str, type[ShardplanError]] = {
 }
 
 
+class Order(NamedTuple):
+    """A call of a method of the host, or of a rank's `Worker`."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A program (as text) or a script to run.
-
-    `ranks` says which rank stands in for a device id; `names` are the steps, for messages.
-    """
+    """A program, or a script, to run."""
 
     title: str
     engine: Engine
-    ranks: dict[int, int]
-    names: tuple[str, ...]
-    program: str = ""
+    ranks: dict[int, int]  # by device id, the rank that stands in for it
+    names: tuple[str, ...]  # of the steps, for messages
+    program: str = ""  # its text; empty for a script
     script: Script | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run on one rank: seconds on CLOCK_MONOTONIC."""
+    """One run on one rank; instants are seconds on CLOCK_MONOTONIC, which all processes of a machine share."""
 
-    device: int | None  # None where the rank had nothing to do
+    device: int | None  # its id; None where the rank had nothing to do
     lateness: float  # seconds from the agreed instant to the real start
     end: float
     busy: float  # seconds of CPU time, all threads
@@ -65,8 +73,8 @@ class Outcome:
 class Run:
     """One run on all ranks."""
 
-    instant: float
-    outcomes: tuple[Outcome, ...]
+    instant: float  # of the start, agreed on
+    outcomes: tuple[Outcome, ...]  # of the ranks that had something to do
     edge_bytes: tuple[int, ...]  # that the interfaces sent meanwhile, by edge
     drops: int
     softirq: float  # seconds of the whole machine meanwhile

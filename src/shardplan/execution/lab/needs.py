@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from shardplan.errors import Infeasible
 
-TRIAL_TIMEOUT = 20.0  # seconds
+MOST_TRIALS = 8  # remembered: one a user and command, of which a process has one
+TRIAL_TIMEOUT = 20.0  # seconds: the trial takes a fraction of one, on a busy machine a few
 _TOOLS = {"unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 # Each line of the trial is announced before it runs, so that the last announced is the one that failed.
 _TRIAL = {
@@ -58,7 +59,7 @@ def missing() -> str:
     return _tried(os.geteuid(), tuple(inside()))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=MOST_TRIALS)
 def _tried(user: int, command: tuple[str, ...]) -> str:
     """Try every kind of thing that the lab makes, in namespaces that are gone at once."""
     script = "set -e\n" + "\n".join(f"echo {what!r}; {line}" for what, line in _TRIAL.items())

@@ -18,8 +18,16 @@ from shardplan.execution.lab.cluster import Cluster
 
 BUILD_TIMEOUT = 60.0  # seconds of one command
 _NEWNET = 0x40000000  # CLONE_NEWNET
-_GET_QDISC, _DONE, _ERROR, _DUMP = 38, 3, 2, 0x301  # rtnetlink
+_GET_QDISC, _DONE, _ERROR, _DUMP = 38, 3, 2, 0x301  # RTM_GETQDISC, NLMSG_DONE, NLMSG_ERROR, NLM_F_REQUEST | NLM_F_DUMP
 _KIND, _STATS, _QUEUE = 1, 7, 3  # TCA_KIND, TCA_STATS2, TCA_STATS_QUEUE
+# Layouts of linux/netlink.h, rtnetlink.h and gen_stats.h.
+_MESSAGE = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
+_QDISC = struct.Struct("=BxxxiIII")  # tcmsg: family, interface, handle, parent, info
+_ATTRIBUTE = struct.Struct("=HH")  # rtattr: length, type
+_QUEUE_STATS = struct.Struct("=8xI")  # gnet_stats_queue as far as drops: queue length, backlog, drops
+_TYPE = 0x3FFF  # of an attribute's type, without the flags above it
+_SENT = 8  # the column of /proc/net/dev, after the name, that counts bytes sent
+_TABLE_BYTES, _REPLY_BYTES = 2**16, 2**17  # more than a net/dev of a few interfaces, than a part of a netlink dump
 RUN = Path("/run")  # covered by a private tmpfs, so that nothing written there outlives the lab
 
 
@@ -81,7 +89,7 @@ class Meters:
 
     def sent(self) -> tuple[int, ...]:
         """Return the bytes that the interface of every edge has sent so far, packet headers included."""
-        tables = {space: _sent(os.pread(fd, 2**16, 0).decode()) for space, fd in self._devices.items()}
+        tables = {space: _sent(os.pread(fd, _TABLE_BYTES, 0).decode()) for space, fd in self._devices.items()}
         return tuple(tables[space][device] for space, device in self._meters)
 
     def dropped(self) -> int:
@@ -90,32 +98,40 @@ class Meters:
 
 
 def _sent(text: str) -> dict[str, int]:
-    rows = (line.partition(":") for line in text.splitlines()[2:])
-    return {name.strip(): int(rest.split()[8]) for name, _, rest in rows}
+    rows = (line.partition(":") for line in text.splitlines()[2:])  # below two lines of titles
+    return {name.strip(): int(rest.split()[_SENT]) for name, _, rest in rows}
 
 
 def _dropped(s: socket.socket) -> int:
-    s.send(struct.pack("=IHHII", 36, _GET_QDISC, _DUMP, 1, 0) + struct.pack("=BxxxiIII", 0, 0, 0, 0, 0))
+    """The packets that the shapers of the namespace of a netlink socket have dropped so far."""
+    start = _MESSAGE.size + _QDISC.size
+    s.send(_MESSAGE.pack(start, _GET_QDISC, _DUMP, 1, 0) + _QDISC.pack(0, 0, 0, 0, 0))
     total = 0
     while True:
-        data = s.recv(2**17)
-        while len(data) >= 16:
-            length, kind = struct.unpack_from("=IH", data)
+        data = s.recv(_REPLY_BYTES)
+        while len(data) >= _MESSAGE.size:
+            length, kind, *_ = _MESSAGE.unpack_from(data)
             if kind in (_DONE, _ERROR):
                 return total
-            found = _attributes(data[36:length])
+            found = _attributes(data[start:length])
             if found.get(_KIND, b"").startswith(b"tbf"):
-                queue = _attributes(found.get(_STATS, b"")).get(_QUEUE, bytes(12))
-                total += struct.unpack_from("=I", queue, 8)[0]
-            data = data[-(-length // 4) * 4 :]
+                queue = _attributes(found.get(_STATS, b"")).get(_QUEUE, bytes(_QUEUE_STATS.size))
+                total += _QUEUE_STATS.unpack_from(queue)[0]
+            data = data[_aligned(length) :]
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
+    """The attributes of a message, by type."""
     out: dict[int, bytes] = {}
-    while len(data) >= 4:
-        length, kind = struct.unpack_from("=HH", data)
-        if length < 4:
+    while len(data) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(data)
+        if length < _ATTRIBUTE.size:
             break
-        out[kind & 0x3FFF] = data[4:length]
-        data = data[-(-length // 4) * 4 :]
+        out[kind & _TYPE] = data[_ATTRIBUTE.size : length]
+        data = data[_aligned(length) :]
     return out
+
+
+def _aligned(length: int) -> int:
+    """Where what follows begins: netlink aligns messages and attributes to 4 bytes."""
+    return -(-length // 4) * 4

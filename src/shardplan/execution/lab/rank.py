@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
 from shardplan.execution.lab import gloo, network, ring
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Failure, Item, Outcome, WrongResult
+from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
 from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
@@ -42,13 +41,13 @@ class Loaded:
 
     item: Item
     device: int | None  # the device id that this rank stands in for; None where the item has none for it
-    bound: TorchExecutable | Replay | None = None
+    bound: TorchExecutable | Replay | None = None  # None where the device takes no part
     inputs: Values = field(default_factory=dict)
-    expected: list[np.ndarray | None] | None = None
+    expected: list[np.ndarray | None] | None = None  # by result, None off its root; None: nothing is compared
 
 
 def main(cluster: Cluster, rank: int, pipe: Connection, timeout: float) -> None:
-    """Join the others, then do what the host says until it hangs up."""
+    """Join the others, then do what the host says until it hangs up; waits take at most `timeout` seconds."""
     try:
         network.enter(cluster.home(rank))
         torch.set_num_threads(1)
@@ -64,15 +63,15 @@ def main(cluster: Cluster, rank: int, pipe: Connection, timeout: float) -> None:
     worker = Worker(rank, timeout)
     while True:
         try:
-            order, *arguments = pipe.recv()
+            order: Order = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(getattr(worker, order)(*arguments))
+            pipe.send(getattr(worker, order.name)(*order.arguments))
         except WrongResult as error:
             pipe.send(Failure("WrongResult", str(error), False))
         except ShardplanError as error:
-            pipe.send(Failure(type(error).__name__, str(error), order == "go"))
+            pipe.send(Failure(type(error).__name__, str(error), order.name == "go"))
         except Exception as error:
             pipe.send(Failure("BackendError", f"rank {rank}: {type(error).__name__}: {error}", True))
 
@@ -132,7 +131,7 @@ class Worker:
         texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
         watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
-        wire = LabWire(watch.site.group, watch, torch.device("cpu"), ranks=ranks)
+        wire = LabWire(watch.state.group, watch, torch.device("cpu"), ranks=ranks)
         while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
             time.sleep(instant - start)
         busy = time.process_time()
@@ -170,11 +169,11 @@ def _compare(results: list[torch.Tensor], expected: list[np.ndarray | None], ite
             )
 
 
-def run_rank(arguments: tuple[Any, ...]) -> None:
+def run_rank(cluster: Cluster, rank: int, pipe: Connection, timeout: float) -> None:
     """Run `main` in a forked child, and end the process without the parent's clean-up."""
     status = 1
     try:
-        main(*arguments)
+        main(cluster, rank, pipe, timeout)
         status = 0
     finally:
         os._exit(status)

@@ -33,6 +33,7 @@ class Replay:
 
 
 def _stage(rounds: Sequence[ScriptRound], wire: TorchWire, source: torch.Tensor, sink: torch.Tensor) -> None:
+    """Post all receives of a stage; then, round by round, send, and wait for what the round receives."""
     ins = iter(wire.post([(peer, sink[:n]) for one in rounds for peer, n in one.receives], [])[0])
     sent: Pending = []
     for one in rounds:

@@ -25,47 +25,33 @@ from shardplan.execution.lab.session import REPETITIONS
 from shardplan.plans.plan_file import write_atomic
 
 BUSY = 0.5  # an edge counts as busy from this share of the busiest edge's payload
+DEEPEST = 3  # levels of a file's JSON that have a line for every entry: down to the pairs of an experiment
+WIDEST = 100  # characters of an entry from which on it is spread over lines
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A program on a placement: predicted, and measured.
 
-    Args:
-        placement: As `Placement.describe` says it.
-        program: The instructions.
-        ops: Names of the steps.
-        events: Seconds predicted event-wise.
-        barrier: Seconds predicted with a barrier after every step.
-        seconds: Of every repetition of the set that is kept.
-        repeated: Whether another set was thrown away.
-        voided: Runs that did not count because a rank started late.
-        lateness: Of every repetition: seconds by which the last rank was late.
-        cpu_share: Of every repetition: of all processors, 0 to 1.
-        drops: Of every repetition: packets.
-        load: Load average over a minute, at the start.
-        exact: Whether the engine's payload on every edge equals the one worked out from the types; None where the
-            engine does not count.
-        payload: Bytes on the busiest edge.
-        kernel: Least and most that an interface sent over the payload of its edge, on edges with at least `BUSY` of
-            that; None where nothing is known.
+    `exact` says whether the engine's payload on every edge equals the one worked out from the types; None where the
+    engine does not count.
     """
 
-    placement: str
-    program: str
-    ops: tuple[str, ...]
-    events: float
-    barrier: float
-    seconds: tuple[float, ...]
-    repeated: bool
-    voided: int
-    lateness: tuple[float, ...]
-    cpu_share: tuple[float, ...]
-    drops: tuple[int, ...]
-    load: float
+    placement: str  # as `Placement.describe` says it
+    program: str  # its instructions
+    ops: tuple[str, ...]  # names of its steps
+    events: float  # seconds predicted event-wise
+    barrier: float  # seconds predicted with a barrier after every step
+    seconds: tuple[float, ...]  # of every repetition of the set that is kept
+    repeated: bool  # whether another set was thrown away
+    voided: int  # runs that did not count because a rank started late
+    lateness: tuple[float, ...]  # of every repetition: seconds by which the last rank was late
+    cpu_share: tuple[float, ...]  # of every repetition: of all processors, 0 to 1
+    drops: tuple[int, ...]  # of every repetition: packets
+    load: float  # load average over a minute, at the start
     exact: bool | None
-    payload: int
-    kernel: tuple[float, float] | None
+    payload: int  # bytes on the busiest edge
+    kernel: tuple[float, float] | None  # least and most sent over payload, of edges with at least `BUSY` of that
 
     @property
     def median(self) -> float:
@@ -78,9 +64,9 @@ class Done:
     """An experiment measured; where `error` says why, there are no rows."""
 
     experiment: Experiment
-    date: str
+    date: str  # and time of the start, UTC
     wall_seconds: float
-    load: float
+    load: float  # load average over a minute, at the start
     rows: tuple[Row, ...]
     error: str = ""
 
@@ -89,12 +75,12 @@ class Done:
 class Again:
     """A pair measured a second time, at the end of the sweep."""
 
-    experiment: str
+    experiment: str  # its name
     placement: str
     program: str
-    first: float
+    first: float  # median seconds of the first time
     second: float
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # of every repetition of the second time
 
 
 def this_machine() -> dict[str, str | int]:
@@ -121,25 +107,15 @@ def installed() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found; the file is this as JSON.
-
-    Args:
-        engine: `"ring"` or `"gloo"`.
-        repetitions: Of every pair.
-        constants: What `events` was given.
-        machine: Processor, cores, kernel.
-        versions: Of Python and packages.
-        experiments: In the order measured.
-        again: The pairs of the noise floor.
-    """
+    """What a sweep found; the file is this as JSON."""
 
     engine: Engine = "ring"
-    repetitions: int = REPETITIONS
-    constants: dict[str, float | None] = field(default_factory=lambda: asdict(CONSTANTS))
+    repetitions: int = REPETITIONS  # of every pair
+    constants: dict[str, float | None] = field(default_factory=lambda: asdict(CONSTANTS))  # of the prediction `events`
     machine: dict[str, str | int] = field(default_factory=this_machine)
     versions: dict[str, str] = field(default_factory=installed)
-    experiments: tuple[Done, ...] = ()
-    again: tuple[Again, ...] = ()
+    experiments: tuple[Done, ...] = ()  # in the order measured
+    again: tuple[Again, ...] = ()  # the pairs of the noise floor
 
     @cached_property
     def floor(self) -> float | None:
@@ -161,11 +137,7 @@ class Sweep:
 
     @staticmethod
     def from_json(text: str | bytes, name: str = "result") -> Sweep:
-        """Read a file's text.
-
-        Raises:
-            ParseError: It is no result of a sweep; `name` says which.
-        """
+        """Read a file's text; raises `ParseError`, which calls the file `name`, where it is no result of a sweep."""
         try:
             raw: Any = msgspec.json.decode(text)
             raw = raw.get("sweep", raw)
@@ -177,11 +149,7 @@ class Sweep:
 
     @staticmethod
     def load(path: Path) -> Sweep:
-        """Read a file.
-
-        Raises:
-            ParseError: It cannot be read, or is no result of a sweep.
-        """
+        """Read a file; raises `ParseError` where it cannot be read, or is no result of a sweep."""
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -192,7 +160,7 @@ class Sweep:
 def _lines(value: Any, depth: int) -> str:
     """JSON with a line for every entry of the outer levels, floats to six digits."""
     flat = msgspec.json.encode(_short(value)).decode()
-    if depth > 3 or len(flat) < 100 or not isinstance(value, (dict, list, tuple)):
+    if depth > DEEPEST or len(flat) < WIDEST or not isinstance(value, (dict, list, tuple)):
         return flat
     pad = " " * (depth + 1)
     if isinstance(value, dict):

@@ -3,6 +3,9 @@
 What is sent when is said in `simulation.ring`, which predicts it; this is the doing. Local parts (slices, packing,
 identities, the general exchange, chains) are those of the torch backend; rings and pairwise exchanges are here. A ring
 adds along the ring, not in member order: the same for integers, and for sums that are exact.
+
+The order of messages is that of the prediction: a member posts all receives of a ring first, then sends in order, each
+block as soon as it has it; `before` and `after` are its neighbours in the ring.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -32,18 +34,31 @@ from shardplan.execution.lower import (
     view_of,
 )
 from shardplan.execution.torch.dtypes import fold
-from shardplan.execution.torch.pack import Arrays, Message, at, flat_view, make_of, pack, source, target, unpack
+from shardplan.execution.torch.pack import (
+    Arrays,
+    Message,
+    PeerPart,
+    at,
+    flat_view,
+    maker,
+    pack,
+    receive_buffer,
+    send_buffer,
+    unpack,
+)
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.sums import Bound, One, Running, one_by_one
-from shardplan.execution.torch.wire import TorchWire
+from shardplan.execution.torch.wire import Pending, TorchWire
 from shardplan.simulation.ring import SEGMENT
 
 Going = Generator[None, None, None]
-ALIGNED = 16  # bytes: where a packed block begins, so that every dtype can be viewed in it
+ALIGNED = (
+    16  # bytes, of the widest dtype, c128: a packed block takes a multiple, so that every dtype can be viewed in it
+)
 
 
 def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
-    """Return the step of `device`; raises `BackendError` for an op that torch cannot run."""
+    """Return the step of the device of that id; raises `BackendError` for an op that torch cannot run."""
     pairs = list(zip(operands, results, strict=True)) if len(operands) == len(results) else []
     match op:
         case AllGather():
@@ -75,18 +90,21 @@ def _only(bound: Bound) -> One:
 
 
 def pass_on(blocks: Sequence[torch.Tensor], members: Sequence[int], me: int, wire: TorchWire) -> Going:
-    """Fill every member's flat block of `blocks`, of which the own one is filled, by a ring."""
+    """Fill every member's flat block of `blocks`, of which the own one is filled, by a ring.
+
+    `members` are device ids, `me` is the index of this one among them.
+    """
     q = len(members)
     after, before = members[(me + 1) % q], members[(me - 1) % q]
     coming = [blocks[(me - s - 1) % q] for s in range(q - 1)]
     ins = iter(wire.post([(before, x) for x in coming if x.numel()], [])[0])
-    sent: list[Any] = []
+    sent: Pending = []
     for s in range(q - 1):
         going = blocks[(me - s) % q]
         if going.numel():
             sent += wire.post([], [(after, going)])[1]
         if s == 0:
-            yield
+            yield  # all receives are posted, and the own block is on its way; next the one from before is waited for
         if coming[s].numel():
             wire.wait_one(*next(ins))
     wire.wait(sent)
@@ -100,7 +118,10 @@ def add_up(
     reduction: str,
     wire: TorchWire,
 ) -> Going:
-    """Reduce every member's flat part by a ring: `addends` are the own ones, by member; `total` gets the own part."""
+    """Reduce every member's flat part by a ring: `addends` are the own ones, by member; `total` gets the own part.
+
+    The part of a member starts at the one after it in the ring, and ends there with its own addend.
+    """
     q = len(members)
     if q == 1:
         total.copy_(addends[0])
@@ -109,13 +130,13 @@ def add_up(
     which = [(me - s - 2) % q for s in range(q - 1)]
     sums = [total if k == me else wire.empty(addends[k].numel(), total.dtype) for k in which]
     ins = iter(wire.post([(before, x) for x in sums if x.numel()], [])[0])
-    sent: list[Any] = []
+    sent: Pending = []
     going = addends[(me - 1) % q]
     for s, k in enumerate(which):
         if going.numel():
             sent += wire.post([], [(after, going)])[1]
         if s == 0:
-            yield
+            yield  # all receives are posted, and the first addend is on its way; next come sums from before, in order
         if sums[s].numel():
             wire.wait_one(*next(ins))
             fold(sums[s], addends[k], reduction)
@@ -127,7 +148,7 @@ def _all_gather(op: AllGather, operands: Sequence[TensorType], results: Sequence
     """All operands in one ring: a member's block is what it holds of each, widest elements first."""
     t = operands[0]
     place = place_of(t, device)
-    makers = [make_of(u, device) for u in results]
+    makers = [maker(u, device) for u in results]
     members = [] if place is None else [t.mesh.devices[m] for m in group_of(op, t, place)]
     me = members.index(device) if members else -1
     befores, afters = ([shape_of(x, device) for x in side] for side in (operands, results))
@@ -185,9 +206,9 @@ def _fields(
 
 def _reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int) -> One:
     members = members_of(op, t, device)
-    make, shape = make_of(u, device), shape_of(t, device)
+    make, shape = maker(u, device), shape_of(t, device)
     if not members:
-        return _nothing(u, device)
+        return _idle(u, device)
     me = members.index(device)
     p = parts(op, t, u, device)
     boxes = dict(p.sends) | ({device: p.keeps[0][0]} if p.keeps else {})
@@ -212,13 +233,13 @@ def _flat(x: torch.Tensor, view: View | None) -> torch.Tensor:
     return flat_view(x, view) if view.contiguous else at(x, view).reshape(-1)
 
 
-def _nothing(u: TensorType, device: int) -> One:
+def _idle(u: TensorType, device: int) -> One:
     """A device that holds nothing of the value: its result must not be read."""
-    make = make_of(u, device)
+    make = maker(u, device)
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
-        yield
+        yield  # never reached: it makes this a generator, and no message is waited for
 
     return run
 
@@ -227,9 +248,9 @@ def _all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     """A reduce-scatter of the flat shard, cut by the tiling rule, and an all-gather of its parts."""
     members = members_of(op, t, device)
     if not members:
-        return _nothing(t, device)
+        return _idle(t, device)
     me = members.index(device)
-    make = make_of(t, device)
+    make = maker(t, device)
     owned = ranges(box_elements(tuple((0, n) for n in shape_of(t, device))), len(members))
     rounds = [[shifted(span, c, op.chunks) for span in owned] for c in range(op.chunks)]
 
@@ -250,10 +271,10 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
     """In its r-th stage a member sends to the r-th after it and receives from the r-th before it."""
     place = place_of(t, device)
     if place is None or not at_root(t)[place]:
-        return _nothing(u, device)
+        return _idle(u, device)
     members = members_of(op, t, device)
     me, q = members.index(device), len(members)
-    make, before, after = make_of(u, device), shape_of(t, device), shape_of(u, device)
+    make, before, after = maker(u, device), shape_of(t, device), shape_of(u, device)
     p = parts(op, t, u, device)
     gives, takes = dict(p.sends), dict(p.receives)
     copies = [(view_of(before, old), view_of(after, new)) for old, new in p.keeps]
@@ -261,8 +282,8 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
     for c in range(op.chunks):
         for r in range(1, q):
             to, frm = members[(me + r) % q], members[(me - r) % q]
-            sends = pack([(to, 0, before, gives[to])], c, op.chunks, True) if to in gives else ()
-            receives = pack([(frm, 0, after, takes[frm])], c, op.chunks, False) if frm in takes else ()
+            sends = pack([PeerPart(to, 0, before, gives[to])], c, op.chunks, True) if to in gives else ()
+            receives = pack([PeerPart(frm, 0, after, takes[frm])], c, op.chunks, False) if frm in takes else ()
             if sends or receives:
                 stages.append((sends, receives))
 
@@ -273,10 +294,10 @@ def _all_to_all(op: AllToAll, t: TensorType, u: TensorType, device: int) -> One:
         for sends, receives in stages:
             staged = [wire.empty(m.stop, out.dtype) for m in receives]
             ins, outs = wire.post(
-                [(m.peer, target(m, [out], s)) for m, s in zip(receives, staged, strict=True)],
-                [(m.peer, source(m, [x], wire.empty(m.stop, x.dtype))) for m in sends],
+                [(m.peer, receive_buffer(m, [out], s)) for m, s in zip(receives, staged, strict=True)],
+                [(m.peer, send_buffer(m, [x], wire.empty(m.stop, x.dtype))) for m in sends],
             )
-            yield
+            yield  # the stage's message in each direction is under way; both end before the next stage begins
             wire.wait(ins)
             for m, s in zip(receives, staged, strict=True):
                 if m.stop > m.start:

@@ -2,7 +2,7 @@
 
 A *field* is what competes: the programs of one placement, or, pooled, all pairs of an experiment. Of a field:
 
-- *rank*: the place of the measured best in predicted order; pairs predicted alike stay in the planner's order;
+- *rank*: which the measured best is in predicted order, from 1; pairs predicted alike stay in the planner's order;
 - *tied rank*: the same for the best-placed of all that were measured within the noise floor of the best, not counting
   the others of these: what no model can tell apart is no mistake;
 - *regret*: seconds of the predicted best over those of the measured best, less 1; *tied regret* is 0 within the floor;
@@ -27,43 +27,27 @@ from shardplan.execution.lab.results import Row
 
 MODELS = ("events", "barrier")
 TOP = (1, 3, 5, 10)
+DIGITS = 9  # of predicted seconds that count: two predictions that differ by rounding only are alike
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a model orders and times one field.
+    """How well a model orders and times one field; see the module for the scores."""
 
-    Args:
-        model: `"events"` or `"barrier"`.
-        experiment: Its name.
-        placement: Empty for a pooled field.
-        programs: In the field.
-        rank: Of the measured best, from 1.
-        tied_rank: Within the noise floor.
-        regret: Of the predicted best.
-        tied_regret: The same, 0 within the floor.
-        min_regret: By the least seconds of all repetitions, instead of the median.
-        kendall: Tau-b; None where everything is tied.
-        tied_kendall: Without the pairs within the floor.
-        errors: Predicted over measured less 1, signed, in the result's order.
-        best: The measured best.
-        chosen: The predicted best.
-    """
-
-    model: str
-    experiment: str
-    placement: str
-    programs: int
-    rank: int
+    model: str  # one of `MODELS`
+    experiment: str  # its name
+    placement: str  # empty for a pooled field
+    programs: int  # in the field
+    rank: int  # of the measured best
     tied_rank: int
-    regret: float
+    regret: float  # of the predicted best
     tied_regret: float
-    min_regret: float
-    kendall: float | None
+    min_regret: float  # by the least seconds of all repetitions, instead of the median
+    kendall: float | None  # None where everything is tied
     tied_kendall: float | None
-    errors: tuple[float, ...]
-    best: str
-    chosen: str
+    errors: tuple[float, ...]  # predicted over measured less 1, signed, in the result's order
+    best: str  # the measured best
+    chosen: str  # the predicted best
 
     @property
     def mean_error(self) -> float:
@@ -73,86 +57,57 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Top:
-    """How often the measured best is among the first k of a field, the strict and the tied way.
-
-    Args:
-        k: Of the first.
-        fields: That have more than k programs.
-        share: Of those.
-        tied_share: Of those.
-        chance: What a blind order reaches.
-    """
+    """How often the measured best is among the first k of a field, the strict and the tied way."""
 
     k: int
-    fields: int
-    share: float
+    fields: int  # that have more than k programs
+    share: float  # of those fields
     tied_share: float
-    chance: float
+    chance: float  # the share that a blind order reaches
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The scores of a model over many fields.
+    """The scores of a model over many fields; regrets are over fields with more than one program, errors over pairs."""
 
-    Args:
-        model: `"events"` or `"barrier"`.
-        pooled: Whether the fields are whole experiments.
-        fields: How many.
-        top: For every k of `TOP`.
-        median_regret: Over fields with more than one program.
-        mean_regret: Over the same.
-        max_regret: Over the same.
-        tied_median_regret: Over the same.
-        kendall: Median.
-        tied_kendall: Median.
-        mean_error: Over all pairs.
-        p90_error: Over all pairs.
-        max_error: Over all pairs.
-        bias: Median signed error.
-    """
-
-    model: str
-    pooled: bool
-    fields: int
-    top: tuple[Top, ...]
+    model: str  # one of `MODELS`
+    pooled: bool  # whether the fields are whole experiments
+    fields: int  # how many
+    top: tuple[Top, ...]  # for every k of `TOP`
     median_regret: float
     mean_regret: float
     max_regret: float
     tied_median_regret: float
-    kendall: float | None
+    kendall: float | None  # the median
     tied_kendall: float | None
     mean_error: float
     p90_error: float
     max_error: float
-    bias: float
+    bias: float  # the median signed error
 
 
 def score(rows: Sequence[Row], model: str, floor: float, experiment: str = "", placement: str = "") -> Score:
-    """Score a model on one field.
+    """Score a model on the rows of one field, in the planner's order.
 
-    Args:
-        rows: Of the field, in the planner's order.
-        model: `"events"` or `"barrier"`.
-        floor: Relative difference within which two measured times are tied.
-        experiment: Its name.
-        placement: Empty for a pooled field.
+    `floor` is the noise floor: the log ratio within which two measured times are tied. `placement` is empty for a
+    pooled field.
     """
     measured = np.array([r.median for r in rows])
     least = np.array([min(r.seconds) for r in rows])
-    predicted = np.array([float(f"{_predicted(r, model):.9g}") for r in rows])
+    predicted = np.array([float(f"{_predicted(r, model):.{DIGITS}g}") for r in rows])
     order = np.argsort(predicted, kind="stable")
-    place = np.empty(len(rows), dtype=np.int64)
-    place[order] = np.arange(len(rows))
+    position = np.empty(len(rows), dtype=np.int64)  # in predicted order, by row
+    position[order] = np.arange(len(rows))
     best, chosen = int(measured.argmin()), int(order[0])
     tied = measured <= measured[best] * math.exp(floor)
-    ahead = int((place[~tied] < place[tied].min()).sum())
+    ahead = int((position[~tied] < position[tied].min()).sum())
     regret = float(measured[chosen] / measured[best] - 1)
     return Score(
         model=model,
         experiment=experiment,
         placement=placement,
         programs=len(rows),
-        rank=int(place[best]) + 1,
+        rank=int(position[best]) + 1,
         tied_rank=ahead + 1,
         regret=regret,
         tied_regret=0.0 if tied[chosen] else regret,
@@ -186,7 +141,7 @@ def kendall(predicted: np.ndarray, measured: np.ndarray, floor: float) -> float 
 
 
 def summarize(scores: Sequence[Score], model: str, pooled: bool) -> Summary:
-    """Summarize scores of one model."""
+    """Return what the scores of one model come to, of pooled fields or of single placements."""
     raced = [s for s in scores if s.programs > 1] or list(scores)
     errors = np.array([e for s in scores for e in s.errors]) if scores else np.zeros(1)
     sizes = np.abs(errors)

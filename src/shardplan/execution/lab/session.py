@@ -23,8 +23,8 @@ from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut, TopologyError
 from shardplan.execution.lab import needs
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Engine, Failure, Item, Run
-from shardplan.execution.lab.record import Measurement, Repetition, variation
+from shardplan.execution.lab.item import Engine, Failure, Item, Order, Run
+from shardplan.execution.lab.measurement import Measurement, Repetition, variation
 from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -43,22 +43,23 @@ HOST = ("-m", "shardplan.execution.lab.host")  # what Python runs inside the nam
 REPETITIONS = 5
 MOST_VARIATION = 0.05  # a set of repetitions that varies more is taken again, once
 MOST_VOID = 10  # runs in a row that may be thrown away because a rank was late, before a repetition is given up
+PAUSE, DOUBLINGS = 0.01, 5  # seconds after a run that a rank was late for, and how often they double: at most a third
+TIMEOUT = 60.0  # seconds that any wait of a rank for another may take: programs here take one, or few
+MOST_LATE = 0.01  # seconds by which a rank may miss the agreed start
 START_TIMEOUT = 120.0  # seconds, importing torch included
+END_TIMEOUT = 10.0  # seconds that the host has to end after its pipe: it ends at once, and the kernel after it
+# Seconds that the host has to answer an order: it itself waits twice a rank's timeout, for inputs and for a run, and
+# a first order may make process groups.
+ANSWER_TIMEOUTS, ANSWER_SECONDS = 5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to measure.
+    """Something to measure."""
 
-    Args:
-        what: A program; or a script, whose bytes are replayed without values.
-        where: A placement on the lab's topology; None where device ids are its positions.
-        title: For people; the default is the program's steps.
-    """
-
-    what: Program | Script
-    where: Placement | None = None
-    title: str = ""
+    what: Program | Script  # of a script the bytes are replayed, without values
+    where: Placement | None = None  # on the lab's topology; None where device ids are positions on it
+    title: str = ""  # for people; by default the program's steps
 
 
 class Lab:
@@ -75,15 +76,19 @@ class Lab:
         TopologyError: The topology is no tree of switches with one uplink.
         BackendError: The ranks did not start.
 
-    Example:
-        >>> from shardplan.execution.lab import Cluster, Lab
-        >>> def fastest(programs):
-        ...     with Lab(Cluster.of("2x4", (200, 1000))) as lab:
-        ...         return min(lab.measure(programs), key=lambda m: m.seconds)
+    >>> from shardplan.execution.lab import Cluster, Lab
+    >>> def fastest(programs):
+    ...     with Lab(Cluster.of("2x4", (200, 1000))) as lab:
+    ...         return min(lab.measure(programs), key=lambda m: m.seconds)
     """
 
     def __init__(
-        self, cluster: Cluster | Topology, *, engine: Engine = "ring", timeout: float = 60.0, most_late: float = 0.01
+        self,
+        cluster: Cluster | Topology,
+        *,
+        engine: Engine = "ring",
+        timeout: float = TIMEOUT,
+        most_late: float = MOST_LATE,
     ) -> None:
         """Check what can be checked before anything is built."""
         _known(engine)
@@ -102,7 +107,7 @@ class Lab:
         """Build the cluster and start the ranks: a few seconds, most of them for torch."""
         needs.require()
         here, there = Pipe()
-        source = str(Path(__file__).resolve().parents[3])
+        source = str(Path(__file__).resolve().parents[3])  # where the package lies: the host must find this very one
         paths = [source, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self._said = tempfile.TemporaryFile()
@@ -139,10 +144,10 @@ class Lab:
             pipe.close()
         if process is not None:
             try:
-                process.wait(10.0)
+                process.wait(END_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10.0)
+                process.wait(END_TIMEOUT)
         if self._said is not None:
             self._said.close()
             self._said = None
@@ -213,7 +218,7 @@ class Lab:
         return [self._measurement(cell) for cell in cells]
 
     def _repeat(self, cells: Sequence[_Cell], repetitions: int, tell: Callable[[], None]) -> None:
-        """Runs of all cells, taking turns, so that none has the quiet minute for itself."""
+        """Run all cells, taking turns, so that none has the quiet minute for itself."""
         for _ in range(repetitions):
             for cell in cells:
                 self._once(cell)
@@ -228,7 +233,7 @@ class Lab:
                 cell.runs.append(run)
                 return
             cell.voided += 1
-            time.sleep(0.01 * 2 ** min(attempt, 5))  # what kept the ranks from the cores may pass
+            time.sleep(PAUSE * 2 ** min(attempt, DOUBLINGS))  # what kept the ranks from the cores may pass
 
     def _item(self, task: Task, engine: Engine) -> tuple[Task, Item]:
         what = task.what
@@ -284,11 +289,12 @@ class Lab:
             _timeline(what, middle, item),
         )
 
-    def _call(self, *order: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Return what a method of the host returns."""
         if self._pipe is None:
             raise BackendError("the lab is not running; use it as a context manager: with Lab(...) as lab: ...")
-        self._pipe.send(order)
-        return self._answer(5 * self.timeout + 60.0, str(order[0]))
+        self._pipe.send(Order(name, arguments))
+        return self._answer(ANSWER_TIMEOUTS * self.timeout + ANSWER_SECONDS, name)
 
     def _answer(self, timeout: float, what: str) -> Any:
         pipe = self._pipe
@@ -341,11 +347,7 @@ def measure(
 ) -> Timeline:
     """Run one program on a cluster of its own, and return the timeline of the repetition with the median time.
 
-    Args:
-        program: What to run.
-        cluster: What to build; device ids are positions on its topology.
-        engine: `"ring"` or `"gloo"`.
-        repetitions: Timed runs.
+    Device ids are positions on the cluster's topology; there are `repetitions` timed runs.
 
     Raises:
         Unavailable: This machine cannot run it.

@@ -14,15 +14,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from shardplan.errors import BackendError, TimedOut
-from shardplan.execution.lab.experiments import Experiment, Key, Pair, pairs
+from shardplan.execution.lab.experiments import Experiment, LabKey, Pair, pairs
 from shardplan.execution.lab.item import Engine, WrongResult
-from shardplan.execution.lab.record import Measurement
+from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
-from shardplan.execution.lab.session import REPETITIONS, Lab
+from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab
 
 OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
-MOST_LATE = 0.01  # seconds by which a rank may miss the agreed start
+
 AGAIN = 10  # of so many pairs one is measured again at the end
+TRIES = 2  # of an experiment, before it is kept with its error
 Progress = Callable[[float, float, str], None]  # seconds of work done, of all, and what is being done
 
 
@@ -71,7 +72,7 @@ def sweep(
     second = floor and (bool(todo) or not found.again)
     work = sum(_work(own, repetitions) for _, own in todo)
     share = 1 + 1 / AGAIN if second else 1.0
-    meter = _Meter(progress, work * share)
+    meter = _WorkMeter(progress, work * share)
     with _Labs(engine, most_late) as labs:
         for experiment, own in todo:
             done = _experiment(labs, experiment, own, repetitions, meter)
@@ -92,7 +93,7 @@ class _Labs(ExitStack):
         super().__init__()
         self.engine: Engine = engine
         self.most_late = most_late
-        self.key: Key | None = None
+        self.key: LabKey | None = None
         self.lab: Lab | None = None
 
     def of(self, experiment: Experiment) -> Lab:
@@ -109,7 +110,7 @@ class _Labs(ExitStack):
         self.lab = self.key = None
 
 
-class _Meter:
+class _WorkMeter:
     """Seconds of predicted work done, for a bar."""
 
     def __init__(self, progress: Progress | None, total: float) -> None:
@@ -128,15 +129,16 @@ class _Meter:
 
 
 def _work(own: Iterable[Pair], repetitions: int) -> float:
+    """Seconds that pairs are predicted to take, with the run that is verified."""
     return sum((p.events + OVERHEAD) * (repetitions + 1) for p in own)
 
 
-def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _Meter) -> Done:
+def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _WorkMeter) -> Done:
     tell = meter.part(_work(own, repetitions), experiment.name)
     started, load = time.monotonic(), os.getloadavg()[0]
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     error, rows = "", ()
-    for _ in range(2):
+    for _ in range(TRIES):
         try:
             measured = labs.of(experiment).measure([p.task() for p in own], repetitions, progress=tell)
             error, rows = "", tuple(_row(p, m) for p, m in zip(own, measured, strict=True))
@@ -172,8 +174,8 @@ def _row(pair: Pair, m: Measurement) -> Row:
     )
 
 
-def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _Meter) -> Iterator[Again]:
-    """Every tenth pair of the sweep, once more."""
+def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> Iterator[Again]:
+    """Measure one in `AGAIN` pairs once more; yield each, cluster by cluster, so that a lab is built once a cluster."""
     number = 0
     for done in sorted(found.experiments, key=lambda d: d.experiment.key):
         wanted: list[Row] = []

@@ -13,15 +13,15 @@ from shardplan.execution.torch.wire import Pending, TorchWire
 
 @dataclass(slots=True)
 class LabWire(TorchWire):
-    """The traffic of one rank in one run; `ranks` says which rank stands in for a device id."""
+    """The traffic of one rank in one run; its peers are device ids."""
 
-    ranks: Mapping[int, int] = field(default_factory=dict[int, int])
+    ranks: Mapping[int, int] = field(default_factory=dict[int, int])  # by device id, the rank that stands in for it
     payload: Counter[int] = field(default_factory=Counter[int])  # bytes sent, by the receiver's device id
 
     def post(
         self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
     ) -> tuple[Pending, Pending]:
-        """Start messages between device ids; what is pending bears them, too."""
+        """Start messages between device ids; what is pending bears them, too, so that a failure names devices."""
         for device, x in sends:
             self.payload[device] += x.nbytes
         ranks = self.ranks

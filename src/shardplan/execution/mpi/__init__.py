@@ -1,6 +1,15 @@
 """The backend over mpi4py.
 
-`run` is its entry; `steps` and `sums` bind ops to a rank, `site` is what they share, `wire` hands to MPI; `agree` says
-when ranks start, `pacts` what they have agreed on, `mail` carries letters, `faults` names who failed, `world` starts
-MPI, `segments` takes the name of its shared memory away.
+Reading order:
+
+- `run`             `run_program`; `MpiExecutable`, a program bound to one rank
+- `world`           starting MPI; `segments` takes the name of its shared memory away
+- `steps`           the ops bound to a rank: `bind`, those that only move, and those without messages
+- `sums`            the ops that reduce, and the broadcast
+- `binding`         what the steps of a program share: datatypes, groups, rounds
+- `wire`            `MpiWire`: datatypes and traffic, with bounded waits and counted bytes
+- `agree`           what ranks say to each other to start a program, and when
+- `agreed_programs` the programs that ranks have agreed on, each with its communicators
+- `mail`            letters between ranks, which carry all that is no data
+- `faults`          `MpiWatch`: bounded waits, and one clear error that ends all ranks
 """

@@ -4,7 +4,7 @@ The rank at index k of the set has its parent at (k - 1) // 2. A rank whose chil
 parent; the root lets all start. A rank that finds another program at a child, or cannot run, refuses: the refusal goes
 to all its neighbours, which pass it on, so that it reaches every rank without waiting for those that are late.
 
-This is what is said, and when; how words travel is `mpi_pacts`'s.
+This is what is said, and when; how words travel says `agreed_programs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardplan.errors import BackendError
-from shardplan.execution.rank_names import listed
+from shardplan.execution.rank_names import NAME_DIGITS, listed
 
 
 class NotStarted(BackendError):
@@ -39,7 +39,7 @@ class Refusal:
 
 
 Word = Runs | Start | Refusal
-Words = list[tuple[int, Word]]  # to whom, what
+Words = list[tuple[int, Word]]  # the rank of the receiver, and what it is told
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Agreement:
     verdict: Start | Refusal | None = None
     _children: tuple[int, ...] = field(init=False)
     _parent: int | None = field(init=False)
-    _silent: set[int] = field(init=False)
+    _silent: set[int] = field(init=False)  # children that have not said a word
 
     def __post_init__(self) -> None:
         """Find the neighbours."""
@@ -92,11 +92,12 @@ class Agreement:
                 if digest != self.digest:
                     return self.refuse(
                         f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs "
-                        f"{name_of(self.digest)}, rank {sender} {name_of(digest)}"
+                        f"{program_name(self.digest)}, rank {sender} {program_name(digest)}"
                     )
                 return self._speak()
 
     def _speak(self) -> Words:
+        """Return the word to the parent, or, at the root, to the children; none before all children have spoken."""
         if self._silent:
             return []
         return self._start() if self._parent is None else [(self._parent, Runs(self.digest))]
@@ -109,10 +110,10 @@ class Agreement:
         return self._children if self._parent is None else (self._parent, *self._children)
 
 
-def name_of(digest: bytes) -> str:
+def program_name(digest: bytes) -> str:
     """Return what a program is called in messages.
 
-    >>> name_of(bytes(range(32)))
+    >>> program_name(bytes(range(32)))
     'program 00010203'
     """
-    return f"program {digest.hex()[:8]}"
+    return f"program {digest.hex()[:NAME_DIGITS]}"

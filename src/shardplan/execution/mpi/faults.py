@@ -29,7 +29,10 @@ from shardplan.execution.rank_names import listed, named
 STATUS = 4  # of a process that fails while running
 LAST_WORDS = 0.25  # seconds for a launcher to pass on what it has read: it drops it when a job aborts
 UNREAD = 5.0  # seconds that a busy launcher may take to read it
-SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls
+SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls: short for latency, then long for ranks that share a core
+GROWTH = 1.5  # of the pause from poll to poll: the longest is reached at the ninth
+ROLL_CALL = 2.0  # seconds that a rank whose time is up waits for answers, at most half of the timeout
+INT_BYTES = 4  # what the ioctl fills in
 
 _parted: dict[int, str] = {}  # ranks that an exception has ended, and what it said
 
@@ -55,13 +58,13 @@ def abort(error: BaseException) -> NoReturn:
 
 def _unread() -> bool:
     """Whether standard error is a pipe that holds something."""
-    held = bytearray(4)
+    held = bytearray(INT_BYTES)
     with contextlib.suppress(OSError, ValueError):  # not a pipe, or nothing that has a descriptor
         fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, held)
     return any(held)
 
 
-def part() -> None:
+def announce_end() -> None:
     """Tell all ranks that an exception ends this process; nothing where none does."""
     from mpi4py import MPI
 
@@ -103,17 +106,17 @@ class Answer:
 
 @dataclass(slots=True)
 class MpiWatch:
-    """The view of one rank on one run of a program by `ranks`; `name` and `steps` are for messages."""
+    """The view of one rank on one run of a program by `ranks`."""
 
     ranks: tuple[int, ...]
     rank: int
-    name: str
-    steps: Sequence[str]
-    timeout: float
+    name: str  # of the program, for messages
+    steps: Sequence[str]  # their texts, for messages
+    timeout: float  # seconds that any wait may take
     mail: Mail
-    stopped: Callable[[], str] = str  # says why the run cannot end; nothing where it can
-    step: int = -1
-    _waits_for: list[int] = field(default_factory=list[int])
+    stopped: Callable[[], str] = str  # says why the run cannot end; an empty text where it can
+    step: int = -1  # the one that runs; -1 before the first
+    _waits_for: list[int] = field(default_factory=list[int])  # ranks, as it answers to those who ask
 
     def __post_init__(self) -> None:
         """Answer those who ask."""
@@ -132,10 +135,10 @@ class MpiWatch:
         self._waits_for = []
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
-        """Poll `done` until it is true.
+        """Poll `done`, which tests requests under way, until it is true; letters are read meanwhile.
 
         Args:
-            done: Tests the requests under way.
+            done: Whether all requests are done.
             waits_for: Lists the device ids whose messages are outstanding.
             group: The device ids that take part, for the message.
 
@@ -167,13 +170,16 @@ class MpiWatch:
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Generator[None]:
-        """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout."""
+        """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout.
+
+        `what` did not happen then, for the message. The second thread does nothing else, and only if time is up.
+        """
         error = TimedOut(f"{self.name} did not start: {what} by {listed(self.ranks)} within {self.timeout:g} s")
         timer = threading.Timer(self.timeout, abort, [error])
         timer.daemon = True
         timer.start()
         try:
-            yield
+            yield  # to the block, on this thread
         finally:
             timer.cancel()
 
@@ -189,7 +195,7 @@ class MpiWatch:
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
-            pause = min(LONGEST, 1.5 * pause + SHORTEST)
+            pause = min(LONGEST, GROWTH * pause + SHORTEST)
         return True
 
     def _late(self, where: str, among: str = "") -> ShardplanError:
@@ -215,7 +221,7 @@ class MpiWatch:
                 self.mail.post(r, Question())
             return len(answers) == len(asked) - 1
 
-        self._poll(done, min(2.0, self.timeout / 2))
+        self._poll(done, min(ROLL_CALL, self.timeout / 2))
         return answers
 
 

@@ -1,6 +1,8 @@
 """Letters between ranks: small Python values, of one tag on the world, read by ranks that wait for something.
 
-They carry agreements, withdrawals and roll calls, never data. Who reads registers what a kind of letter does.
+They carry agreements, withdrawals and roll calls, never data. Who reads registers what a kind of letter does. Between
+two ranks letters come in the order in which they were posted, as MPI has it for messages of one tag. Only the thread of
+the run posts and collects.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LEAVING = 1.0  # seconds that last letters may take to leave
-TAG = 2**14 + 11  # on COMM_WORLD: no program of the user may take it
+PAUSE = 1e-4  # seconds between two looks whether they have
+TAG = 2**14 + 11  # on COMM_WORLD, where the user's own messages travel: within what MPI promises (32767), rarely chosen
 
 
 @dataclass(slots=True)
 class Mail:
-    """The letters of this process; `sent` counts them."""
+    """The letters of this process."""
 
-    sent: int = 0
+    sent: int = 0  # letters posted so far
     _readers: dict[type, Callable[[int, Any], None]] = field(default_factory=dict[type, Callable[[int, Any], None]])
     _under_way: list[MPI.Request] = field(default_factory=list["MPI.Request"])  # each keeps its buffer
 
@@ -47,15 +50,15 @@ class Mail:
             self._readers[type(value)](status.Get_source(), value)
 
     def gone(self) -> bool:
-        """Return whether all letters have left, so that this process may turn to something other than MPI."""
+        """Say whether all letters have left, so that this process may turn to something other than MPI."""
         self._under_way = [r for r in self._under_way if not r.Test()]
         return not self._under_way
 
     def flush(self, seconds: float) -> None:
-        """Wait until all letters have left, but not for long: the receiver of one may be gone."""
+        """Wait until all letters have left, at most `seconds`: the receiver of one may be gone."""
         until = time.monotonic() + seconds
         while not self.gone() and time.monotonic() < until:
-            time.sleep(1e-4)
+            time.sleep(PAUSE)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Programs on MPI: one process a device, launched by mpiexec; device ids are ranks of COMM_WORLD.
 
 `run_program` is the backend. Inputs are read only; a result may be an input itself where nothing changes between the
-two. What a device sends and receives goes straight from and into its arrays (`mpi_wire`), so a run allocates the
-results and what reductions add up. At the first call of a program the ranks agree on it (`mpi_pacts`); what fails
-after that ends all ranks (`mpi_faults`).
+two. What a device sends and receives goes straight from and into its arrays (`wire`), so a run allocates the
+results and what reductions add up. At the first call of a program the ranks agree on it (`agreed_programs`); what fails
+after that ends all ranks (`faults`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,19 +26,29 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import own_shards, place_of
-from shardplan.execution.mpi.agree import NotStarted, name_of
-from shardplan.execution.mpi.faults import MpiWatch, abort, part
+from shardplan.execution.mpi.agree import NotStarted, program_name
+from shardplan.execution.mpi.agreed_programs import agreed_programs
+from shardplan.execution.mpi.binding import Binding, Bound
+from shardplan.execution.mpi.faults import MpiWatch, abort, announce_end
 from shardplan.execution.mpi.mail import mail
-from shardplan.execution.mpi.pacts import pacts
-from shardplan.execution.mpi.steps import Bound, Site, bind
+from shardplan.execution.mpi.steps import bind
 from shardplan.execution.mpi.wire import MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan
 
-REMEMBERED = 64  # bound programs whose datatypes are kept
+REMEMBERED = 64  # bound programs whose datatypes are kept: twice what a set of ranks agrees on, since sets are several
 Values = dict[str, np.ndarray]
 
 _executables: OrderedDict[tuple[Program, int], MpiExecutable] = OrderedDict()
+
+
+class MpiStep(NamedTuple):
+    """A step of a program on one device: what it runs, on which values, and which are dropped after it."""
+
+    bound: Bound | None  # None: the results are the operands under other types
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    freed: tuple[str, ...]
 
 
 class MpiExecutable:
@@ -52,22 +62,22 @@ class MpiExecutable:
         self.program = program
         self.device = device
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
-        self.site = Site(device)
-        self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
+        self.binding = Binding(device)
+        self.steps: list[MpiStep] = []
         for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
             operands, results = program.step_types(step)
             bound: Bound | None = None
             if not relabels(step, operands, results, freed):
                 try:
-                    bound = bind(step.op, operands, results, self.site)
+                    bound = bind(step.op, operands, results, self.binding)
                 except ShardplanError as error:
                     self.free()
                     raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
-            self.steps.append((bound, step.operands, step.results, tuple(freed)))
+            self.steps.append(MpiStep(bound, step.operands, step.results, tuple(freed)))
 
     def free(self) -> None:
         """Give the datatypes back to MPI; the program cannot run after it."""
-        self.site.types.free()
+        self.binding.types.free()
 
     def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> list[np.ndarray]:
         """Run the steps on `values`, the inputs by name, which is emptied on the way."""
@@ -79,7 +89,7 @@ class MpiExecutable:
             if record is not None:
                 record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
             values.update(zip(results, out, strict=True))
-            del arrays, out
+            del arrays, out  # else what is freed below would live to the end of the next step
             for name in freed:
                 values.pop(name, None)
         return [values[name] for name in self.program.outputs]
@@ -106,7 +116,7 @@ def forget() -> None:
 def end() -> None:
     """Leave MPI to its own end."""
     if "mpi4py.MPI" in sys.modules:
-        part()
+        announce_end()
         forget()
 
 
@@ -118,7 +128,7 @@ def run_program(
     Returns one array a result whose mesh has this rank, else none. Wrong shards, a missing launcher and an op that MPI
     cannot run raise, as `execution.run.run` says; at the first call of a program all other ranks raise too, at once, as
     they do where they come with different programs. What goes wrong later (a rank that does not come in time, or that
-    withdraws from a program agreed on, an exception in a step) is printed and ends all ranks: see `mpi_faults`.
+    withdraws from a program agreed on, an exception in a step) is printed and ends all ranks: see `faults`.
     """
     rank, size = start()
     strange = [d for d in program.devices if d >= size]
@@ -141,14 +151,16 @@ def run_program(
         values, bound = _values(program, inputs, rank), executable(program, rank)
     except BaseException as error:  # an interrupt too: the other ranks would wait for this one
         if not alone:
-            pacts().refuse(ranks, rank, digest, error)
+            agreed_programs().refuse(ranks, rank, digest, error)
         raise
-    watch = MpiWatch(ranks, rank, name_of(digest), bound.texts, timeout, mail())
+    watch = MpiWatch(ranks, rank, program_name(digest), bound.texts, timeout, mail())
     try:
         wire = MpiWire(ranks, {}, watch)
         if not alone:
-            pact = pacts().enter(ranks, digest) or pacts().agree(watch, digest, bound.site.groups)
-            wire.communicators, watch.stopped = pact.communicators, lambda: pact.stopped
+            agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(
+                watch, digest, bound.binding.groups
+            )
+            wire.communicators, watch.stopped = agreed.communicators, lambda: agreed.stopped
         results = bound.drive(values, wire, record)
     except NotStarted:
         raise

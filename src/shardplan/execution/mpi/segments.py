@@ -16,20 +16,16 @@ MAPS = Path("/proc/self/maps")  # of Linux; elsewhere nothing is known of segmen
 
 
 def unname(segment: str = SEGMENT, maps: Path = MAPS) -> list[str]:
-    """Take away the names of the segments that this process has mapped, and return them.
+    """Take away the names, beginning with `segment`, of the shared memory that `maps` lists as mapped by this process.
 
-    Args:
-        segment: How the names begin.
-        maps: Where the kernel lists what the process has mapped.
-
-    Returns:
-        The names taken away by this process; another rank of the machine may have come first.
+    Returns the names taken away; another rank of the machine may have come first.
     """
     try:
         mapped = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
     except OSError:
         return []
     gone: list[str] = []
+    # A line of maps: addresses, permissions, offset, device, inode, and the path where there is one.
     for device, inode, path in {(f[3], f[4], f[5]) for f in mapped if len(f) == 6 and f[5].startswith(segment)}:
         with contextlib.suppress(OSError):
             found = os.stat(path)

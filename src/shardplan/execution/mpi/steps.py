@@ -1,8 +1,9 @@
 """The ops of a program bound to one rank of MPI: what it allocates, sends, receives, adds and copies.
 
 Everything about a step that follows from types is worked out once, in `bind`, datatypes included (of an op in very
-many rounds, see `mpi_site.KEPT`, when a round's turn comes). Every op is composed of all-to-alls and point-to-point
-messages, so that what is counted is what is moved.
+many rounds, see `binding.MOST_KEPT`, when a round's turn comes). Every op is composed of all-to-alls and point-to-point
+messages, so that what is counted is what is moved. Messages meet in the order in which they are posted, under one tag
+on the program's communicator: all ranks go through operands and rounds in one order, which follows from the types.
 
 An all-to-all is one `Ialltoallw` a round among the members of the group, in member order, where most members have
 something for most others: gathers, all-to-alls, reduce-scatters, all-reduces and dense exchanges. Permutes, sends,
@@ -36,38 +37,38 @@ from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import Moving, group_of, members_of, parts, place_of, shape_of
-from shardplan.execution.mpi.site import (
+from shardplan.execution.mpi.binding import (
     Arrays,
+    Binding,
     Bound,
     One,
-    Site,
     at,
+    bound_rounds,
     idle,
     maker,
     messages_of,
-    rounds_of,
 )
 from shardplan.execution.mpi.sums import all_reduce, broadcast, reduce, reduce_scatter
 from shardplan.execution.mpi.wire import Messages, MpiWire, Types
 
 
-def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
-    """Return the step of the device of `site`; raises `BackendError` for an op that MPI cannot run."""
+def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
+    """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
     match op:
         case Slice() | AllGather() | AllToAll() | Permute() | Exchange() | Send():
-            return _moving(op, operands, results, site)
+            return _moving(op, operands, results, binding)
         case ReduceScatter():
-            return _one_by_one([reduce_scatter(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+            return _one_by_one([reduce_scatter(op, t, u, binding) for t, u in zip(operands, results, strict=True)])
         case AllReduce():
-            return _one_by_one([all_reduce(op, t, site) for t in operands])
+            return _one_by_one([all_reduce(op, t, binding) for t in operands])
         case Reduce():
-            return _one_by_one([reduce(op, t, site) for t in operands])
+            return _one_by_one([reduce(op, t, binding) for t in operands])
         case Broadcast():
-            return _one_by_one([broadcast(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+            return _one_by_one([broadcast(op, t, u, binding) for t, u in zip(operands, results, strict=True)])
         case ToPartial():
-            return _one_by_one([_to_partial(op, t, u, site) for t, u in zip(operands, results, strict=True)])
+            return _one_by_one([_to_partial(op, t, u, binding) for t, u in zip(operands, results, strict=True)])
         case Compute():
-            return _compute(op, operands, results, site)
+            return _compute(op, operands, results, binding)
         case _:
             raise BackendError(f"MPI cannot run {op.name}")
 
@@ -95,7 +96,10 @@ def _members(op: Moving, operands: Sequence[TensorType], results: Sequence[Tenso
 
 
 def _dense(op: Exchange, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> tuple[int, ...]:
-    """Return the devices of the group that send or receive, if they make half of all pairs; they all find the same."""
+    """Return the devices of the group that send or receive, if they make half of all pairs; they all find the same.
+
+    From half on an all-to-all is taken to be worth an entry, mostly of no bytes, for each pair that has no message.
+    """
     t = operands[0]
     place = place_of(t, device)
     if place is None:
@@ -112,9 +116,9 @@ def _dense(op: Exchange, operands: Sequence[TensorType], results: Sequence[Tenso
     return tuple(t.mesh.devices[m] for m in group if m in busy)
 
 
-def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
+def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
     chunks: int = getattr(op, "chunks", 1)
-    device = site.device
+    device = binding.device
     found = [parts(op, t, u, device) for t, u in zip(operands, results, strict=True)]
     befores, afters = ([shape_of(t, device) for t in side] for side in (operands, results))
     widths = [t.itemsize for t in operands]
@@ -123,14 +127,14 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
     receives = [(peer, k, box) for k, p in enumerate(found) for peer, box in p.receives]
     members = _members(op, operands, results, device)
     if members:
-        site.groups.append(members)
+        binding.groups.append(members)
 
-    def make(c: int, types: Types) -> tuple[Messages, Messages]:
-        outs = messages_of(sends, befores, widths, (c, chunks), types)
-        return outs, messages_of(receives, afters, widths, (c, chunks), types)
+    def work_out(c: int, types: Types) -> tuple[Messages, Messages]:
+        outs = messages_of(sends, befores, widths, c, chunks, types)
+        return outs, messages_of(receives, afters, widths, c, chunks, types)
 
-    rounds = rounds_of(chunks if members or sends or receives else 0, make, site.types)
-    group = members or tuple(sorted({device, *(peer for peer, *_ in (*sends, *receives))}))
+    rounds = bound_rounds(chunks if members or sends or receives else 0, work_out, binding.types)
+    group = members or tuple(sorted({device, *(peer for peer, *_ in (*sends, *receives))}))  # for messages of failures
     makers = [maker(u, device) for u in results]
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
@@ -141,16 +145,17 @@ def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[Tensor
                 pending = wire.all_to_all(members, arrays, outs, out, ins)
             else:
                 pending = wire.messages(arrays, outs, out, ins)
-            _keep(left, arrays, out)
+            _keep(left, arrays, out)  # in the first round, while its messages travel
             left.clear()
             wire.wait(pending, group)
-        _keep(left, arrays, out)
+        _keep(left, arrays, out)  # where there was no round
         return out
 
     return run
 
 
 def _keep(copies: Sequence[tuple[int, Box, Box]], arrays: Arrays, out: Arrays) -> None:
+    """Copy what stays on the device: of the k-th operand a box, into a box of the k-th result."""
     for k, old, new in copies:
         at(out[k], new)[...] = at(arrays[k], old)
 
@@ -158,12 +163,12 @@ def _keep(copies: Sequence[tuple[int, Box, Box]], arrays: Arrays, out: Arrays) -
 # Local ops. Computing is the reference's own arithmetic, on this device only.
 
 
-def _to_partial(op: ToPartial, t: TensorType, u: TensorType, site: Site) -> One:
+def _to_partial(op: ToPartial, t: TensorType, u: TensorType, binding: Binding) -> One:
     """Keep, fill or drop; a dim that grows keeps the own part."""
-    place = place_of(t, site.device)
-    make = maker(u, site.device)
+    place = place_of(t, binding.device)
+    make = maker(u, binding.device)
     if place is None or not at_root(u)[place]:
-        return idle(u, site.device)
+        return idle(u, binding.device)
     before, after = t.boxes()[place], u.boxes()[place]
     inside = tuple((int(b[0] - a[0]), int(b[1] - a[0])) for a, b in zip(after, before, strict=True))
     grows = not np.array_equal(before, after)
@@ -181,10 +186,10 @@ def _to_partial(op: ToPartial, t: TensorType, u: TensorType, site: Site) -> One:
     return run
 
 
-def _compute(op: Compute, operands: Sequence[TensorType], results: Sequence[TensorType], site: Site) -> Bound:
+def _compute(op: Compute, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
     (u,) = results
-    place = place_of(u, site.device)
-    make, dtype = maker(u, site.device), numpy_dtype(u.dtype)
+    place = place_of(u, binding.device)
+    make, dtype = maker(u, binding.device), numpy_dtype(u.dtype)
     held = place is not None and bool(at_root(u)[place])
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:

@@ -7,6 +7,8 @@ says, and sums come out in the reference's order, member by member. Only `Reduce
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE
@@ -23,7 +25,7 @@ from shardplan.execution.lower import (
     shape_of,
     shifted,
 )
-from shardplan.execution.mpi.site import One, Site, at, idle, maker, messages_of, rounds_of
+from shardplan.execution.mpi.binding import Binding, One, at, bound_rounds, idle, maker, messages_of
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Piece, Types
 
 
@@ -41,9 +43,19 @@ def _run_of(start: int, stop: int, total: int, itemsize: int, types: Types) -> t
     return (types.piece(0, (total,), itemsize, [((start, stop),)]),)
 
 
-def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) -> One:
+class _ScatterMessages(NamedTuple):
+    """One round of a reduce-scatter."""
+
+    start: int  # of the elements of the result that the round makes
+    stop: int
+    sends: Messages
+    receives: Messages  # into the staging buffer, one slot a sender
+    own: list[tuple[Box, Box]]  # of the own addend: part of the operand, part of the result
+
+
+def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, binding: Binding) -> One:
     """Every member sends each other its addend of that one's part, and adds up what it gets, in member order."""
-    device = site.device
+    device = binding.device
     members = members_of(op, t, device)
     if not members:
         return idle(u, device)
@@ -52,24 +64,25 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) 
     whole = tuple((0, k) for k in after)
     n = box_elements(whole)
     senders = [peer for peer, _ in p.receives]
-    order = [-1 if d == device else senders.index(d) for d in members] if n else []
+    order = [-1 if d == device else senders.index(d) for d in members] if n else []  # by member, whose addend; -1: own
     sizes = [b - a for a, b in (chunk_of(n, c, op.chunks) for c in range(op.chunks))]
     most = max(sizes)
     cuts = [(peer, 0, box) for peer, box in p.sends]
 
-    def work_out(c: int, types: Types) -> tuple[int, int, Messages, Messages, list[tuple[Box, Box]]]:
+    def work_out(c: int, types: Types) -> _ScatterMessages:
         start, stop = chunk_of(n, c, op.chunks)
         size = stop - start
-        sends = messages_of(cuts, [before], [t.itemsize], (c, op.chunks), types)
+        sends = messages_of(cuts, [before], [t.itemsize], c, op.chunks, types)
         slots = enumerate(senders if size else [])
         receives = {d: _run_of(k * size, k * size + size, most * len(senders), t.itemsize, types) for k, d in slots}
         mine = flat_boxes(p.keeps[0][0], start, stop) if n else []
-        return start, stop, sends, receives, list(zip(mine, flat_boxes(whole, start, stop), strict=True))
+        own = list(zip(mine, flat_boxes(whole, start, stop), strict=True))
+        return _ScatterMessages(start, stop, sends, receives, own)
 
-    rounds = rounds_of(op.chunks, work_out, site.types)
+    rounds = bound_rounds(op.chunks, work_out, binding.types)
     alone = len(members) == 1
     if not alone:
-        site.groups.append(members)
+        binding.groups.append(members)
 
     def run(x: np.ndarray, wire: MpiWire) -> np.ndarray:
         out = make()
@@ -90,9 +103,19 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, site: Site) 
     return run
 
 
-def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
+class _ReduceMessages(NamedTuple):
+    """One round of an all-reduce: a reduce-scatter of the flat shard, then an all-gather of its parts."""
+
+    start: int  # of the elements that this member makes in the round
+    stop: int
+    theirs: Messages  # the others' parts of the flat shard: addends sent at first, then received whole
+    addends: Messages  # what the others send of the own part, into the staging buffer, one slot each
+    gives: Messages  # the own part, made, to all others
+
+
+def all_reduce(op: AllReduce, t: TensorType, binding: Binding) -> One:
     """A reduce-scatter of the flat shard, cut by the tiling rule, and an all-gather of its parts."""
-    device = site.device
+    device = binding.device
     members = members_of(op, t, device)
     if not members:
         return idle(t, device)
@@ -104,7 +127,7 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
     most = max(b - a for a, b in (chunk_of(owned[me][1] - owned[me][0], c, op.chunks) for c in range(op.chunks)))
     total = most * len(others)
 
-    def work_out(c: int, types: Types) -> tuple[int, int, Messages, Messages, Messages]:
+    def work_out(c: int, types: Types) -> _ReduceMessages:
         spans = [shifted(span, c, op.chunks) for span in owned]
         start, stop = spans[me]
         size = stop - start
@@ -112,11 +135,11 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
         slots = enumerate(others if size else [])
         addends = {d: _run_of(j * size, j * size + size, total, width, types) for j, (_, d) in slots}
         gives = {d: _run_of(0, size, size, width, types) for _, d in (others if size else [])}
-        return start, stop, theirs, addends, gives
+        return _ReduceMessages(start, stop, theirs, addends, gives)
 
-    rounds = rounds_of(op.chunks, work_out, site.types)
+    rounds = bound_rounds(op.chunks, work_out, binding.types)
     if others:
-        site.groups.append(members)
+        binding.groups.append(members)
 
     def run(x: np.ndarray, wire: MpiWire) -> np.ndarray:
         out = make()
@@ -137,14 +160,14 @@ def all_reduce(op: AllReduce, t: TensorType, site: Site) -> One:
     return run
 
 
-def reduce(op: Reduce, t: TensorType, site: Site) -> One:
+def reduce(op: Reduce, t: TensorType, binding: Binding) -> One:
     """A pipelined chain towards the first member; what the others have no use for takes the partial sums."""
-    members = members_of(op, t, site.device)
+    members = members_of(op, t, binding.device)
     if not members:
-        return idle(t, site.device)
-    me = members.index(site.device)
-    make, reduction = maker(t, site.device), op.reduction
-    n = box_elements(tuple((0, k) for k in shape_of(t, site.device)))
+        return idle(t, binding.device)
+    me = members.index(binding.device)
+    make, reduction = maker(t, binding.device), op.reduction
+    n = box_elements(tuple((0, k) for k in shape_of(t, binding.device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
     after = members[me - 1] if me else None
@@ -169,14 +192,14 @@ def reduce(op: Reduce, t: TensorType, site: Site) -> One:
     return run
 
 
-def broadcast(op: Broadcast, t: TensorType, u: TensorType, site: Site) -> One:
+def broadcast(op: Broadcast, t: TensorType, u: TensorType, binding: Binding) -> One:
     """A pipelined chain from the first member on."""
-    members = members_of(op, u, site.device)
+    members = members_of(op, u, binding.device)
     if not members:
-        return idle(u, site.device)
-    me = members.index(site.device)
-    make = maker(u, site.device)
-    n = box_elements(tuple((0, k) for k in shape_of(u, site.device)))
+        return idle(u, binding.device)
+    me = members.index(binding.device)
+    make = maker(u, binding.device)
+    n = box_elements(tuple((0, k) for k in shape_of(u, binding.device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me - 1] if me else None
     after = members[me + 1] if me + 1 < len(members) else None

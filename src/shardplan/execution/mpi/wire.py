@@ -3,7 +3,7 @@
 Data travel as bytes, straight from and into the arrays: a part is a committed subarray type, several parts for a peer
 are one struct type, so nothing of ours is packed and every element type is alike (MPI knows no bf16). What is counted
 as received is the size of the types handed to MPI. `MPI` itself is imported on the first call, since importing it
-starts it.
+starts it. A wire belongs to the thread of its run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shardplan.execution.mpi.faults import MpiWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DATA = 1  # the tag of point-to-point messages on the communicator of a program
+DATA = 1  # the tag of point-to-point messages: one is enough, since a communicator is one program's
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Parts of one array: which of the arrays of a step, their datatype from its first byte on, their bytes."""
+    """Parts of one array."""
 
-    array: int
-    datatype: MPI.Datatype
-    nbytes: int
+    array: int  # which of the operands or results of a step
+    datatype: MPI.Datatype  # of the parts, from the array's first byte on
+    nbytes: int  # of the parts
 
 
 Message = tuple[Piece, ...]  # what one peer gets, or gives, in one round
@@ -88,22 +88,22 @@ def _subarray(shape: tuple[int, ...], itemsize: int, box: Box) -> MPI.Datatype:
 
 @dataclass(slots=True)
 class Pending:
-    """A request under way and the devices it waits for."""
+    """A request under way."""
 
     request: MPI.Request
-    peers: tuple[int, ...]
+    peers: tuple[int, ...]  # device ids that it waits for
 
 
 @dataclass(slots=True)
 class MpiWire:
-    """The traffic of one run of a program by the devices `ranks`, on the program's communicators, by their members."""
+    """The traffic of one run of a program."""
 
-    ranks: tuple[int, ...]
-    communicators: Mapping[tuple[int, ...], MPI.Intracomm]
+    ranks: tuple[int, ...]  # device ids, ascending
+    communicators: Mapping[tuple[int, ...], MPI.Intracomm]  # of the program, by their members; one is of all `ranks`
     watch: MpiWatch
     received: int = 0  # bytes of the types handed to MPI so far
     sent: int = 0
-    _index: dict[int, int] = field(init=False)
+    _index: dict[int, int] = field(init=False)  # of a device id in the communicator of all ranks
 
     def __post_init__(self) -> None:
         """Number the devices as their communicator does."""
@@ -126,7 +126,7 @@ class MpiWire:
         return [Pending(request, peers)]
 
     def messages(self, out: Arrays, sends: Messages, into: Arrays, receives: Messages) -> list[Pending]:
-        """Start one message to each peer of `sends` and from each of `receives`."""
+        """Start one message to each peer of `sends`, of `out`, and from each of `receives`, into `into`."""
         comm = self.communicators[self.ranks]
         pending: list[Pending] = []
         target, kinds, made = _typed(into, receives)
@@ -157,7 +157,10 @@ class MpiWire:
         return Pending(request, (peer,))
 
     def wait(self, pending: Sequence[Pending], group: Sequence[int]) -> None:
-        """Wait until all of `pending` are done, at most the timeout; `group` is for the message of a failure."""
+        """Wait until all of `pending` are done; `group`, device ids, is for the message of a failure.
+
+        Raises what `MpiWatch.wait` raises.
+        """
         left = list(pending)
 
         def done() -> bool:
@@ -190,8 +193,8 @@ def _typed(arrays: Arrays, messages: Messages) -> tuple[Any, dict[int, MPI.Datat
         return base, {peer: message[0].datatype for peer, message in messages.items()}, []
     made: dict[int, MPI.Datatype] = {}
     for peer, message in messages.items():
-        places = [arrays[piece.array].ctypes.data for piece in message]
-        struct = MPI.Datatype.Create_struct([1] * len(message), places, [piece.datatype for piece in message])
+        addresses = [arrays[piece.array].ctypes.data for piece in message]
+        struct = MPI.Datatype.Create_struct([1] * len(message), addresses, [piece.datatype for piece in message])
         made[peer] = struct.Commit()
     return MPI.BOTTOM, made, list(made.values())
 

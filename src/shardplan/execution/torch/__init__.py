@@ -1,6 +1,16 @@
 """The backend over torch.distributed.
 
-`run` is its entry; `steps` and `sums` bind ops to a rank, `pack` packs, `wire` sends, `compute` computes, `faults`
-agrees and names who failed, `site` looks after waits, `tree` joins values of all ranks, `clock` joins clocks, `dtypes`
-maps.
+Reading order:
+
+- `run`         `run_program`; `TorchExecutable`, a program bound to one rank, and `launch`, which runs it
+- `steps`       the ops bound to a rank: `bind`, and those that only move
+- `sums`        the ops that reduce, spread, or make partial values
+- `compute`     the ops that compute
+- `pack`        messages of parts of arrays, and the staging buffers that they lie in
+- `dtypes`      element types between numpy and torch, and reductions that torch lacks
+- `wire`        `TorchWire`: point-to-point messages, with bounded waits and counted bytes
+- `faults`      `TorchWatch`: that ranks run one program, and why a run failed, said through the store
+- `group_state` what a process keeps about its process group, and the thread that looks after waits
+- `objects`     Python values between ranks, and one made of those of all
+- `clock`       one clock for the ranks, and the spans of all of them
 """

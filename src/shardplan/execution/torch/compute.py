@@ -17,7 +17,7 @@ from shardplan.core.ops.compute import Compute, wide
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import place_of
-from shardplan.execution.torch.dtypes import identity_of, name_of, to_numpy, to_torch, torch_dtype
+from shardplan.execution.torch.dtypes import identity_of, short_name_of, to_numpy, to_torch, torch_dtype
 
 if TYPE_CHECKING:
     from shardplan.execution.torch.wire import TorchWire
@@ -42,7 +42,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def bind_compute(op: Compute, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Any:
-    """Return the bound step of a computing op (see `torch_steps.bind`)."""
+    """Return the bound step of a computing op on the device of that id; see `steps.bind`."""
     (u,) = results
     place = place_of(u, device)
     shape = () if place is None else u.local_shape(place)
@@ -66,7 +66,7 @@ def bind_compute(op: Compute, operands: Sequence[TensorType], results: Sequence[
         if held:
             out.copy_(_cast(local(arrays), dtype).expand(shape))
         return [out]
-        yield
+        yield  # never reached: it makes this a generator, as every bound step is, and no message is waited for
 
     return run
 
@@ -80,15 +80,16 @@ def _accumulator(name: str) -> torch.dtype:
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype == dtype:
         return x
-    if x.dtype.is_floating_point and x.device.type == "cpu":  # one rounding, as numpy and ml_dtypes do it
-        return to_torch(to_numpy(x).astype(numpy_dtype(name_of(dtype))))
+    # One rounding, as numpy and ml_dtypes do it: torch goes from f64 to narrow floats through f32.
+    if x.dtype.is_floating_point and x.device.type == "cpu":
+        return to_torch(to_numpy(x).astype(numpy_dtype(short_name_of(dtype))))
     return x.to(dtype)
 
 
 def _elementwise(
     op: Elementwise, arrays: Sequence[torch.Tensor], operands: Sequence[TensorType], dtype: torch.dtype
 ) -> torch.Tensor:
-    kind = numpy_dtype(name_of(dtype))
+    kind = numpy_dtype(short_name_of(dtype))
     up = dtype if kind.kind in "iub" else torch_dtype(short_name(wide(kind)))
     if up in (torch.uint16, torch.uint32, torch.uint64):  # torch computes with none of them
         values = [to_numpy(x) for x in arrays]

@@ -29,7 +29,7 @@ _TORCH = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
-# moved as the integers of their width: nothing here, and no op of torch, adds or orders them
+# Moved as the integers of their width: nothing here, and no op of torch, adds or orders them.
 _CARRIERS = {
     torch.float8_e8m0fnu: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,
@@ -47,8 +47,8 @@ _COMBINE: dict[str, Any] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# torch adds and orders these not at all, so numpy does it, on the host
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: what numpy can look into
+# torch adds and orders these not at all, so numpy does it, on the host.
 _FOREIGN = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
@@ -61,7 +61,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
-def name_of(dtype: torch.dtype) -> str:
+def short_name_of(dtype: torch.dtype) -> str:
     """Return the short name of a torch dtype; raises `BackendError` for one that shardplan does not know."""
     found = _NAMES.get(dtype)
     if found is None:
@@ -92,10 +92,10 @@ def to_torch(array: np.ndarray) -> torch.Tensor:
 def to_numpy(x: torch.Tensor) -> np.ndarray:
     """Return the values of a tensor as an array of our dtype; it shares the memory of a tensor on the host."""
     x = x.detach().cpu()
-    dtype = numpy_dtype(name_of(x.dtype))
+    dtype = numpy_dtype(short_name_of(x.dtype))
     if x.dtype.is_complex:
         return x.numpy()
-    return x.view(_BITS[x.itemsize]).numpy().view(dtype)
+    return x.view(_INTEGERS[x.itemsize]).numpy().view(dtype)
 
 
 def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
@@ -105,7 +105,7 @@ def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
         return
     a, b = to_numpy(total), to_numpy(addend)
     result = COMBINE[reduction](a, b).astype(a.dtype)
-    if total.device.type == "cpu":
+    if total.device.type == "cpu":  # where `a` shares the memory of `total`
         a[...] = result
     else:
         total.copy_(to_torch(result).to(total.device))

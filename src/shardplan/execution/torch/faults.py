@@ -3,11 +3,21 @@
 A run has a number, which all its ranks count alike, and one verdict, `ok` or what went wrong first: whoever finds a
 fault writes it, nobody overwrites it, and every rank that fails raises what it says. Agreeing on a program at its first
 run costs a rank at most seven operations on the store, however many ranks there are; later runs cost none. Only a rank
-that has waited for long (see `torch_site`) says what it runs and for whom it waits, and reads the verdict.
+that has waited for long (see `group_state`) says what it runs and for whom it waits, and reads the verdict.
 
 A rank blocked in gloo cannot be interrupted without closing all connections. So a rank that knows of a fault, and still
 waits for another, asks that one for a message of no use: one that failed lets the others go before it raises
-(`TorchWatch.release`). Whoever is not let go in time closes its connections.
+(`TorchWatch.broke`). Whoever is not let go in time closes its connections.
+
+What lies in the store, below `shardplan/HASH` of the ranks: at `RANK` what that rank last said of itself, and below
+`NUMBER` of a run `program` (the digest of who came first), `count` (ranks that came with it), `verdict`, `left` (ranks
+that have left a failed run), `asked/RANK` and `asked/RANK/K` (how often that rank was asked for a message, and the
+K-th such request: who asks, the bytes, the tag). A verdict is written by `compare_set`, in place of nothing or of `ok`,
+so that the first fault holds.
+
+Two threads: the run's, which agrees, waits, fails and raises; and that of `group_state`, which calls `slow` and `over`
+while the run's thread is blocked in a wait. Both may set `verdict`: to what the store holds, wherever it can be
+reached, so to the same.
 """
 
 from __future__ import annotations
@@ -22,10 +32,17 @@ from typing import Any, NamedTuple, Protocol
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import listed, named
-from shardplan.execution.torch.site import GRACE, TICK, GroupState, site
+from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
+POLL = TICK / 10  # seconds between two looks into the store for what another rank is about to say
+ANSWER = TICK / 2  # seconds between two looks for ranks that ask to be let go: each look is several operations
 OK = "ok"
+TAGS = 2**31  # gloo's tags have 31 bits
+# 2**32 over the golden ratio, and odd: multiples of it, modulo a power of two, lie far apart and are all distinct.
+SPREAD = 0x9E3779B1
+KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store: enough that no two share keys
+TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
 
 
 class Wait(NamedTuple):
@@ -61,45 +78,42 @@ class Said(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TorchWatch:
-    """The view of one rank on one run of a program by `ranks`.
-
-    `digest` is the identity of the program, the same on all ranks; `name` and `steps` are for messages.
-    """
+    """The view of one rank on one run of a program by `ranks`."""
 
     ranks: tuple[int, ...]
     rank: int
-    name: str
-    digest: str
-    steps: Sequence[str]
-    timeout: float
-    site: GroupState = field(default_factory=site)
-    step: int = -1
-    number: int = 0
+    name: str  # of the program, for messages
+    digest: str  # the identity of the program, the same on all ranks
+    steps: Sequence[str]  # their texts, for messages
+    timeout: float  # seconds that any wait may take
+    state: GroupState = field(default_factory=group_state)
+    step: int = -1  # the one that runs; -1 before the first
+    number: int = 0  # of the run, from 1
     verdict: str = ""  # once this rank knows that the run has failed
     running: bool = False  # whether others may have sent something
-    _asked: float = 0.0  # when it asked to be let go
-    _answered: int = 0
-    _said: Wait | None = None
+    _asked: float = 0.0  # seconds into its wait at which it asked to be let go
+    _answered: int = 0  # requests of others that it has answered
+    _said: Wait | None = None  # what it has told the others that it waits for
 
     def __post_init__(self) -> None:
         """Number the run."""
-        self.site.runs[self.ranks] += 1
-        self.number = self.site.runs[self.ranks]
+        self.state.runs[self.ranks] += 1
+        self.number = self.state.runs[self.ranks]
 
     @property
     def tag(self) -> int:
         """A tag for the messages of this run: its number and the identity of its program, so others never match.
 
-        gloo's tags have 31 bits. Runs of one program have different tags for 2**31 runs; those of two programs are
-        equal by chance once in 2**31.
+        Runs of one program have different tags for `TAGS` runs; those of two programs are equal by chance once in
+        `TAGS`.
         """
-        return (int(self.digest[:8], 16) + self.number * 0x9E3779B1) % 2**31
+        return (int(self.digest[:TAG_DIGITS], 16) + self.number * SPREAD) % TAGS
 
     def begin(self, problem: str) -> None:
         """Agree on the program at its first run, and refuse a run in which this rank cannot take part.
 
         Args:
-            problem: What is wrong with this rank's shards, or nothing; it becomes the error of every rank.
+            problem: What is wrong with this rank's shards, a line, or empty; it becomes the error of every rank.
 
         Raises:
             TimedOut: Some ranks did not come; they are named.
@@ -110,17 +124,18 @@ class TorchWatch:
             if problem:
                 raise LayoutError(f"{self.name}: {problem}")
             return
-        self.site.look_after_waits()
-        self.running = self.digest in self.site.agreed
+        self.state.look_after_waits()
+        self.running = self.digest in self.state.agreed
         if not self.running:
             self._agree(problem)
-            self.site.agreed.add(self.digest)
+            self.state.agreed.add(self.digest)
             self.running = True
         elif problem:
             raise self.told(self._post(f"refused {self.rank} {problem}; rank {self.rank} sent nothing"))
 
     def _agree(self, problem: str) -> None:
-        store, key = self.site.store, self._key
+        """Wait for all ranks to come with one program: the last of them writes the verdict, the others wait for it."""
+        store, key = self.state.store, self._key
         try:
             self._say(store)
             first = store.compare_set(key("program"), "", self.digest).decode()
@@ -130,7 +145,8 @@ class TorchWatch:
                 found = self._post("other")
             elif store.add(key("count"), 1) == len(self.ranks):
                 found = store.compare_set(key("verdict"), "", OK).decode()
-                for old in self.site.agreements.get(self.ranks, "").split():  # all have left it behind
+                # All ranks have come here, so all have left the agreement before this one behind.
+                for old in self.state.agreements.get(self.ranks, "").split():
                     store.delete_key(old)
             else:
                 store.wait([key("verdict")], timedelta(seconds=self.timeout))
@@ -138,14 +154,15 @@ class TorchWatch:
         except RuntimeError as error:
             found = self._absent(error)
         if found == OK:
-            self.site.agreements[self.ranks] = " ".join(key(part) for part in ("program", "count", "verdict"))
+            self.state.agreements[self.ranks] = " ".join(key(part) for part in ("program", "count", "verdict"))
             return
         if found == "other":
             raise self._unlike(store)
         raise self.told(found)
 
     def _absent(self, error: Exception) -> str:
-        missing = [r for r in self.ranks if self._heard(self.site.store, r).number < self.number]
+        """Return the verdict after the store failed or timed out: who did not come, if anybody."""
+        missing = [r for r in self.ranks if self._heard(self.state.store, r).number < self.number]
         if missing and self.rank not in missing:
             return self._post(f"absent {_commas(missing)} {self.timeout:g}")
         return f"broken {self.rank} {_line(error)}"
@@ -156,7 +173,7 @@ class TorchWatch:
         heard: dict[int, Said] = {}
         while len(heard) < len(self.ranks) and time.monotonic() < until:
             heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
-            time.sleep(TICK / 10)
+            time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
         who = named(others) if others else "another rank"
         told = next((s.name for s in others.values()), "another program")
@@ -176,7 +193,7 @@ class TorchWatch:
         """The program and the step, for messages."""
         return f"{self.name}, step {self.step} ({self.steps[self.step] if self.steps else 'start'})"
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Note that the rank begins a step."""
         self.step = step
 
@@ -186,20 +203,20 @@ class TorchWatch:
         """Return the error to raise after a wait for `peer` failed, or (without `error`) was ended by a fault."""
         if error is None:
             return self.told(self.verdict)
-        store, text = self.site.store, str(error).lower()
+        store, text = self.state.store, str(error).lower()
         if "timed out" in text or "timeout" in text:
             cause = "late" if self.step > 0 else "absent"
             return self.told(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
         until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
         while not (found := self._read(store)) and time.monotonic() < until:
-            time.sleep(TICK / 10)
+            time.sleep(POLL)
         return self.told(found or self._post(f"lost {peer} {_line(error)}"))
 
     def told(self, verdict: str) -> Exception:
         """Return the error that a verdict is on this rank."""
         self.verdict = verdict
         if verdict == "other":
-            return self._unlike(self.site.store)
+            return self._unlike(self.state.store)
         cause, who, text = verdict.split(" ", 2)
         ranks = sorted(map(int, who.split(",")))
         match cause:
@@ -220,7 +237,7 @@ class TorchWatch:
 
     def mismatched(self, peer: int) -> Exception:
         """Return the error to raise after `peer` said in its header that it runs something else."""
-        self._say(self.site.store, peer)
+        self._say(self.state.store, peer)
         return self.told(self._post("other"))
 
     def broke(self, error: BaseException, wire: Releasing) -> None:
@@ -234,28 +251,29 @@ class TorchWatch:
 
     def _release(self, wire: Releasing) -> None:
         """Answer the ranks that wait for this one until all have left the run, or patience ends."""
-        store = self.site.store
+        store = self.state.store
         cause, _, rest = self.verdict.partition(" ")
         gone = len(rest.partition(" ")[0].split(",")) if cause in ("lost", "late", "absent") else 0
         until = time.monotonic() + PATIENCE
         with contextlib.suppress(RuntimeError):  # without a store nobody can ask
             left = store.add(self._key("left"), 1)
             while left < len(self.ranks) - gone and time.monotonic() < until:
-                time.sleep(TICK / 2)
+                time.sleep(ANSWER)
                 self._answer(store, wire)
                 left = store.add(self._key("left"), 0)
 
     def _answer(self, store: Any, wire: Releasing) -> None:
+        """Send the messages that others have asked this rank for, each once, in the order of the requests."""
         asked = self._key(f"asked/{self.rank}")
         while self._answered < store.add(asked, 0):
             self._answered += 1
             wire.answer(*map(int, store.get(f"{asked}/{self._answered}").decode().split()))
 
-    # Slow waits, on the second thread (see `torch_site.Watched`)
+    # Slow waits, on the second thread (see `group_state.Watched`)
 
     def slow(self, wait: Wait, seconds: float) -> None:
         """Say what this rank runs and waits for; find out whether the run has failed, and then ask to be let go."""
-        store = self.site.aside
+        store = self.state.aside
         if self._said is not wait:
             self._said = wait
             self._say(store, wait.peer)
@@ -275,7 +293,7 @@ class TorchWatch:
     def over(self) -> None:
         """Say that this rank waits for nobody."""
         if not self.verdict:
-            self._say(self.site.aside)
+            self._say(self.state.aside)
         self._said = None
 
     # The store
@@ -299,7 +317,7 @@ class TorchWatch:
 
     def _post(self, verdict: str, store: Any = None) -> str:
         """Write the verdict on this run, unless there is one; return the one that holds."""
-        store = store or self.site.store
+        store = store or self.state.store
         try:
             found = store.compare_set(self._key("verdict"), "", verdict).decode()
             if found == OK:  # the ranks agreed in this very run
@@ -330,7 +348,7 @@ class TorchWatch:
 
 
 def _key_of(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:KEY_DIGITS]
 
 
 def _commas(ranks: Iterable[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -14,9 +14,17 @@ from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.wire import TorchWire
 
 Arrays = list[torch.Tensor]
-Entry = tuple[int, int, tuple[int, ...], Box]  # peer, which array, its shape, the part of it
-MOST_KEPT = 256  # rounds of a step that are worked out in advance
+MOST_KEPT = 256  # rounds of a step that are worked out in advance; of more, each is made when its turn comes
 Round = TypeVar("Round")
+
+
+class PeerPart(NamedTuple):
+    """A part of an array that goes to a peer, or comes from it."""
+
+    peer: int  # device id
+    array: int  # which operand or result of the step
+    shape: tuple[int, ...]  # of that array
+    box: Box
 
 
 def at(x: torch.Tensor, view: View) -> torch.Tensor:
@@ -24,8 +32,8 @@ def at(x: torch.Tensor, view: View) -> torch.Tensor:
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
-def make_of(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
-    """Return how the shard of `device` is allocated."""
+def maker(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
+    """Return how the shard of a device, given by id, is allocated."""
     shape, dtype = shape_of(t, device), torch_dtype(t.dtype)
 
     def make(wire: TorchWire) -> torch.Tensor:
@@ -45,10 +53,13 @@ class Message:
     packs: bool = True  # False where an earlier message has packed the same parts
 
 
-def pack(entries: Sequence[Entry], chunk: int, chunks: int, shared: bool) -> tuple[Message, ...]:
-    """Lay out the messages of one round; `shared`: equal messages (of a sender) lie in the buffer once."""
+def pack(parts: Sequence[PeerPart], chunk: int, chunks: int, shared: bool) -> tuple[Message, ...]:
+    """Lay out the messages of round `chunk` of `chunks`: one a peer, with what the round moves of each of its parts.
+
+    With `shared`, for a sender, equal messages lie in the staging buffer once.
+    """
     by_peer: dict[int, list[tuple[int, View]]] = {}
-    for peer, k, shape, box in entries:
+    for peer, k, shape, box in parts:
         for piece in flat_boxes(box, *chunk_of(box_elements(box), chunk, chunks)):
             by_peer.setdefault(peer, []).append((k, view_of(shape, piece)))
     out: list[Message] = []
@@ -64,7 +75,7 @@ def pack(entries: Sequence[Entry], chunk: int, chunks: int, shared: bool) -> tup
         for k, view in runs:
             placed.append((k, view, offset))
             offset += view.elements
-        if len(runs) == 1 and runs[0][1].contiguous:
+        if len(runs) == 1 and runs[0][1].contiguous:  # travels straight from or into its array
             offset = start
         packed[tuple(runs)] = message = Message(peer, tuple(placed), start, offset)
         out.append(message)
@@ -86,22 +97,22 @@ class PackedRounds(Generic[Round]):
         return PackedRounds(build, count, None if kept is None else tuple(r for r in kept if r is not None))
 
     def __iter__(self) -> Iterator[Round]:
-        """Go through the rounds."""
+        """Yield the rounds in which something moves, in order."""
         if self.kept is not None:
             yield from self.kept
             return
         for c in range(self.count):
             found = self.build(c)
             if found is not None:
-                yield found
+                yield found  # made in its turn and dropped after it, so that many rounds take no memory
 
 
-def largest_round(entries: Sequence[Entry], chunks: int, shared: bool) -> int:
+def largest_round(parts: Sequence[PeerPart], chunks: int, shared: bool) -> int:
     """Return the elements of the staging buffer that serves every round: at most ceil(n / chunks) of each part."""
     if chunks <= MOST_KEPT:
-        return max(staged(pack(entries, c, chunks, shared)) for c in range(chunks))
-    boxes = {(k, box) for _, k, _, box in entries} if shared else [(k, box) for _, k, _, box in entries]
-    return sum(-(-box_elements(box) // chunks) for _, box in boxes)
+        return max(staged(pack(parts, c, chunks, shared)) for c in range(chunks))
+    boxes = [(part.array, part.box) for part in parts]
+    return sum(-(-box_elements(box) // chunks) for _, box in (set(boxes) if shared else boxes))
 
 
 def staged(messages: Sequence[Message]) -> int:
@@ -109,7 +120,7 @@ def staged(messages: Sequence[Message]) -> int:
     return max((m.stop for m in messages), default=0)
 
 
-def target(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+def receive_buffer(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
     """Return what a message is received into: its part of the results, or of the staging buffer."""
     if stage is None or m.stop == m.start:
         k, view, _ = m.runs[0]
@@ -117,8 +128,8 @@ def target(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
     return stage[m.start : m.stop]
 
 
-def source(m: Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
-    """Return what a message is sent from, packed if it must be."""
+def send_buffer(m: Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
+    """Return what a message is sent from: its part of the operands, or of the staging buffer, into which it packs."""
     if stage is None or m.stop == m.start:
         k, view, _ = m.runs[0]
         return flat_view(arrays[k], view)

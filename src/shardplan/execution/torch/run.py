@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -23,16 +23,18 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
-from shardplan.execution.torch.site import site
-from shardplan.execution.torch.steps import Bound, bind
+from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.steps import bind
+from shardplan.execution.torch.sums import Bound, Running
 from shardplan.execution.torch.wire import TorchWire
 
+MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
-Running = Generator[None, None, list[torch.Tensor]]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound]
 
 
@@ -63,6 +65,15 @@ class Runnable(Protocol):
         ...
 
 
+class TorchStep(NamedTuple):
+    """A step of a program on one device: what it runs, on which values, and which are dropped after it."""
+
+    bound: Bound | None  # None: the results are the operands under other types
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    freed: tuple[str, ...]
+
+
 class TorchExecutable:
     """A program bound to the process of one device: everything that follows from types is worked out once.
 
@@ -77,7 +88,7 @@ class TorchExecutable:
         self.ranks = program.devices
         text = str(program)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.name = f"program {self.digest[:8]}"
+        self.name = f"program {self.digest[:NAME_DIGITS]}"
         self.needs: dict[str, Need | None] = {}
         for name, t in program.inputs:
             place = place_of(t, device)
@@ -87,7 +98,7 @@ class TorchExecutable:
         place = place_of(program.output_types[0], device) if program.outputs else None
         self.result_shape = (0,) if place is None else program.output_types[0].local_shape(place)
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
-        self.steps: list[tuple[Bound | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = []
+        self.steps: list[TorchStep] = []
         for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
             operands, results = program.step_types(step)
             bound: Bound | None = None
@@ -96,21 +107,21 @@ class TorchExecutable:
                     bound = bind(step.op, operands, results, device)
                 except ShardplanError as error:
                     raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
-            self.steps.append((bound, step.operands, step.results, tuple(freed)))
+            self.steps.append(TorchStep(bound, step.operands, step.results, tuple(freed)))
 
     def drive(self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None) -> Running:
         """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
         for number, (bound, operands, results, freed) in enumerate(self.steps):
-            watch.at(number)
+            watch.begin_step(number)
             arrays = [values[o] for o in operands]
             start, before = time.monotonic(), wire.received
             out = arrays if bound is None else (yield from bound(arrays, wire))
             if record is not None:
-                if wire.device.type == "cuda":
+                if wire.device.type == "cuda":  # a step ends where its kernels do
                     torch.cuda.synchronize(wire.device)
                 span = StepSpan(self.device, number, start, time.monotonic(), wire.received - before)
                 record.spans.append(span)
-            del arrays
+            del arrays  # else what is freed below would live to the end of the next step
             for name, array in zip(results, out, strict=True):
                 values[name] = array
             del out
@@ -120,7 +131,7 @@ class TorchExecutable:
 
 
 def finish(running: Running) -> list[torch.Tensor]:
-    """Run a started generator to its end, and return its results."""
+    """Run a generator of a launch to its end, blocked in its waits, and return its results."""
     try:
         while True:
             next(running)
@@ -128,7 +139,7 @@ def finish(running: Running) -> list[torch.Tensor]:
         return stop.value
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_BOUND)
 def executable(program: Program, device: int) -> TorchExecutable:
     """Return the program bound to a device; remembered."""
     return TorchExecutable(program, device)
@@ -136,14 +147,14 @@ def executable(program: Program, device: int) -> TorchExecutable:
 
 def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
     """Return the wire of a run over the default process group."""
-    group = watch.site.group
+    group = watch.state.group
     batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
     return TorchWire(group, watch, device, batched=batched)
 
 
 def agreed(bound: Runnable) -> bool:
-    """Return whether the ranks have come with this program before: else the next launch waits for all of them."""
-    return len(bound.ranks) == 1 or bound.digest in site().agreed
+    """Say whether the ranks have come with this program before: else the next launch waits for all of them."""
+    return len(bound.ranks) == 1 or bound.digest in group_state().agreed
 
 
 def launch(
@@ -151,8 +162,11 @@ def launch(
 ) -> Running:
     """Run a program, or a move, on the shards of this rank; every rank of it launches it, in one order.
 
+    Nothing happens before the generator is first resumed: then the ranks agree, where they have not, and the first
+    messages are posted.
+
     Args:
-        bound: What to run.
+        bound: A program bound to this rank, or a move that has none.
         values: The shards by input, emptied on the way.
         timeout: Seconds that any wait for other ranks may take.
         problem: What is wrong already, a line: the run is refused on every rank.
@@ -185,7 +199,7 @@ def launch(
 
 
 def checked(bound: Runnable, values: Values, device: torch.device) -> str:
-    """Make every shard contiguous; or return what is wrong with one, of which nothing is read then."""
+    """Make every shard in `values` contiguous; or return what is wrong with one, of which nothing is read then."""
     for name, x in values.items():
         need = bound.needs[name]
         wrong = "" if need is None else misfit(x, need, device)
@@ -199,7 +213,7 @@ def checked(bound: Runnable, values: Values, device: torch.device) -> str:
 
 
 def misfit(x: torch.Tensor, need: Need, device: torch.device) -> str:
-    """Return in what a shard is not what is needed, or nothing; its elements are not read."""
+    """Say in what a shard is not what is needed; an empty text where it is. Its elements are not read."""
     if x.shape != need.shape or x.dtype != need.dtype:
         return (
             f"of dtype {x.dtype} and shape {tuple(x.shape)}, but {need.text} needs {need.dtype} and {tuple(need.shape)}"

@@ -8,7 +8,7 @@ what the op says.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from shardplan.core.messages import at_root
 from shardplan.core.ops import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import (
+    View,
     box_elements,
     chunk_of,
     flat_boxes,
@@ -31,16 +32,26 @@ from shardplan.execution.lower import (
     view_of,
 )
 from shardplan.execution.torch.dtypes import fold, identity_of
-from shardplan.execution.torch.pack import Arrays, PackedRounds, at, largest_round, make_of, pack, source
-from shardplan.execution.torch.wire import TorchWire
+from shardplan.execution.torch.pack import (
+    Arrays,
+    Message,
+    PackedRounds,
+    PeerPart,
+    at,
+    largest_round,
+    maker,
+    pack,
+    send_buffer,
+)
+from shardplan.execution.torch.wire import Pending, TorchWire
 
-Running = Generator[None, None, Arrays]
-Bound = Callable[[Arrays, TorchWire], Running]
-One = Callable[[torch.Tensor, TorchWire], Generator[None, None, torch.Tensor]]
+Running = Generator[None, None, Arrays]  # yields while messages travel; its value is the results
+Bound = Callable[[Arrays, TorchWire], Running]  # a step bound to a rank
+One = Callable[[torch.Tensor, TorchWire], Generator[None, None, torch.Tensor]]  # the same of one operand
 
 
 def one_by_one(steps: Sequence[One]) -> Bound:
-    """Return the step that treats its operands one after another."""
+    """Return the step that treats its operands one after another, each to its end: no two are under way at once."""
 
     def run(arrays: Arrays, wire: TorchWire) -> Running:
         out: Arrays = []
@@ -53,13 +64,22 @@ def one_by_one(steps: Sequence[One]) -> Bound:
 
 def _idle(u: TensorType, device: int) -> One:
     """A device that holds nothing of the value: its result must not be read."""
-    make = make_of(u, device)
+    make = maker(u, device)
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         return make(wire)
-        yield
+        yield  # never reached: it makes this a generator, and no message is waited for
 
     return run
+
+
+class _ScatterRound(NamedTuple):
+    """One round of a reduce-scatter."""
+
+    start: int  # of the elements of the result that the round makes
+    stop: int
+    sends: tuple[Message, ...]
+    own: list[tuple[View, View]]  # of the own addend: part of the operand, part of the result
 
 
 def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int) -> One:
@@ -68,25 +88,25 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int)
     if not members:
         return _idle(u, device)
     p = parts(op, t, u, device)
-    shape, make, chunks, reduction = shape_of(t, device), make_of(u, device), op.chunks, op.reduction
+    shape, make, chunks, reduction = shape_of(t, device), maker(u, device), op.chunks, op.reduction
     after = shape_of(u, device)
     n = box_elements(tuple((0, k) for k in after))
     whole = tuple((0, k) for k in after)
     own = p.keeps[0][0] if p.keeps else None
     senders = [peer for peer, _ in p.receives]
-    order = [-1 if d == device else senders.index(d) for d in members] if n else []
-    entries = [(peer, 0, shape, box) for peer, box in p.sends]
+    order = [-1 if d == device else senders.index(d) for d in members] if n else []  # by member, whose addend; -1: own
+    gives = [PeerPart(peer, 0, shape, box) for peer, box in p.sends]
 
-    def build(chunk: int) -> Any:
+    def build(chunk: int) -> _ScatterRound | None:
         start, stop = chunk_of(n, chunk, chunks)
-        sends = pack(entries, chunk, chunks, True)
+        sends = pack(gives, chunk, chunks, True)
         mine = flat_boxes(own, start, stop) if own else []
         result = flat_boxes(whole, start, stop)
         pairs = [(view_of(shape, a), view_of(after, b)) for a, b in zip(mine, result, strict=True)] if n else []
-        return (start, stop, sends, pairs) if sends or stop > start else None
+        return _ScatterRound(start, stop, sends, pairs) if sends or stop > start else None
 
-    rounds: PackedRounds[Any] = PackedRounds.of(build, chunks)
-    most_in, most_out = -(-n // chunks) * len(senders), largest_round(entries, chunks, True)
+    rounds = PackedRounds.of(build, chunks)
+    most_in, most_out = -(-n // chunks) * len(senders), largest_round(gives, chunks, True)
 
     def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
         out = make(wire)
@@ -98,9 +118,9 @@ def reduce_scatter(op: ReduceScatter, t: TensorType, u: TensorType, device: int)
             addends = [incoming[k * size : (k + 1) * size] for k in range(len(senders))]
             ins, outs = wire.post(
                 list(zip(senders, addends, strict=True)) if size else [],
-                [(m.peer, source(m, [x], outgoing)) for m in sends],
+                [(m.peer, send_buffer(m, [x], outgoing)) for m in sends],
             )
-            yield
+            yield  # a round's addends travel, in and out; next they are waited for, all before the first is added
             wire.wait(ins)
             for number, which in enumerate(order):
                 if which >= 0:
@@ -126,7 +146,7 @@ def all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
     if not members:
         return _idle(t, device)
     me = members.index(device)
-    make, chunks, reduction = make_of(t, device), op.chunks, op.reduction
+    make, chunks, reduction = maker(t, device), op.chunks, op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     owned = ranges(n, len(members))
     others = [(k, d) for k, d in enumerate(members) if k != me]
@@ -145,7 +165,7 @@ def all_reduce(op: AllReduce, t: TensorType, device: int) -> One:
                 [(d, addends[k]) for k, d in others] if size else [],
                 [(d, source[slice(*spans[k])]) for k, d in others if spans[k][1] > spans[k][0]],
             )
-            yield
+            yield  # the reduce-scatter's addends travel; next they are waited for, and the all-gather is not yielded in
             wire.wait(ins)
             here = flat[start:stop]
             for k in range(len(members)):
@@ -172,7 +192,7 @@ def reduce(op: Reduce, t: TensorType, device: int) -> One:
     if not members:
         return _idle(t, device)
     me = members.index(device)
-    make, reduction = make_of(t, device), op.reduction
+    make, reduction = maker(t, device), op.reduction
     n = box_elements(tuple((0, k) for k in shape_of(t, device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me + 1] if me + 1 < len(members) else None  # adds up what comes after it
@@ -183,8 +203,8 @@ def reduce(op: Reduce, t: TensorType, device: int) -> One:
         source, flat = x.view(-1), out.view(-1)
         sums = flat if before is not None else source
         ins, _ = wire.post([(before, flat[a:b]) for a, b in segments] if before is not None else [], [])
-        yield
-        sent: list[Any] = []
+        yield  # all receives are posted, nothing is sent; next come the segments, in order: receive, add, send on
+        sent: Pending = []
         for k, (a, b) in enumerate(segments):
             if before is not None:
                 wire.wait_one(*ins[k])
@@ -205,7 +225,7 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
     if not members:
         return _idle(u, device)
     me = members.index(device)
-    make = make_of(u, device)
+    make = maker(u, device)
     n = box_elements(tuple((0, k) for k in shape_of(u, device)))
     segments = segments_of(n, t.itemsize, op.chunks)
     before = members[me - 1] if me else None
@@ -216,11 +236,11 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
         flat = out.view(-1)
         whole = x.view(-1) if before is None else flat
         ins, _ = wire.post([(before, flat[a:b]) for a, b in segments] if before is not None else [], [])
-        sent: list[Any] = []
+        sent: Pending = []
         if before is None:
             sent = wire.post([], [(after, whole[a:b]) for a, b in segments])[1] if after is not None else []
             out.copy_(x)
-        yield
+        yield  # all receives are posted, and the first member's sends; next come the segments: receive, send on
         for k, (a, b) in enumerate(segments if before is not None else []):
             wire.wait_one(*ins[k])
             if after is not None:
@@ -234,7 +254,7 @@ def broadcast(op: Broadcast, t: TensorType, u: TensorType, device: int) -> One:
 def to_partial(op: ToPartial, t: TensorType, u: TensorType, device: int) -> One:
     """Keep, fill or drop; a dim that grows keeps the own part."""
     place = place_of(t, device)
-    make = make_of(u, device)
+    make = maker(u, device)
     if place is None or not at_root(u)[place]:
         return _idle(u, device)
     before, after = t.boxes()[place], u.boxes()[place]
@@ -251,6 +271,6 @@ def to_partial(op: ToPartial, t: TensorType, u: TensorType, device: int) -> One:
         if keeps:
             at(out, part).copy_(x)
         return out
-        yield
+        yield  # never reached: it makes this a generator, and no message is waited for
 
     return run

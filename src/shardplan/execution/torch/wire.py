@@ -8,6 +8,9 @@ the first message of a run from one rank to another is a header of two numbers, 
 in a batch of its own: all headers have one size, so they meet whatever the two ranks run. The comparison is made on the
 device, and the batches of data wait behind it on the device's stream, so that the host waits for nothing: where headers
 differ the assertion stops the stream before any data moves, and the host raises at its next synchronisation.
+
+A wire belongs to the thread of its run. Only `answer` and `cut` are called from the thread that looks after waits too:
+they post on a copy, or end every connection.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import torch.distributed as dist
 from shardplan.errors import ShardplanError
 from shardplan.execution.torch.faults import TorchWatch, Wait
 
-Pending = list[tuple[int, Any]]  # peer, work
-AT_ONCE = timedelta(milliseconds=1)
+Pending = list[tuple[int, Any]]  # peer, and the work of torch that is waited for
+AT_ONCE = timedelta(milliseconds=1)  # a wait that is to fail: gloo's bound must be above 0
+IDENTITY_DIGITS = 15  # hexadecimal digits of a digest in a header: 60 bits, which a signed 64-bit integer holds
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class TorchWire:
     device: torch.device
     received: int = 0  # bytes of the messages received so far
     sent: int = 0
-    batched: bool = field(default=False)
+    batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
     timeout: timedelta = field(init=False)
     tag: int = field(init=False)
     under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
@@ -56,7 +60,11 @@ class TorchWire:
     def post(
         self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
     ) -> tuple[Pending, Pending]:
-        """Start contiguous messages; returns the pending receives and sends, in the order given."""
+        """Start contiguous messages; returns the pending receives and sends, in the order given.
+
+        Messages of two ranks meet in the order in which each posts them. Raises what `TorchWatch.failed` makes of a
+        failure.
+        """
         for _, x in receives:
             self.received += x.nbytes
         for _, x in sends:
@@ -89,7 +97,7 @@ class TorchWire:
         if not ops:
             return [], []
         works = dist.batch_isend_irecv(ops)
-        if len(works) < len(ops):  # one work stands for all
+        if len(works) < len(ops):  # a backend that joins them has one work stand for all
             works = works[:1] * len(ops)
         peers = [peer for peer, _ in (*receives, *sends)]
         pending = list(zip(peers, works, strict=True))
@@ -103,7 +111,7 @@ class TorchWire:
         if not (givers or takers):
             return
         self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
-        mine = torch.tensor([int(self.watch.digest[:15], 16), self.watch.number], device=self.device)
+        mine = torch.tensor([int(self.watch.digest[:IDENTITY_DIGITS], 16), self.watch.number], device=self.device)
         theirs = torch.empty((len(givers), 2), dtype=mine.dtype, device=self.device)
         ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
         if self.device.type == "cpu":
@@ -125,9 +133,9 @@ class TorchWire:
             self.wait_one(peer, work)
 
     def wait_one(self, peer: int, work: Any) -> None:
-        """Wait for one message."""
+        """Wait for one message; while it waits, `waits` shows the second thread what for."""
         watch = self.watch
-        waits = watch.site.waits
+        waits = watch.state.waits
         waits[watch] = Wait(peer, self.under_way.get(work, 0), self)
         try:
             work.wait(self.timeout)
@@ -167,7 +175,7 @@ class TorchWire:
     def abandon(self) -> None:
         """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes."""
         if self.under_way:
-            self.watch.site.left_behind.append(tuple(self.under_way))
+            self.watch.state.left_behind.append(tuple(self.under_way))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -29,18 +29,10 @@ EXPORTS: dict[str, Callable[[Program, Placement | None], str]] = {
 
 
 def export_text(name: str, program: Program, placement: Placement | None = None) -> str:
-    """Return a reduction program as text.
+    """Return a reduction program as Python source, or as XML, by the export of that name.
 
-    Args:
-        name: One of `EXPORTS`.
-        program: Of reductions, from a partial payload; its device ids are ranks.
-        placement: Where it lies, for a comment.
-
-    Returns:
-        Python source, or XML.
-
-    Raises:
-        BackendError: An unknown name, or a program that cannot be exported so.
+    The program starts from a partial payload, and its device ids are ranks; `placement` is where it lies, for a
+    comment. Raises `BackendError` for an unknown name, and a program that cannot be exported so.
 
     >>> export_text("nccl", None)
     Traceback (most recent call last):

@@ -18,13 +18,9 @@ from shardplan.interop.exports.recipe import RecipeStep, heading, recipe, shape_
 
 
 class JaxReduction:
-    """A reduction program for JAX.
+    """A reduction program for JAX (`recipe` says which); device id k is `jax.devices()[k]`.
 
-    Args:
-        program: Of reductions (`recipe` says which); device id k is `jax.devices()[k]`.
-
-    Raises:
-        BackendError: A program that cannot be exported, too few devices.
+    Raises `BackendError` for a program that cannot be exported, and too few devices.
 
     `reduce_payload` is the body, for a `shard_map` of the caller's over `mesh`: each device's payload, of any shape, to
     the reduced payload, flat. Calling the object does it for one array [devices, n] whose row k is the payload of the
@@ -62,9 +58,8 @@ class JaxReduction:
     def reduce_payload(self, payload: Any) -> Any:
         """Return a device's reduced payload, flat; inside a `shard_map` over `mesh`.
 
-        Returns:
-            As many elements as the payload has. Where the program ends in shards, the device's, padded; where it ends
-            at a root, zeros on other devices.
+        It has as many elements as the payload. Where the program ends in shards, it is the device's, padded; where it
+        ends at a root, zeros on other devices.
         """
         import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
@@ -77,6 +72,7 @@ class JaxReduction:
 
 
 def _run(move: RecipeStep, x: Any) -> Any:
+    """A device's array after a move."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     from jax import lax  # pyright: ignore[reportMissingImports]
 
@@ -102,17 +98,10 @@ def bind(program: Program) -> JaxReduction:
 
 
 def jax_text(program: Program, placement: Placement | None = None) -> str:
-    """Return Python source that runs a reduction program with JAX alone.
+    """Return Python source that runs a reduction program with JAX alone; device id k is `jax.devices()[k]`.
 
-    Args:
-        program: Of reductions; device id k is `jax.devices()[k]`.
-        placement: Where it lies, for a comment.
-
-    Returns:
-        A module: `MESH`, `reduce_payload` (the body, for a `shard_map` over it), and `reduce_rows` (the whole).
-
-    Raises:
-        BackendError: A program that cannot be exported.
+    It is a module: `MESH`, `reduce_payload` (the body, for a `shard_map` over it), and `reduce_rows` (the whole).
+    `placement` is where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce

@@ -24,16 +24,11 @@ CALLS = Path(__file__).with_name("mpi_calls.py")
 
 
 class MpiReduction:
-    """A reduction program on communicators; call it with each rank's payload.
+    """A reduction program on communicators (`recipe` says which); call it with each rank's payload.
 
-    Args:
-        program: Of reductions (`recipe` says which); its device ids are ranks of `world`.
-        world: A communicator; `MPI.COMM_WORLD` if none is given.
-
-    Raises:
-        BackendError: A program that cannot be exported, too few ranks, no mpi4py or MPI library.
-
-    Every rank of `world` makes it, with the same program. `free` gives the communicators back.
+    Its device ids are ranks of `world`, a communicator, `MPI.COMM_WORLD` if none is given. Every rank of `world` makes
+    it, with the same program; `free` gives the communicators back. Raises `BackendError` for a program that cannot be
+    exported, too few ranks, and no mpi4py or MPI library.
     """
 
     def __init__(self, program: Program, world: Any = None) -> None:
@@ -56,12 +51,9 @@ class MpiReduction:
     def __call__(self, payload: np.ndarray) -> np.ndarray:
         """Return the reduced payload, flat; the payload itself is left as it is.
 
-        Args:
-            payload: Of any shape, of a dtype that MPI knows; of one size on all ranks.
-
-        Returns:
-            As many elements as the payload has. Where the program ends in shards, this rank's, padded; where it ends at
-            a root, what other ranks return has no meaning.
+        The payload may have any shape, has a dtype that MPI knows, and one size on all ranks; the result has as many
+        elements. Where the program ends in shards, it is this rank's, padded; where it ends at a root, what other ranks
+        return has no meaning.
         """
         r, calls = self.recipe, self.calls
         x = calls.padded(payload, math.prod(r.chunks)).reshape(*r.chunks, -1)
@@ -92,17 +84,10 @@ def bind(program: Program, world: Any = None) -> MpiReduction:
 
 
 def mpi_text(program: Program, placement: Placement | None = None) -> str:
-    """Return Python source that runs a reduction program with mpi4py alone.
+    """Return Python source that runs a reduction program with mpi4py alone; device ids are ranks.
 
-    Args:
-        program: Of reductions; its device ids are ranks.
-        placement: Where it lies, for a comment.
-
-    Returns:
-        A module: `make_groups(MOVES, SIZES, RANKS, world)` once on every rank, then `reduce_payload(payload, groups)`.
-
-    Raises:
-        BackendError: A program that cannot be exported.
+    It is a module: `make_groups(MOVES, SIZES, RANKS, world)` once on each rank, then `reduce_payload(payload, groups)`.
+    `placement` is where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce
@@ -169,6 +154,7 @@ def _lines(move: RecipeStep) -> list[str]:
 
 
 def _digits(r: Recipe) -> dict[str, tuple[list[int], list[int]]]:
+    """By the label of a move, the digits of a place that vary in a group, and those that are 0 where it takes part."""
     at = r.names.index
     return {move.label: ([at(name) for name in move.axes], [at(name) for name in move.masters]) for move in r.moves}
 

@@ -21,6 +21,7 @@ github.com/Azure/msccl-executor-nccl); `msccl_schema` lists them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +34,17 @@ from shardplan.interop.exports.msccl_interpreter import verify
 from shardplan.interop.exports.msccl_schema import MOST_BLOCKS, MOST_CHANNELS, MOST_STEPS
 from shardplan.interop.exports.recipe import Recipe, RecipeStep, heading, recipe
 
-LARGEST = 2**35  # bytes; the executor takes 0 for no limit, the older one does not
-VERIFIED = 32  # GPUs up to which what is returned is interpreted first
+LARGEST = 2**35  # bytes, above any payload; the executor takes 0 for no limit, the older one does not
+VERIFIED = 32  # GPUs up to which what is returned is interpreted first: the time of that grows faster than their number
+
+
+class _Action(NamedTuple):
+    """What a member of a ring does with a chunk."""
+
+    part: int  # of the row: whose chunk it is, by member
+    member: int  # of the ring, who acts
+    kind: str  # of the step
+    chunk: int
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +60,9 @@ class _Step:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    send: int
+    """A thread block, whose steps are still being added."""
+
+    send: int  # the GPUs that it sends to and receives from; -1 for none
     recv: int
     channel: int
     steps: list[_Step] = field(default_factory=list[_Step])
@@ -59,8 +71,10 @@ class _Block:
 
 @dataclass(slots=True)
 class _Gpu:
+    """A GPU and the state of its chunks, as far as steps have been added."""
+
     blocks: dict[int, _Block]  # by channel
-    place: list[str]  # of every chunk's value: i or o
+    buffer: list[str]  # where every chunk's value is: i or o
     wrote: dict[int, tuple[_Block, int]]  # the last step that wrote a chunk
     read: dict[int, list[tuple[_Block, int]]]  # the steps that have read it since
 
@@ -77,21 +91,20 @@ def msccl_text(
     min_bytes: int = 0,
     max_bytes: int = LARGEST,
 ) -> str:
-    """Return the MSCCL XML of a reduction program.
+    """Return the MSCCL XML of a reduction program, which must give the whole payload to every device.
+
+    Up to `VERIFIED` GPUs it has been checked against the schema and interpreted on integers.
 
     Args:
-        program: Of reductions, to the whole payload on every device.
+        program: As `recipe` says.
         placement: Where it lies, for a comment.
         group: Which group of the reduction, where they are numbered differently; equal for most meshes.
         parts: Parts of equal size that each chunk is cut in; parts travel on different channels where there are some.
         channels: Channels a ring is spread over; None takes as few as the steps of a thread block allow.
         proto: Simple, LL or LL128.
-        name: Of the algorithm.
-        min_bytes: Bytes of a payload from which NCCL may choose it.
-        max_bytes: Bytes of a payload up to which NCCL may choose it.
-
-    Returns:
-        The XML. Up to 32 GPUs it has been checked against the schema and interpreted on integers.
+        name: What the XML calls the algorithm.
+        min_bytes: The least payload for which NCCL may choose it, in bytes.
+        max_bytes: The largest.
 
     Raises:
         BackendError: A program that cannot be exported, or more steps, thread blocks or channels than an executor has.
@@ -170,10 +183,12 @@ def _expand(r: Recipe, members: np.ndarray, parts: int, channels: int | None) ->
 
 
 def _longest(gpus: list[_Gpu]) -> int:
+    """The steps of the longest thread block, the `nop`s that wait among them."""
     return max((sum(max(1, len(s.waits)) for s in b.steps) for g in gpus for b in g.blocks.values()), default=0)
 
 
 def _rings(r: Recipe, members: np.ndarray, parts: int, lanes: int) -> list[_Gpu]:
+    """The GPUs of a group, given by the places of its members, with all their steps; a ring takes `lanes` channels."""
     program = r.program
     mesh = program.input_types[0].mesh
     order = sorted(members.tolist(), key=lambda place: mesh.devices[place])
@@ -191,7 +206,7 @@ def _rings(r: Recipe, members: np.ndarray, parts: int, lanes: int) -> list[_Gpu]
             ring = [gpu_of[p] for p in row]
             turns = _ring_rows(move, t, u, row, r, parts)
             for number, actions in enumerate(turns):
-                for part, member, kind, chunk in actions:
+                for part, member, kind, chunk in actions:  # in order of time around the ring
                     # Whole rings on a channel, where there are enough; else the parts of a ring on different ones.
                     lane = (number if len(turns) >= lanes else number * move.size + part) % lanes
                     _add(gpus, ring, member, kind, chunk, first + lane)
@@ -208,12 +223,9 @@ def _cells(t: TensorType, place: int, r: Recipe, parts: int) -> list[int]:
     return (cells[:, None] * parts + np.arange(parts)).reshape(-1).tolist()
 
 
-Action = tuple[int, int, str, int]  # part of the row, member of the ring, step type, chunk
-
-
 def _ring_rows(
     move: RecipeStep, t: TensorType, u: TensorType, row: list[int], r: Recipe, parts: int
-) -> list[list[Action]]:
+) -> list[list[_Action]]:
     """Return the actions of a collective, by rows: at most one chunk for each member's part, in order of time."""
     k = move.size
     own = _cells(t, row[0], r, parts)
@@ -233,7 +245,7 @@ def _ring_rows(
     start = 0 if move.kind == "all_gather" else 1  # an all-gather starts where the part is
     return [
         [
-            (p, (p + start + time) % k, kind, shares[p][number])
+            _Action(p, (p + start + time) % k, kind, shares[p][number])
             for time, kind in enumerate(kinds)
             for p in range(k)
             if number < len(shares[p])
@@ -242,10 +254,11 @@ def _ring_rows(
     ]
 
 
-def _chain(kind: str, chunk: int, k: int) -> list[Action]:
+def _chain(kind: str, chunk: int, k: int) -> list[_Action]:
+    """The actions of a reduce to the first of k members, or of a broadcast from it, along the ring."""
     if kind == "reduce":
-        return [(0, (1 + time) % k, x, chunk) for time, x in enumerate(["s"] + ["rrs"] * (k - 2) + ["rrc"])]
-    return [(0, time, x, chunk) for time, x in enumerate(["s"] + ["rcs"] * (k - 2) + ["r"])]
+        return [_Action(0, (1 + time) % k, x, chunk) for time, x in enumerate(["s"] + ["rrs"] * (k - 2) + ["rrc"])]
+    return [_Action(0, time, x, chunk) for time, x in enumerate(["s"] + ["rcs"] * (k - 2) + ["r"])]
 
 
 def _add(gpus: list[_Gpu], ring: list[int], member: int, kind: str, chunk: int, channel: int) -> None:
@@ -257,6 +270,7 @@ def _add(gpus: list[_Gpu], ring: list[int], member: int, kind: str, chunk: int, 
 
 
 def _append(gpu: _Gpu, block: _Block, kind: str, chunk: int, *, reads: bool, writes: bool) -> None:
+    """Add a step to a block, with the steps of other blocks that it must wait for and does not know to be done."""
     before = [gpu.wrote[chunk]] if chunk in gpu.wrote else []
     if writes:  # the input and the output may be one: a write waits for reads of either
         before += gpu.read.get(chunk, [])
@@ -267,9 +281,9 @@ def _append(gpu: _Gpu, block: _Block, kind: str, chunk: int, *, reads: bool, wri
     for key, (other, number) in latest.items():
         block.known[key] = number
         other.steps[number].awaited = True
-    source = (gpu.place[chunk], chunk) if reads else None
+    source = (gpu.buffer[chunk], chunk) if reads else None
     if writes:
-        gpu.place[chunk] = "o"
+        gpu.buffer[chunk] = "o"
     block.steps.append(_Step(kind, source, ("o", chunk) if writes else None, list(latest.values())))
     mark = (block, len(block.steps) - 1)
     if reads:
@@ -280,7 +294,7 @@ def _append(gpu: _Gpu, block: _Block, kind: str, chunk: int, *, reads: bool, wri
 
 def _finish(gpu: _Gpu) -> None:
     """Copy what never left the input: the chunks of a group of one."""
-    left = [chunk for chunk, place in enumerate(gpu.place) if place == "i"]
+    left = [chunk for chunk, buffer in enumerate(gpu.buffer) if buffer == "i"]
     if left:
         block = gpu.blocks.setdefault(max(gpu.blocks, default=-1) + 1, _Block(-1, -1, 0))
         for chunk in left:

@@ -16,20 +16,40 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.errors import LayoutError, ScheduleError
 from shardplan.interop.exports.msccl_schema import READS, RECEIVES, SENDS, WRITES, Algorithm, MscclInstruction, parse
 
-SLOTS = 2
-Place = tuple[int, str, int, int]  # GPU, buffer, chunk, loop
-Clock = np.ndarray
+SLOTS = 2  # chunks that a connection holds, at the least: see the module
+NUMBERS = 2**40  # integers below it, either sign, are summed: thousands of them stay exact, and no two sums are alike
+SHOWN = 4  # thread blocks that the error of a deadlock explains
+Clock = np.ndarray  # int64 [thread blocks]: the ticks of each that are known to be over
+
+
+class _Location(NamedTuple):
+    """Where a value is."""
+
+    gpu: int
+    buffer: str
+    chunk: int
+    loop: int
+
+
+class _Done(NamedTuple):
+    """A step that a thread block has run."""
+
+    gpu: int
+    block: int
+    loop: int
+    step: int
 
 
 @dataclass(slots=True)
 class _Access:
-    """The last write of a place, and the reads since, as (thread block, its tick)."""
+    """The last write of a location, and the reads since, as (thread block, its tick)."""
 
     write: tuple[int, int] | None
     reads: dict[int, int]
@@ -41,22 +61,23 @@ class _MscclRun:
     def __init__(self, algorithm: Algorithm, inputs: np.ndarray, in_place: bool, slots: int, loops: int) -> None:
         self.algorithm = algorithm
         self.in_place, self.slots, self.loops = in_place, slots, loops
-        self.blocks = [(g, k) for g, gpu in enumerate(algorithm.gpus) for k in range(len(gpu.blocks))]
+        self.blocks = [(g, k) for g, gpu in enumerate(algorithm.gpus) for k in range(len(gpu.blocks))]  # GPU, id there
         self.number = {block: n for n, block in enumerate(self.blocks)}
         self.clocks = [np.zeros(len(self.blocks), np.int64) for _ in self.blocks]
         self.at = [(0, 0, 0) for _ in self.blocks]  # loop, step, chunk of the step
-        self.done: dict[tuple[int, int, int, int], Clock] = {}  # GPU, block, loop, step
+        self.done: dict[_Done, Clock] = {}
+        # By sender, receiver and channel: value, the sender's clock, chunks of the message that are left.
         self.wires: dict[tuple[int, int, int], deque[tuple[np.ndarray, Clock, int]]] = {}
-        self.values: dict[Place, np.ndarray] = {}
-        self.seen: dict[Place, _Access] = {}
+        self.values: dict[_Location, np.ndarray] = {}
+        self.seen: dict[_Location, _Access] = {}
         for g in range(len(algorithm.gpus)):
             for chunk in range(algorithm.gpus[g].chunks["i"]):
                 for loop in range(loops):
-                    self.values[g, "i", chunk, loop] = inputs[g, chunk, loop]
+                    self.values[_Location(g, "i", chunk, loop)] = inputs[g, chunk, loop]
 
-    def where(self, g: int, buffer: str, chunk: int, loop: int) -> Place:
+    def location(self, g: int, buffer: str, chunk: int, loop: int) -> _Location:
         """In place the output is the input."""
-        return (g, "i" if buffer == "o" and self.in_place else buffer, chunk, loop)
+        return _Location(g, "i" if buffer == "o" and self.in_place else buffer, chunk, loop)
 
     def run(self) -> None:
         """Run until nothing moves."""
@@ -68,7 +89,7 @@ class _MscclRun:
                     moving = True
         stuck = [n for n in range(len(self.blocks)) if self.at[n][0] < self.loops and self.steps(n)]
         if stuck:
-            shown = "; ".join(self.why(n) for n in stuck[:4])
+            shown = "; ".join(self.why(n) for n in stuck[:SHOWN])
             raise ScheduleError(f"deadlock: {len(stuck)} of {len(self.blocks)} thread blocks cannot go on: {shown}")
         for (sender, receiver, channel), wire in self.wires.items():
             if wire:
@@ -82,9 +103,10 @@ class _MscclRun:
         return self.algorithm.gpus[g].blocks[k].steps
 
     def why(self, n: int) -> str:
+        """Say what a block that cannot go on waits for."""
         (g, k), (_, s, _) = self.blocks[n], self.at[n]
         step, block = self.steps(n)[s], self.algorithm.gpus[g].blocks[k]
-        if step.wait is not None and (g, step.wait[0], self.at[n][0], step.wait[1]) not in self.done:
+        if step.wait is not None and _Done(g, step.wait[0], self.at[n][0], step.wait[1]) not in self.done:
             reason = f"waits for step {step.wait[1]} of tb {step.wait[0]}"
         elif step.kind in RECEIVES and not self.wires.get((block.recv, g, block.channel)):
             reason = f"waits for a message of gpu {block.recv}"
@@ -100,7 +122,7 @@ class _MscclRun:
             return False
         step, block = steps[s], self.algorithm.gpus[g].blocks[k]
         if step.wait is not None and c == 0:
-            other = self.done.get((g, step.wait[0], loop, step.wait[1]))
+            other = self.done.get(_Done(g, step.wait[0], loop, step.wait[1]))
             if other is None:
                 return False
         into = self.wires.setdefault((block.recv, g, block.channel), deque())
@@ -109,14 +131,14 @@ class _MscclRun:
             return False
         clock = self.clocks[n]
         if step.wait is not None and c == 0:
-            np.maximum(clock, self.done[g, step.wait[0], loop, step.wait[1]], out=clock)
+            np.maximum(clock, self.done[_Done(g, step.wait[0], loop, step.wait[1])], out=clock)
         clock[n] += 1
         if step.kind != "nop":
             self.act(n, g, step, loop, c, into, out)
         if c + 1 < step.count:
             self.at[n] = (loop, s, c + 1)
             return True
-        self.done[g, k, loop, s] = clock.copy()
+        self.done[_Done(g, k, loop, s)] = clock.copy()
         self.at[n] = (loop, s + 1, 0) if s + 1 < len(steps) else (loop + 1, 0, 0)
         return True
 
@@ -130,9 +152,10 @@ class _MscclRun:
         into: deque[tuple[np.ndarray, Clock, int]],
         out: deque[tuple[np.ndarray, Clock, int]],
     ) -> None:
+        """Do one chunk of a step: take from `into`, read, add, write, and put into `out`, as its kind says."""
         clock = self.clocks[n]
-        source = self.where(g, step.source[0], step.source[1] + c, loop)
-        target = self.where(g, step.target[0], step.target[1] + c, loop)
+        source = self.location(g, step.source[0], step.source[1] + c, loop)
+        target = self.location(g, step.target[0], step.target[1] + c, loop)
         value = None
         if step.kind in RECEIVES:
             value, theirs, left = into.popleft()
@@ -153,32 +176,34 @@ class _MscclRun:
         if step.kind in SENDS:
             out.append((value, clock.copy(), step.count - c))
 
-    def ordered(self, n: int, place: Place, what: str, other: tuple[int, int]) -> None:
+    def ordered(self, n: int, location: _Location, what: str, other: tuple[int, int]) -> None:
+        """Refuse an access of block n that its clock does not put after an earlier one: (block, its tick)."""
         who, tick = other
         if self.clocks[n][who] < tick:
-            g, buffer, chunk, _ = place
             first, second = self.blocks[who][1], self.blocks[n][1]
             raise ScheduleError(
-                f"race on gpu {g}, chunk {chunk} of buffer {buffer}: tb {second} {what} it, and nothing puts that "
-                f"after an access of tb {first}"
+                f"race on gpu {location.gpu}, chunk {location.chunk} of buffer {location.buffer}: tb {second} {what} "
+                f"it, and nothing puts that after an access of tb {first}"
             )
 
-    def read(self, n: int, place: Place) -> np.ndarray:
-        if place not in self.values:
-            g, buffer, chunk, _ = place
-            raise ScheduleError(f"gpu {g}, tb {self.blocks[n][1]} reads chunk {chunk} of {buffer}, which nothing wrote")
-        access = self.seen.setdefault(place, _Access(None, {}))
+    def read(self, n: int, location: _Location) -> np.ndarray:
+        if location not in self.values:
+            raise ScheduleError(
+                f"gpu {location.gpu}, tb {self.blocks[n][1]} reads chunk {location.chunk} of {location.buffer}, "
+                "which nothing wrote"
+            )
+        access = self.seen.setdefault(location, _Access(None, {}))
         if access.write is not None:
-            self.ordered(n, place, "reads", access.write)
+            self.ordered(n, location, "reads", access.write)
         access.reads[n] = int(self.clocks[n][n])
-        return self.values[place]
+        return self.values[location]
 
-    def write(self, n: int, place: Place, value: np.ndarray) -> None:
-        access = self.seen.setdefault(place, _Access(None, {}))
+    def write(self, n: int, location: _Location, value: np.ndarray) -> None:
+        access = self.seen.setdefault(location, _Access(None, {}))
         for other in (*access.reads.items(), *([access.write] if access.write else [])):
-            self.ordered(n, place, "writes", other)
-        self.seen[place] = _Access((n, int(self.clocks[n][n])), {})
-        self.values[place] = value
+            self.ordered(n, location, "writes", other)
+        self.seen[location] = _Access((n, int(self.clocks[n][n])), {})
+        self.values[location] = value
 
 
 def run(
@@ -217,23 +242,17 @@ def run(
     for g in range(len(found.gpus)):
         for chunk in range(found.chunks):
             for loop in range(loops):
-                place = state.where(g, "o", chunk, loop)
-                if place not in state.values:
+                location = state.location(g, "o", chunk, loop)
+                if location not in state.values:
                     raise ScheduleError(f"gpu {g}: chunk {chunk} of the output is never written")
-                out[g, chunk, loop] = state.values[place]
+                out[g, chunk, loop] = state.values[location]
     return out.reshape(len(found.gpus), -1)
 
 
 def verify(text: str, seed: int = 0, slots: int = SLOTS) -> Algorithm:
     """Check that MSCCL XML is an all-reduce: its rules, and its sums on random integers, in and out of place.
 
-    Args:
-        text: The XML.
-        seed: Of the integers.
-        slots: Chunks that a connection holds.
-
-    Returns:
-        The algorithm.
+    Returns the algorithm. `seed` is that of the integers, and a connection holds `slots` chunks.
 
     Raises:
         ParseError: The XML breaks a rule, or is another collective.
@@ -242,7 +261,7 @@ def verify(text: str, seed: int = 0, slots: int = SLOTS) -> Algorithm:
     found = parse(text)
     if found.collective != "allreduce":
         raise ScheduleError(f"coll is {found.collective}; only allreduce is verified")
-    inputs = np.random.default_rng(seed).integers(-(2**40), 2**40, (len(found.gpus), found.chunks * 2))
+    inputs = np.random.default_rng(seed).integers(-NUMBERS, NUMBERS, (len(found.gpus), found.chunks * 2))
     for in_place, wanted in ((False, found.out_of_place), (True, found.in_place)):
         if not wanted:
             continue

@@ -23,11 +23,12 @@ from typing import Any
 
 from shardplan.errors import ParseError
 
+# Bounds of the executor; see the module.
 MOST_STEPS = 64  # of a thread block
 MOST_CHANNELS = 32
-MOST_BLOCKS = 128  # the number of one that is waited for has 8 bits
+MOST_BLOCKS = 128  # of a GPU: the number of one that is waited for has 8 bits, and a sign
 MOST_NODES = 4096  # that the parser keeps for one GPU: its own, and the other gpu elements
-MOST_COUNT = 71
+MOST_COUNT = 71  # chunks of a step
 
 COLLECTIVES = (
     "reduce", "broadcast", "allreduce", "reducescatter", "allgather", "send", "recv", "gather", "scatter", "alltoall",
@@ -55,14 +56,14 @@ _STEP = {
 
 @dataclass(frozen=True, slots=True)
 class MscclInstruction:
-    """A `step`; `wait` is the thread block and the step that it waits for."""
+    """A `step`."""
 
     kind: str
-    source: tuple[str, int]
+    source: tuple[str, int]  # buffer and chunk
     target: tuple[str, int]
-    count: int
-    wait: tuple[int, int] | None
-    awaited: bool
+    count: int  # of chunks
+    wait: tuple[int, int] | None  # the thread block and the step that it waits for
+    awaited: bool  # whether others wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +90,16 @@ class Algorithm:
 
     collective: str
     channels: int
-    chunks: int
+    chunks: int  # of the payload: `nchunksperloop`
     in_place: bool
     out_of_place: bool
     gpus: tuple[Gpu, ...]
 
 
 def parse(text: str) -> Algorithm:
-    """Read and check MSCCL XML.
+    """Return what MSCCL XML says, checked.
 
-    Args:
-        text: The file's content.
-
-    Returns:
-        The algorithm.
-
-    Raises:
-        ParseError: Malformed XML, or a rule of the module's list is broken; the message names the element.
+    Raises `ParseError`, which names the element, for malformed XML, or a broken rule of the module's list.
 
     >>> parse('<algo name="x"></algo>')
     Traceback (most recent call last):

@@ -31,7 +31,7 @@ from shardplan.hardware.placement import Placement
 
 Kind = Literal["reduce_scatter", "all_reduce", "all_gather", "reduce", "broadcast"]
 Shape = tuple[int, ...]
-SHOWN = 64  # ranks that a comment lists
+SHOWN = 64  # ranks that a comment lists: a dozen lines at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class RecipeStep:
     dim, whose size is open, and which `turn` leaves where it is.
     """
 
-    step: int  # of the program
+    step: int  # its number in the program
     kind: Kind
     axes: tuple[str, ...]  # factors, major to minor: the order of the members
     size: int  # members of a group
     masters: tuple[str, ...]  # factors at whose coordinate 0 a device must be to take part
-    result: Shape
+    result: Shape  # of a device's array after it
     split: Shape = ()
     turn: Shape = ()
     note: str = ""  # the type after the move
@@ -77,11 +77,11 @@ class RecipeStep:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A reduction program, as one device sees it, as moves; `ranks` are device ids in mesh order, over the factors."""
+    """A reduction program, as one device sees it, as moves."""
 
     program: Program
-    factors: tuple[tuple[str, int], ...]
-    ranks: tuple[int, ...]
+    factors: tuple[tuple[str, int], ...]  # name and size, in mesh order
+    ranks: tuple[int, ...]  # device ids in mesh order, row-major over the factors
     chunks: Shape  # the payload's shape but for its last dim
     reduced: tuple[str, ...]  # factors over which the operand is partial
     differs: tuple[str, ...]  # factors along which the results of two devices may differ
@@ -112,13 +112,9 @@ class Recipe:
 
 
 def recipe(program: Program) -> Recipe:
-    """Return the moves of a reduction program.
+    """Return the moves of a reduction program; steps that move nothing have none.
 
-    Args:
-        program: From one type, partial with a sum and otherwise whole, to one type; its last dim stays whole.
-
-    Returns:
-        The moves; steps that move nothing have none.
+    The program goes from one type, partial with a sum and otherwise whole, to one type; its last dim stays whole.
 
     Raises:
         BackendError: Another op or another reduction than a sum, a step that is no next link of the chain, a payload
@@ -188,7 +184,7 @@ def _own_payloads(program: Program) -> Program:
     return Program({name: whole}, program.steps, program.outputs)
 
 
-Factors = dict[str, tuple[int, ...]]
+Factors = dict[str, tuple[int, ...]]  # by name, the atoms of the mesh, in mesh order
 
 
 def _factors(program: Program) -> Factors:
@@ -221,6 +217,7 @@ def _named(factors: Factors, atoms: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _moves(number: int, op: object, t: TensorType, u: TensorType, factors: Factors, where: str) -> list[RecipeStep]:
+    """The move of a step from `t` to `u`, none where it moves nothing; `where` is how an error calls the step."""
     mesh, note = t.mesh, str(u)
     if isinstance(op, ToPartial) and op.reduction == "root":
         return []

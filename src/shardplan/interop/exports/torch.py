@@ -23,18 +23,13 @@ CALLS = Path(__file__).with_name("torch_calls.py")
 
 
 class TorchReduction:
-    """A reduction program on process groups; call it with each rank's payload.
+    """A reduction program on process groups (`recipe` says which); call it with each rank's payload.
 
-    Args:
-        program: Of reductions (`recipe` says which); its device ids are global ranks.
-        groups: Process groups by the ranks of their members; those missing are made and kept here. Give one dict to
-            several programs, and they share their groups.
+    Its device ids are global ranks. `groups` are process groups by the ranks of their members; those missing are made
+    and kept there, so several programs that are given one dict share their groups. Every rank of the world makes it,
+    with the same program and equal `groups`: torch makes a group on all ranks together.
 
-    Raises:
-        BackendError: A program that cannot be exported, torch.distributed not initialised, too few ranks.
-
-    Every rank of the world makes it, with the same program and equal `groups`: torch makes a group on all ranks
-    together.
+    Raises `BackendError` for a program that cannot be exported, torch.distributed not initialised, and too few ranks.
     """
 
     def __init__(self, program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> None:
@@ -61,12 +56,9 @@ class TorchReduction:
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the reduced payload, flat; the payload itself is left as it is.
 
-        Args:
-            payload: Of any shape; of one size on all ranks.
-
-        Returns:
-            As many elements as the payload has. Where the program ends in shards, this rank's, padded; where it ends at
-            a root, what other ranks return has no meaning.
+        The payload may have any shape, and has one size on all ranks; the result has as many elements. Where the
+        program ends in shards, it is this rank's, padded; where it ends at a root, what other ranks return has no
+        meaning.
         """
         r, calls = self.recipe, self.calls
         x = calls.padded(payload, math.prod(r.chunks)).reshape(*r.chunks, -1)
@@ -91,17 +83,10 @@ def bind(program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> 
 
 
 def torch_text(program: Program, placement: Placement | None = None) -> str:
-    """Return Python source that runs a reduction program with torch.distributed alone.
+    """Return Python source that runs a reduction program with torch.distributed alone; device ids are global ranks.
 
-    Args:
-        program: Of reductions; its device ids are global ranks.
-        placement: Where it lies, for a comment.
-
-    Returns:
-        A module: `make_groups(GROUPS, {})` once on every rank, then `reduce_payload(payload, groups)`.
-
-    Raises:
-        BackendError: A program that cannot be exported.
+    It is a module: `make_groups(GROUPS, {})` once on every rank, then `reduce_payload(payload, groups)`. `placement` is
+    where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce

@@ -1,10 +1,12 @@
 """`reshard` in place of `jax.device_put` and `with_sharding_constraint`, and shardings as types.
 
+Reading order:
+
 - `types`      shardings as layouts and types, and back
 - `plans`      the plans of moves, kept; how many bytes devices hold during them
 - `outside`    a move outside `jit`, on any meshes and devices
 - `inside`     a move inside `jit`: one `shard_map`
-- `linear`     the primitive that carries a move through gradients, `vmap` and `jit`
+- `primitive`  the primitive that carries a move through gradients, `vmap` and `jit`
 - `leaves`     pytrees of arrays and shardings, and their moves under one limit
 - `device_put` `reshard`, which calls them
 """

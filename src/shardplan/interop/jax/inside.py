@@ -10,14 +10,19 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
 from shardplan.execution.jax.bits import from_bits, to_bits
-from shardplan.execution.jax.parts import jax_mesh, lower_steps
+from shardplan.execution.jax.executables import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
 from shardplan.interop.jax.plans import check_ends, ends, plan_of
 from shardplan.interop.jax.types import mesh_of, spec_of
 
+MOST_FUNCTIONS = 1024  # mapped programs that are remembered: JAX keeps what it traced for as long as a function lives
+
 
 def inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
-    """Return a traced array under another sharding; `source` is the sharding that it has, None if unknown."""
+    """Return a traced array under another sharding; `source` is the sharding that it has, None if unknown.
+
+    Raises as `reshard`; `memory_limit` is in bytes.
+    """
     import jax  # pyright: ignore[reportMissingImports]
 
     if source is None:
@@ -64,7 +69,7 @@ def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_FUNCTIONS)
 def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
     """Return a program of one array as a function: mapped over `home`, the caller's own mesh, or over one of sub-axes.
 
@@ -96,6 +101,6 @@ def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
     def spec(u: TensorType) -> Any:
         if home is not None:
             return spec_of(u)
-        return PartitionSpec(*(tuple(names[a] for a in run) or None for run in u.atoms))
+        return PartitionSpec(*(tuple(names[a] for a in run) or None for run in u.atoms))  # one axis an atom
 
     return jax.shard_map(body, mesh=mesh, in_specs=spec(s), out_specs=spec(t), check_vma=checked)

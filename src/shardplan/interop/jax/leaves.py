@@ -8,21 +8,21 @@ from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.linear import moved
-from shardplan.interop.jax.outside import JaxMove, outside, together
+from shardplan.interop.jax.outside import JaxMove, move_together, outside
+from shardplan.interop.jax.primitive import moved
 from shardplan.interop.jax.types import type_of
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the pytree: where it goes, as a sharding or None, and in which layout of memory, if one is said."""
+    """One leaf of the pytree, and what is asked of it."""
 
     x: Any
-    sharding: Any
-    source: Any
+    sharding: Any  # where it goes; None: where it is, or on the default device
+    source: Any  # the sharding that it has, where it is said
     donate: bool
     may_alias: bool | None
-    form: Any = None
+    form: Any = None  # a `Format`, where a layout of memory is said
 
     @property
     def traced(self) -> bool:
@@ -181,7 +181,7 @@ def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
         found = {k: _one(leaf, room) for k, leaf in placed.items()}
     else:
         moves = [JaxMove(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
-        found = dict(zip(placed, together(moves, room) if moves else [], strict=True))
+        found = dict(zip(placed, move_together(moves, room) if moves else [], strict=True))
         found = {k: leaf.x if leaf.stays else _rewrapped(leaf, found[k]) for k, leaf in placed.items()}
     return found | {k: _one(leaf, None) for k, leaf in host.items()}
 
@@ -204,6 +204,7 @@ def _raw(leaf: Leaf) -> Any:
 
 
 def _rewrapped(leaf: Leaf, found: Any) -> Any:
+    """The array of keys whose data were moved; of another array what was moved."""
     import jax  # pyright: ignore[reportMissingImports]
 
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
@@ -221,4 +222,5 @@ def _finished(leaf: Leaf, found: Any) -> Any:
 
 
 def _pointers(x: Any) -> set[int]:
+    """Where the shards of an array lie in memory."""
     return set() if x.is_deleted() else {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}

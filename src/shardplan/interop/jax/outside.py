@@ -16,14 +16,15 @@ from typing import Any
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import agree, processes_of
-from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
-from shardplan.execution.jax.parts import alone, at_once, compile_for
+from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
+from shardplan.execution.jax.executables import alone, at_once, compile_for
 from shardplan.execution.jax.run import check, run_placed
+from shardplan.execution.run import TIMEOUT
 from shardplan.interop.jax.inside import mapped
 from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within
 
-SMALL_BYTES = 2**16
-TIMEOUT = 300.0  # seconds that a process waits for the others to come with the same plan
+SMALL_BYTES = 2**16  # of the global array; see the module
+MOST_MARKS = 256  # shardings for which a function that marks weak types is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
     return _weak(sharding)(found) if array.weak_type else found
 
 
-def together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
+def move_together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
     """Return several arrays under other shardings, by one plan within one limit on their sum."""
     sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
                            strict=True)  # fmt: skip
@@ -68,13 +69,13 @@ def together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How arrays of one kind go from one sharding to another; `direct` where one executable takes and gives them."""
+    """How arrays of one kind go from one sharding to another."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the global one
     source: Any
     sharding: Any
     program: Program
-    direct: bool
+    direct: bool  # whether one executable takes the array and gives the result
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -120,6 +121,7 @@ def _explicit(sharding: Any) -> bool:
 
 
 def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
+    """What runs a direct way, and the bytes that it takes, for the cache of executables."""
     import jax  # pyright: ignore[reportMissingImports]
 
     several = len(processes_of(way.program.devices)) > 1
@@ -160,7 +162,7 @@ def _on_shards(moves: Sequence[JaxMove], program: Program, memory_limit: int | N
     return results
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_MARKS)
 def _weak(sharding: Any) -> Any:
     """What marks an array as of a weak type, as a Python number is."""
     import jax  # pyright: ignore[reportMissingImports]

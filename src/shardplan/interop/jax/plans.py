@@ -15,8 +15,9 @@ from shardplan.interop.jax.types import common_mesh, type_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 
-MOST_PLANS = 4096
-MOST_TRIES = 16
+MOST_PLANS = 4096  # remembered
+MOST_SMALLEST = 1024  # plans of the least bytes that are remembered: asked for only where a limit is tight
+MOST_TRIES = 16  # plans within less and less room, before the smallest is taken
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -33,16 +34,11 @@ Types = tuple[TensorType, ...]
 
 @lru_cache(maxsize=MOST_PLANS)
 def program_within(sources: Types, targets: Types, memory_limit: int | None, kept: tuple[bool, ...]) -> Program:
-    """Return the program that moves some arrays.
+    """Return the program that moves some arrays from types to types.
 
-    Args:
-        sources: Types of the arrays.
-        targets: Types of the results.
-        memory_limit: Bytes that a device may hold: arrays, results and staging.
-        kept: Of each array, whether it outlives the move, since its owner keeps it; its bytes then count to the end.
-
-    Raises:
-        Infeasible: No plan was found that keeps the limit.
+    `memory_limit` is in bytes that a device may hold: arrays, results and staging. `kept` says of each array whether it
+    outlives the move, since its owner keeps it; its bytes then count to the end. Raises `Infeasible` where no plan was
+    found that keeps the limit.
     """
     if memory_limit is None or not any(kept):
         return _plan(sources, targets, memory_limit).program
@@ -69,7 +65,7 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     raise _too_much(sources, targets, memory_limit, held)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_SMALLEST)
 def _smallest(sources: Types, targets: Types) -> Program:
     """The plan of the least bytes that is said, whatever was asked."""
     try:
@@ -81,7 +77,7 @@ def _smallest(sources: Types, targets: Types) -> Program:
 
 
 def held_bytes(program: Program, kept: Sequence[bool]) -> int:
-    """Return the workspace of a program some of whose inputs outlive it."""
+    """Return the workspace of a program, bytes on the worst device, where the inputs that are `kept` outlive it."""
     names = [name for (name, _), k in zip(program.inputs, kept, strict=True) if k]
     outputs = tuple(dict.fromkeys((*program.outputs, *names)))
     return account(Program(program.inputs, program.steps, outputs)).workspace_bytes
@@ -97,6 +93,7 @@ def _too_much(sources: Types, targets: Types, limit: int, least: int) -> Infeasi
 
 
 def _plan(sources: Types, targets: Types, limit: int | None) -> Plan:
+    """The plan of one array or of a batch: a portable one, else any."""
     if len(sources) == 1:
         return plan_of(sources[0], targets[0], limit)
     try:

@@ -16,6 +16,8 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 
+MOST_SHARDINGS, MOST_MESHES = 1024, 256  # read ones that are remembered, as a call of `reshard` reads its own again
+
 
 def type_of(array: Any, sharding: Any, dtype: object = None) -> TensorType:
     """Return the type of an array under a JAX sharding.
@@ -54,7 +56,7 @@ def type_of(array: Any, sharding: Any, dtype: object = None) -> TensorType:
     return t
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_SHARDINGS)
 def _read(sharding: Any, ndim: int) -> tuple[Mesh, tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """The mesh, the axes of every dim, the unreduced axes."""
     spec = getattr(sharding, "spec", None)
@@ -77,9 +79,9 @@ def _read(sharding: Any, ndim: int) -> tuple[Mesh, tuple[tuple[str, ...], ...], 
     return mesh_of(mesh), tuple(dims), tuple(sorted(getattr(spec, "unreduced", ())))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_MESHES)
 def mesh_of(mesh: Any) -> Mesh:
-    """Return the mesh of a JAX mesh, concrete or abstract."""
+    """Return the mesh of a JAX mesh: ids of its devices, or, of an abstract one, 0, 1, ... in mesh order."""
     from jax.sharding import AbstractMesh  # pyright: ignore[reportMissingImports]
 
     ids = None if isinstance(mesh, AbstractMesh) else [d.id for d in mesh.devices.flat]

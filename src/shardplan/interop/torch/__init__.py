@@ -1,14 +1,16 @@
 """Drop-ins for DTensor: `redistribute` in place of `DTensor.redistribute`, `redistribute_state` for a whole model.
 
-- `layout`     placements and shard orders as layouts and types, and back
-- `boxes`      strided shards on uneven dims, which no layout says
-- `ends`       what is done to a shard before and after the move that a program is
-- `bound`      a plan bound to this rank
-- `under_way`  moves that were started and not waited for
-- `moves`      moves of a DTensor: found, planned once, kept, run
-- `compile`    the call under `torch.compile`
+Reading order:
+
 - `dtensor`    `redistribute`, with its gradient
-- `state`      `redistribute_state`: a folder
+- `moves`      moves of a DTensor: found, planned once, kept, run
+- `ends`       what is done to a shard before and after the move that a program is
+- `layout`     placements and shard orders as layouts and types, and back
+- `bound_move` a move planned within the memory limit and bound to this rank
+- `boxes`      strided shards on uneven dims, which no layout says
+- `under_way`  moves that were started and not waited for
+- `compile`    the call under `torch.compile`
+- `state`      a folder: `redistribute_state`, for a whole model
 """
 
 from shardplan.errors import missing

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,14 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.lower import View, box_elements, view_of
-from shardplan.execution.torch.dtypes import name_of
+from shardplan.execution.rank_names import NAME_DIGITS
+from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
+from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.torch.layout import Holding, holdings, reduction_of
+from shardplan.interop.torch.layout import Holding, Run, holdings, reduction_of
 from shardplan.movement.redistribute import plan_kept
 
 if TYPE_CHECKING:
@@ -38,13 +40,17 @@ if TYPE_CHECKING:
 class _Traffic:
     """The parts of one array that one peer gets or gives, packed one after another."""
 
-    peer: int
+    peer: int  # rank
     views: tuple[View, ...]
-    elements: int
+    elements: int  # of all of them
+
+
+Piece = tuple[Run, ...]  # per dim a run of indices: where it begins in the tensor and in a rank's array, its length
+Taken = tuple[int, Box, Box]  # the rank that gives it, its box in that one's array, and in the receiver's
 
 
 class BoxMove:
-    """A move between two specs of one tensor, bound to a rank; it has the interface of an `TorchExecutable`."""
+    """A move between two specs of one tensor, bound to a rank; it has the interface of a `TorchExecutable`."""
 
     input_name = "0"
 
@@ -58,7 +64,7 @@ class BoxMove:
         ends = [f"{end.placements} {end.shard_order} {end.mesh.mesh.tolist()}" for end in (source, target)]
         text = f"{shape} {dtype} {ends}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.name = f"move of boxes {self.digest[:8]}"
+        self.name = f"move of boxes {self.digest[:NAME_DIGITS]}"
         partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial)]
         kept = [k for k in partial if source.mesh == target.mesh and source.placements[k] == target.placements[k]]
         ends_here = [k for k in partial if k not in kept]
@@ -98,15 +104,13 @@ class BoxMove:
             for side in (sends, receives)
         )
 
-    def drive(
-        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    def drive(self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None) -> Running:
         """Move; see `TorchExecutable.drive`."""
         x = values.pop(self.input_name)
         if self.reduction is not None:
             flat = {self.reduction.input_name: x.view(-1)}
             x = (yield from self.reduction.drive(flat, wire, watch, record))[0].view(x.shape)
-        watch.at(len(self.texts) - 1)
+        watch.begin_step(len(self.texts) - 1)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
         packed = [_packed(x, t, wire) for t in self.sends]
@@ -116,7 +120,7 @@ class BoxMove:
         )
         for a, b in self.copies:
             at(out, b).copy_(at(x, a))
-        yield
+        yield  # one message to and from each peer is under way, and what stays is copied; next they are waited for
         wire.wait(ins)
         for t, y in zip(self.receives, stages, strict=True):
             start = 0
@@ -128,10 +132,11 @@ class BoxMove:
 
 
 def _coordinates(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return by rank where it is on some dims of a mesh."""
-    places = itertools.product(*(range(n) for n in mesh.mesh.shape))
+    """Return by rank its coordinates on some dims of a mesh."""
+    everywhere = itertools.product(*(range(n) for n in mesh.mesh.shape))
     return {
-        rank: tuple(place[k] for k in dims) for rank, place in zip(mesh.mesh.flatten().tolist(), places, strict=True)
+        rank: tuple(coordinate[k] for k in dims)
+        for rank, coordinate in zip(mesh.mesh.flatten().tolist(), everywhere, strict=True)
     }
 
 
@@ -148,10 +153,9 @@ def _reduction(
     if not dims or meta is None:
         return None, least
     others = [k for k in range(source.mesh.ndim) if k not in dims]
-    places = _coordinates(source.mesh, others)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for r, place in places.items():
-        groups.setdefault(place, []).append(r)
+    groups: dict[tuple[int, ...], list[int]] = {}  # ranks that are alike in the other mesh dims
+    for r, coordinate in _coordinates(source.mesh, others).items():
+        groups.setdefault(coordinate, []).append(r)
     axes = {f"d{k}": source.mesh.size(k) for k in dims}
     reduction = {f"d{k}": reduction_of(p, meta.dtype) for k in dims if isinstance(p := source.placements[k], Partial)}
     mine: TorchExecutable | None = None
@@ -159,7 +163,7 @@ def _reduction(
         n = math.prod(before[ranks[0]].shape)
         if n and (rank in ranks or limit is not None):  # a limit is refused by all ranks alike
             mesh = Mesh(axes, devices=ranks)
-            name = name_of(meta.dtype)
+            name = short_name_of(meta.dtype)
             addends, whole = TensorType(name, (n,), ((),), mesh, partial=reduction), TensorType(name, (n,), ((),), mesh)
             try:
                 plan = plan_kept(addends, whole, None, limit)
@@ -179,14 +183,14 @@ def _packed(x: torch.Tensor, traffic: _Traffic, wire: TorchWire) -> torch.Tensor
     return out
 
 
-def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list[tuple[int, Box, Box]]:
-    """Who gives `receiver` which part: sender, box in its array, box in the receiver's; what it has it keeps.
+def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list[Taken]:
+    """Who gives `receiver` which part; what it has it gives to itself.
 
     Of several holders of a run of indices the receiver itself comes first, then the next in the order of ranks.
     """
     ranks = sorted(before, key=lambda s: ((s - receiver) % (max(before) + 1), s))
-    out: list[tuple[int, Box, Box]] = []
-    missing: list[tuple[tuple[int, int, int], ...]] = list(itertools.product(*wanted.runs))
+    out: list[Taken] = []
+    missing: list[Piece] = list(itertools.product(*wanted.runs))
     for s in ranks:
         left: list[tuple[tuple[int, int, int], ...]] = []
         for piece in missing:
@@ -197,13 +201,11 @@ def _sources(before: dict[int, Holding], wanted: Holding, receiver: int) -> list
     return out
 
 
-def _take(
-    held: Holding, sender: int, piece: tuple[tuple[int, int, int], ...], out: list[tuple[int, Box, Box]]
-) -> list[tuple[tuple[int, int, int], ...]]:
-    """Cut from a wanted piece (per dim a run) what `sender` holds of it; returns what is still missing."""
+def _take(held: Holding, sender: int, piece: Piece, out: list[Taken]) -> list[Piece]:
+    """Cut from a wanted piece what `sender` holds of it, into `out`; returns what is still missing."""
     missing = [piece]
     for runs in itertools.product(*held.runs):
-        rest: list[tuple[tuple[int, int, int], ...]] = []
+        rest: list[Piece] = []
         for want in missing:
             low = [max(w[0], h[0]) for w, h in zip(want, runs, strict=True)]
             high = [min(w[0] + w[2], h[0] + h[2]) for w, h in zip(want, runs, strict=True)]
@@ -219,11 +221,9 @@ def _take(
     return missing
 
 
-def _around(
-    want: tuple[tuple[int, int, int], ...], taken: list[tuple[int, int]]
-) -> list[tuple[tuple[int, int, int], ...]]:
+def _around(want: Piece, taken: list[tuple[int, int]]) -> list[Piece]:
     """What is left of a piece around the part that was taken, as disjoint pieces."""
-    out: list[tuple[tuple[int, int, int], ...]] = []
+    out: list[Piece] = []
     here = list(want)
     for d, (a, b) in enumerate(taken):
         start, local, length = here[d]

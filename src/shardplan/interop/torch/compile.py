@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _table: dict[str, TorchMove] = {}  # what graphs refer to; kept as long as the process, as graphs are
-_keys: dict[int, str] = {}  # by the identity of a move
-_topologies: list[Any] = []
+_keys: dict[int, str] = {}  # by the identity of a move, which the table keeps alive
+_topologies: list[Any] = []  # by the number that a node has for each
 
 
 def traced(
@@ -57,7 +57,7 @@ def traced(
 
 @torch.compiler.assume_constant_result
 def _numbered(topology: Any) -> int:
-    """Return the place of a topology in a list, since it cannot be an argument of a node."""
+    """Return the number of a topology in a list, since it cannot be an argument of a node itself."""
     if topology not in _topologies:
         _topologies.append(topology)
     return _topologies.index(topology)
@@ -99,7 +99,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 4
+            return (None,) * 4  # one an argument of `forward`
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
         spec = _known(grad)
         move = _planned(spec, gradient_of(ctx.spec, spec), travels, ctx.options)

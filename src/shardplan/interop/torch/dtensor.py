@@ -108,7 +108,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Move the gradient to where the tensor is, in its own dtype."""
         if grad is None:
-            return (None,) * 5
+            return (None,) * 5  # one an argument of `forward`
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
         have = grad._spec  # pyright: ignore[reportPrivateUsage]
         move = between(have, gradient_of(ctx.spec, have), travels, ctx.options)

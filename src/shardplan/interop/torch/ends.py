@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import (
 from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
-from shardplan.execution.torch.dtypes import carrier_of, identity_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
 from shardplan.interop.torch.layout import apart, check_known, reduction_of, respec, text_of, type_of
 
 
@@ -35,11 +35,11 @@ class Ends:
     source: DTensorSpec  # as it is moved: in the dtype of the messages
     target: DTensorSpec  # replicated where a value becomes partial afterwards
     types: tuple[TensorType, TensorType] | None  # None: only runs of indices describe an end
-    masks: tuple[_MaskPartial, ...]
+    masks: tuple[_MaskPartial, ...]  # of the source, to be applied on this rank
     spares: bool  # whether the mask is applied to a copy, as where DTensor gathers an inner mesh dim first
-    given: torch.dtype
-    travels: torch.dtype  # the dtype in which it is reduced
-    result: torch.dtype
+    given: torch.dtype  # of the caller's shard
+    travels: torch.dtype  # in which it is reduced
+    result: torch.dtype  # of the shard that the caller gets
     power: float | None  # of a norm that ends: its powers are added up, and the root is taken of the sum
     divisors: tuple[float, ...]  # of averages that end, then of sums that begin
     partitions: bool  # whether only some ranks keep the value
@@ -48,18 +48,10 @@ class Ends:
 
     @staticmethod
     def of(source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None = None) -> Ends:
-        """Read two specs of one tensor.
+        """Return what to plan between two specs of one tensor, and what to do around it.
 
-        Args:
-            source: Where it is.
-            target: Where it goes; its dtype may be another.
-            travels: The dtype in which it moves, by default the target's.
-
-        Returns:
-            What to plan, and what to do around it.
-
-        Raises:
-            LayoutError: Placements that make no sense together, or a reduction that the dtype has not.
+        The target's dtype may be another; `travels` is the dtype in which it moves, by default the target's. Raises
+        `LayoutError` for placements that make no sense together, or a reduction that the dtype has not.
         """
         if source.tensor_meta is None:
             raise LayoutError("the DTensor's spec has no global shape")
@@ -218,7 +210,7 @@ def _partition(
     blank: torch.Tensor | None = None
     for k, p in begins.items():
         if _kept_once(p, dtype) and coordinate is not None and coordinate[k]:
-            blank = identity_of(p.reduce_op, name_of(dtype))
+            blank = identity_of(p.reduce_op, short_name_of(dtype))
     return divisors, blank
 
 

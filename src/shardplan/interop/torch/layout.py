@@ -33,7 +33,7 @@ from shardplan.core.layout import REDUCTIONS
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.execution.torch.dtypes import carrier_of, name_of
+from shardplan.execution.torch.dtypes import carrier_of, short_name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 Placements = tuple[Placement, ...]
 Run = tuple[int, int, int]  # first global index, first local index, length
 MEANINGS = ("_reduce_value", "_reduce_shard_value", "_partition_value")  # what a partial placement is, for DTensor
+MOST_MESHES = 64  # remembered: a model has a few
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MOST_MESHES)
 def mesh_of(mesh: DeviceMesh) -> Mesh:
     """Return the mesh of the same ranks; its axes are the mesh dims, major first."""
     names = mesh.mesh_dim_names or ()
@@ -86,10 +87,9 @@ def check_known(placement: Any, k: int) -> None:
 def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
     """Return an order of sharding as DTensor's specs have it, or raise `LayoutError` unless it is one of `placements`.
 
-    Args:
-        shard_order: For every sharded dim the mesh dims that cut it, the first one first; as a `ShardOrderEntry` or a
-            pair, in any order of the dims. None is the default: mesh dims in their own order.
-        placements: One a mesh dim, dims counted from the front.
+    `shard_order` has, for every sharded dim, the mesh dims that cut it, the first one first, as a `ShardOrderEntry` or
+    a pair, in any order of the dims; None is the default: mesh dims in their own order. Of `placements` there is one a
+    mesh dim, and dims are counted from the front.
     """
     if shard_order is None:
         return None
@@ -141,11 +141,11 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
         strided = any(isinstance(placements[k], _StridedShard) for k in entry.mesh_dims)
         if strided and shape[entry.tensor_dim] % math.prod(mesh.size(k) for k in entry.mesh_dims):
             return None
-    return TensorType(name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
+    return TensorType(short_name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
 def apart(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
-    """Return the type on the devices at this coordinate of the mesh dims `kept`, over which it stays partial.
+    """Return the type on the devices that share this coordinate on the mesh dims `kept`, over which it stays partial.
 
     DTensor moves the addends of each coordinate by themselves. A plan over the whole mesh may combine them and make the
     value partial anew: the same value, in other addends.
@@ -197,7 +197,7 @@ def reduction_of(p: Partial, dtype: torch.dtype) -> str:
         legal = "legal are floats of 16 bits and more, and complex numbers"
     elif kind in ("max", "min") and dtype.is_complex:
         legal = "legal are numbers that have an order"
-    elif not reduces(kind if kind != "avg" else "sum", name_of(dtype)):
+    elif not reduces(kind if kind != "avg" else "sum", short_name_of(dtype)):
         legal = "legal are integers and bool"
     else:
         return "sum" if kind == "avg" else kind

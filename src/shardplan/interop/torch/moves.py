@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.run import agreed, finish, launch
-from shardplan.interop.torch.bound import Bound
+from shardplan.execution.torch.sums import Running
+from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import normal, ordered, respec
 from shardplan.interop.torch.under_way import later, settle, under_way, waited
@@ -22,8 +23,7 @@ from shardplan.interop.torch.under_way import later, settle, under_way, waited
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Running = Generator[None, None, list[torch.Tensor]]
-MOST_MOVES = 4096  # moves kept; beyond them all are forgotten
+MOST_MOVES = 4096  # moves kept, more than a model makes; beyond them all are forgotten
 
 
 class TorchMove:
@@ -40,12 +40,12 @@ class TorchMove:
         timeout: float,
         travels: torch.dtype | None = None,
     ):
-        """Plan, the messages being of dtype `travels` (the target's); see `redistribute` for what may be raised."""
+        """Plan, the messages being of dtype `travels` (by default the target's); raises as `redistribute`."""
         rank = dist.get_rank()
         self.target = target
         self.timeout = timeout
         self.options = (limit, topology, timeout)
-        self.bound = Bound(Ends.of(source, target, travels), rank, limit, topology)
+        self.bound = BoundMove(Ends.of(source, target, travels), rank, limit, topology)
         self.inside = rank in self.bound.ranks
 
     def start(self, local: torch.Tensor) -> Running:
@@ -55,8 +55,10 @@ class TorchMove:
         return launch(self.bound, {self.bound.input_name: local}, self.timeout)
 
 
-Options = tuple[int | None, Any, float]  # memory limit, topology, timeout
-_moves: dict[Any, TorchMove | None] = {}  # by request and by specs; None: nothing changes
+Options = tuple[int | None, Any, float]  # memory limit in bytes, topology, timeout in seconds
+# By what a caller asked for (which is never taken apart again, and compared at every call) and by specs; None: nothing
+# changes.
+_moves: dict[Any, TorchMove | None] = {}
 
 
 def planned(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from torch.distributed._functional_collectives import (
 )
 
 from shardplan.execution.torch.run import finish
-
-Running = Generator[None, None, list[torch.Tensor]]
+from shardplan.execution.torch.sums import Running
 
 
 class _Started:
@@ -31,7 +30,7 @@ class _Started:
     __slots__ = ("error", "result", "running")
 
     def __init__(self, running: Running) -> None:
-        self.running: Running | None = running
+        self.running: Running | None = running  # None once somebody drives it to its end
         self.result: torch.Tensor | None = None
         self.error: BaseException | None = None
 
@@ -140,20 +139,13 @@ def waited(local: torch.Tensor) -> torch.Tensor:
 
 
 def later(running: Running, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Start a move, and return its result before it is there.
+    """Start a move, and return its one result, of this shape and dtype on this device, before it is there.
 
-    Args:
-        running: The move; its value is a list of the one result.
-        shape: The shape of the result.
-        dtype: Its element type.
-        device: Where it will be.
-
-    Returns:
-        The result itself if the move needed no waiting, else an `AsyncCollectiveTensor` that waits on first use and
-        holds no memory until then.
+    It is the result itself if the move needed no waiting, else an `AsyncCollectiveTensor` that waits on first use and
+    holds no memory until then.
     """
     try:
-        next(running)
+        next(running)  # to its first yield: its first messages are under way
     except StopIteration as stop:
         return stop.value[0]
     started = _Started(running)

@@ -1,8 +1,10 @@
-"""All tensors of a model's state as one batch plan.
+"""`redistribute_state`: all tensors of a model's state as one batch plan.
 
-- `names`      states as trees, their names, and the layouts that patterns give them
-- `view`       what the ranks hold, joined
-- `ties`       tensors that share storage
-- `plan`       the plans of the moves
-- `move`       `redistribute_state`, which calls them
+Reading order:
+
+- `move`  `redistribute_state`, which calls the others
+- `names` states as trees, their names, and the layouts that patterns give them
+- `ties`  tensors that share storage on this rank
+- `view`  what the ranks hold, joined
+- `plan`  the plans of the moves, and their runs
 """

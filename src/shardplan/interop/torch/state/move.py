@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,23 +23,24 @@ from torch.distributed.tensor.placement_types import Placement
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.objects import all_reduce_object
 from shardplan.execution.torch.run import Need, finish, launch, misfit
-from shardplan.execution.torch.tree import united
+from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import local_shape, normal, text_of
 from shardplan.interop.torch.state.names import (
     Layouts,
     Path,
-    added,
+    add,
     layout_for,
     leaves,
     matching,
     name_of,
     rebuilt,
-    removed,
+    remove,
     within_tuple,
 )
-from shardplan.interop.torch.state.plan import moves
+from shardplan.interop.torch.state.plan import plan_moves
 from shardplan.interop.torch.state.ties import held_elsewhere, local_of, surplus, ties
 from shardplan.interop.torch.state.view import (
     Grid,
@@ -50,7 +51,7 @@ from shardplan.interop.torch.state.view import (
     copies,
     digests,
     in_place,
-    items,
+    moved_tensors,
     refuse_unlike,
     same_digests,
 )
@@ -58,6 +59,7 @@ from shardplan.interop.torch.under_way import settle
 
 T = TypeVar("T")
 Tensors = dict[Path, DTensor]
+SHOWN = 3  # names that a warning lists
 
 
 def redistribute_state(
@@ -115,7 +117,7 @@ def redistribute_state(
         "topology": topology,
     }  # fmt: skip
     moving, spare = _agreed(call, state, tensors, asked)
-    plan = moves(moving, memory_limit, spare, topology)
+    plan = plan_moves(moving, memory_limit, spare, topology)
     own = {(path, Grid.of(x.device_mesh)) for path, x in tensors.items()}
     had = [[key[0] for key in item.keys if key in own] for item in moving]
     sources = [
@@ -125,7 +127,7 @@ def redistribute_state(
     frame = rebuilt(state, {p: None for paths in had for p in paths})
     tensors.clear()
     if donate:
-        removed(state, (p for paths in had for p in paths))
+        remove(state, (p for paths in had for p in paths))
         _tell(moving)
     arriving = [call.rank in Grid.of(item.target.mesh).ranks for item in moving]
     results = plan.run(sources, timeout)
@@ -137,7 +139,7 @@ def redistribute_state(
     for item, paths, x, arrives in zip(moving, had, made, arriving, strict=True):
         for path in item.paths if arrives else ():
             if path not in paths:
-                added(out, path, x)
+                add(out, path, x)
     return out
 
 
@@ -153,13 +155,11 @@ class _Joining:
         self.texts = [what]
         self.digest = hashlib.sha256(f"{self.name} {what} {ranks}".encode()).hexdigest()
 
-    def drive(
-        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
-    ) -> Generator[None, None, list[torch.Tensor]]:
-        """Join; see `Executable.drive`."""
-        watch.at(0)
-        self.value = united(wire, self.ranks, self.device, self.value, self.join)
-        yield
+    def drive(self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None) -> Running:
+        """Join; see `TorchExecutable.drive`."""
+        watch.begin_step(0)
+        self.value = all_reduce_object(wire, self.ranks, self.device, self.value, self.join)
+        yield  # all is done: it makes this a generator, as what `launch` runs is
         return []
 
 
@@ -167,10 +167,10 @@ class _Joining:
 class _Call:
     """The ranks that make one call, and this one's part in it."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ascending
     rank: int
-    device: torch.device
-    timeout: float
+    device: torch.device  # of this rank's shards, and of messages
+    timeout: float  # seconds
 
     @staticmethod
     def of(
@@ -186,11 +186,11 @@ class _Call:
                 ranks = tuple(range(dist.get_world_size()))  # others may bring what goes there, or get what is here
         if rank not in ranks:  # nobody waits for a rank that has nothing
             ranks = (rank,)
-        places = [local_of(x).device for x in tensors]
+        devices = [local_of(x).device for x in tensors]
         kind = "cpu" if device_mesh is None else device_mesh.device_type
-        return _Call(ranks, rank, places[0] if places else torch.empty(0, device=kind).device, timeout)
+        return _Call(ranks, rank, devices[0] if devices else torch.empty(0, device=kind).device, timeout)
 
-    def united(self, value: T, join: Callable[[T, T], T], what: str) -> T:
+    def joined(self, value: T, join: Callable[[T, T], T], what: str) -> T:
         """Return the values of all ranks, joined."""
         if len(self.ranks) == 1:
             return value
@@ -215,15 +215,15 @@ def _agreed(
         view = _own(state, tensors, asked, texts)
     except ShardplanError as error:
         own, view = error, StateView(texts, error=f"rank {call.rank}: {error}")
-    view = call.united(view, StateView.__add__, "what every rank holds")
+    view = call.joined(view, StateView.__add__, "what every rank holds")
     if own is not None:
         raise own
     view.check(layouts)
-    moving = items(view, device_mesh, {Grid.of(x.device_mesh): x.device_mesh for x in tensors.values()})
+    moving = moved_tensors(view, device_mesh, {Grid.of(x.device_mesh): x.device_mesh for x in tensors.values()})
     copied = copies(moving)
     if copied:
         mine = digests(copied, {path: local_of(x) for path, x in tensors.items()}, call.rank)
-        refuse_unlike(call.united(mine, same_digests, "digests of copies"))
+        refuse_unlike(call.joined(mine, same_digests, "digests of copies"))
     return moving, view.surplus
 
 
@@ -288,7 +288,7 @@ def _tell(moving: Sequence[MovedTensor]) -> None:
     """Warn of donated tensors that are not freed."""
     kept = [item.name for item in moving if item.kept]
     if kept:
-        shown = ", ".join(kept[:3]) + (", ..." if kept[3:] else "")
+        shown = ", ".join(kept[:SHOWN]) + (", ..." if kept[SHOWN:] else "")
         warnings.warn(
             f"redistribute_state: donate=True does not free {len(kept)} of {len(moving)} tensors ({shown}): something "
             "else holds their storage, such as the parameters of a live model; legal is a state that alone holds them",

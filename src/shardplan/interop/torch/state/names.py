@@ -1,6 +1,6 @@
 """The tensors of a state by name: nested dicts, lists and tuples are walked, and a name is the path joined by dots.
 
-`{"state": {"layers.0.weight": {"exp_avg": x}}}` names `x` state.layers.0.weight.exp_avg; places in lists and tuples
+`{"state": {"layers.0.weight": {"exp_avg": x}}}` names `x` state.layers.0.weight.exp_avg; positions in lists and tuples
 are numbers, as in `param_groups.0`.
 """
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 
-Path = tuple[Any, ...]
-Layouts = Mapping[str, Sequence[Placement]]
+Path = tuple[Any, ...]  # keys of mappings, and positions in lists and tuples
+Layouts = Mapping[str, Sequence[Placement]]  # by name or pattern
+MOST_NEAR, LEAST_LIKENESS = 3, 0.3  # names like a pattern that an error shows: patterns are unlike whole names
 
 
 def name_of(path: Path) -> str:
@@ -54,7 +55,7 @@ def rebuilt(state: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
     return new.get(path, state)
 
 
-def removed(state: Any, paths: Iterable[Path]) -> None:
+def remove(state: Any, paths: Iterable[Path]) -> None:
     """Take what lies at the paths out of the state: out of mappings, and of lists by leaving None in its place."""
     for path in paths:
         holder = state
@@ -77,7 +78,7 @@ def within_tuple(state: Any, paths: Iterable[Path]) -> Path | None:
     return None
 
 
-def added(state: dict[Any, Any], path: Path, value: Any) -> None:
+def add(state: dict[Any, Any], path: Path, value: Any) -> None:
     """Put in what this rank had not: under the keys of its path, or by its name where these lead through no mapping."""
     holder: Any = state
     for key in path[:-1]:
@@ -105,6 +106,6 @@ def unmatched(pattern: str, names: Iterable[str], plain: str | None) -> LayoutEr
     if plain is not None:
         return LayoutError(f"layouts: {pattern!r} matches no DTensor, only {plain}, which is passed on as it is")
     names = sorted(set(names))
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    near = difflib.get_close_matches(pattern, names, n=MOST_NEAR, cutoff=LEAST_LIKENESS) or names[:MOST_NEAR]
     legal = f"near it are {', '.join(near)}" if near else "the state has no DTensors"
     return LayoutError(f"layouts: {pattern!r} matches none of the {len(names)} DTensors of the state; {legal}")

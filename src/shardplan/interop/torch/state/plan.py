@@ -19,7 +19,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
 from shardplan.execution.torch.run import TorchExecutable, executable, finish, launch
-from shardplan.interop.torch.bound import Bound
+from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import holdings
 from shardplan.interop.torch.state.view import MovedTensor
@@ -29,10 +29,10 @@ from shardplan.plans.pricing import Where
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a state's moves run: places in the list of items, with what moves them."""
+    """What a state's moves run."""
 
-    alone: tuple[tuple[int, Bound], ...]
-    typed: tuple[int, ...]
+    alone: tuple[tuple[int, BoundMove], ...]  # index in the list of items, and what moves it
+    typed: tuple[int, ...]  # indices of the others
     batch: Program | None  # of the typed ones; its outputs begin with theirs
 
     def run(self, sources: list[torch.Tensor], timeout: float) -> list[torch.Tensor]:
@@ -57,11 +57,11 @@ class Moves:
         return results
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0)  # stands for a shard that has been moved, or has yet to come
 
 
 def _driven(
-    bound: TorchExecutable | Bound, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+    bound: TorchExecutable | BoundMove, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
 ) -> list[torch.Tensor]:
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
@@ -69,14 +69,11 @@ def _driven(
     return finish(launch(bound, values, timeout))
 
 
-def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology: Where | None) -> Moves:
-    """Plan, the same on every rank.
+def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology: Where | None) -> Moves:
+    """Return the moves of these items, the same on every rank.
 
-    Args:
-        items: What moves.
-        limit: Bytes on every device over all of the moves, or None.
-        spare: Bytes of it that are taken all the time, by storages larger than their shards.
-        topology: As of `redistribute`.
+    `limit` is in bytes on every device over all of the moves, of which `spare` are taken all the time, by storages
+    larger than their shards; `topology` is as of `redistribute`.
 
     Raises:
         LayoutError: An item without a plan; it is named.
@@ -84,7 +81,7 @@ def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology:
     """
     types: dict[int, tuple[TensorType, TensorType]] = {}
     strange: dict[int, Ends] = {}
-    alone: list[tuple[int, Bound]] = []
+    alone: list[tuple[int, BoundMove]] = []
     for k, item in enumerate(items):
         try:
             ends = Ends.of(item.source, item.target)
@@ -104,7 +101,7 @@ def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology:
         source = Counter[int]() if limit is None else _bytes(item.source)
         taken = spare + _worst(live - source)
         try:
-            alone.append((k, Bound(ends, dist.get_rank(), _left(limit, taken), topology)))
+            alone.append((k, BoundMove(ends, dist.get_rank(), _left(limit, taken), topology)))
         except LayoutError as error:
             raise LayoutError(f"{item.name}: {error}") from None
         except Infeasible as error:
@@ -127,6 +124,7 @@ def moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology:
 
 
 def _left(limit: int | None, taken: int) -> int | None:
+    """What is left of a limit: at least 1, within which a plan is refused with the least that works."""
     return None if limit is None else max(1, limit - taken)
 
 
@@ -151,4 +149,5 @@ def _bytes(spec: DTensorSpec) -> Counter[int]:
 
 
 def _worst(live: Counter[int]) -> int:
+    """The most bytes on a rank."""
     return max(live.values(), default=0)

@@ -68,6 +68,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The bytes of a storage from the first to after the last that a view reaches."""
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
     return start * x.itemsize, (start + int(last) + 1) * x.itemsize
@@ -78,9 +79,9 @@ def held_elsewhere(tensors: Mapping[Path, DTensor], tied: Mapping[Path, Path | N
 
     `tensors` must be the only other holder of what is in the state; `tied` says what is one tensor.
     """
-    spare = object()
+    spare = object()  # held by nobody else: what the counting itself adds to a count
     times = Counter(map(id, tensors.values()))
-    # in this tuple everything has as many references from here; before it a tensor has two for every name, `spare` one
+    # In this tuple everything has as many references from here; before it a tensor has two for every name, `spare` one.
     counts = [sys.getrefcount(x) for x in (*tensors.values(), spare)]
     base = counts.pop() - 2
     counted = {id(x): x for x in tensors.values()}

@@ -23,41 +23,43 @@ from shardplan.errors import LayoutError
 from shardplan.execution.rank_names import listed
 from shardplan.interop.torch.state.names import Layouts, Path, name_of, unmatched
 
+MOST_MESHES = 256  # remembered, of all states that were moved
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """A device mesh as a value: a mesh itself has process groups, and cannot go to another rank."""
 
-    kind: str
+    kind: str  # of devices
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    names: tuple[str, ...] | None
+    ranks: tuple[int, ...]  # in mesh order
+    names: tuple[str, ...] | None  # of its dims
 
     @staticmethod
-    @lru_cache(maxsize=256)  # a mesh makes the tensor of its ranks at every look
+    @lru_cache(maxsize=MOST_MESHES)  # a mesh makes the tensor of its ranks at every look
     def of(mesh: DeviceMesh) -> Grid:
         """Return the value of a mesh."""
         ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
         return Grid(mesh.device_type, tuple(mesh.mesh.shape), ranks, mesh.mesh_dim_names)
 
-    @lru_cache(maxsize=256)  # noqa: B019  # a mesh holds a tensor
+    @lru_cache(maxsize=MOST_MESHES)  # noqa: B019  # a mesh holds a tensor
     def mesh(self) -> DeviceMesh:
         """Return a mesh without process groups, for planning."""
         ranks = torch.tensor(self.ranks).reshape(self.shape)
         return DeviceMesh(self.kind, ranks, mesh_dim_names=self.names, _init_backend=False)
 
 
-Key = tuple[Path, Grid]  # other meshes may have a tensor of that name
+TensorKey = tuple[Path, Grid]  # where a tensor is in the state; other meshes may have one of that name
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor lies, as a value."""
+    """Where a tensor lies, as a value: what a `DTensorSpec` has."""
 
     grid: Grid
     placements: tuple[Placement, ...]
-    order: ShardOrder | None
-    strided: bool | None
+    order: ShardOrder | None  # None where `strided`
+    strided: bool | None  # whether `_StridedShard`s say an order of sharding
     meta: TensorMeta
 
     @staticmethod
@@ -97,7 +99,7 @@ class StateView:
     """What some ranks hold together, and what they asked for."""
 
     asked: Mapping[str, str]  # all else that has to be the same on every rank, by its keyword
-    held: dict[Key, Held] = field(default_factory=dict[Key, Held])
+    held: dict[TensorKey, Held] = field(default_factory=dict[TensorKey, Held])
     matched: dict[str, str] = field(default_factory=dict[str, str])  # patterns, and the first DTensor that each matches
     plain: dict[str, str] = field(default_factory=dict[str, str])  # the same of other tensors
     surplus: int = 0  # bytes beyond those of the shards, on the worst rank
@@ -151,7 +153,7 @@ def _both(path: Path, a: Held, b: Held) -> Held:
 class MovedTensor:
     """One tensor that moves: under which names, from where, to where."""
 
-    keys: tuple[Key, ...]  # in the view; several where it is tied, or where meshes hold copies of it
+    keys: tuple[TensorKey, ...]  # in the view; several where it is tied, or where meshes hold copies of it
     source: DTensorSpec
     target: DTensorSpec
     kept: bool
@@ -167,18 +169,16 @@ class MovedTensor:
         return tuple(dict.fromkeys(path for path, _ in self.keys))
 
 
-def items(view: StateView, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceMesh]) -> tuple[MovedTensor, ...]:
-    """Return what has to move, the same on every rank, tied tensors and copies as one.
+def moved_tensors(
+    view: StateView, device_mesh: DeviceMesh | None, own: Mapping[Grid, DeviceMesh]
+) -> tuple[MovedTensor, ...]:
+    """Return what has to move of what all ranks hold, the same on every rank, tied tensors and copies as one.
 
-    Args:
-        view: What all ranks hold.
-        device_mesh: The destination's mesh for all of them, or None.
-        own: The meshes of this rank, which its results are to have.
-
-    Raises:
-        LayoutError: Tied tensors that are wanted in two layouts; one name on meshes that cannot hold copies of it.
+    `device_mesh` is the destination's for all of them, if there is one; `own` are the meshes of this rank, which its
+    results are to have. Raises `LayoutError` for tied tensors that are wanted in two layouts, and one name on meshes
+    that cannot hold copies of it.
     """
-    groups: dict[Any, list[Key]] = {}
+    groups: dict[Any, list[TensorKey]] = {}
     for key, held in view.held.items():
         first = held.tie or key[0]
         # without a mesh for all, a name on several meshes is a tensor on each of them
@@ -231,7 +231,7 @@ def copies(moving: Iterable[MovedTensor]) -> list[MovedTensor]:
 def digests(
     copied: Iterable[MovedTensor], tensors: Mapping[Path, torch.Tensor], rank: int
 ) -> dict[tuple[Path, int], str]:
-    """Return a digest of this rank's shard of every copied tensor, by path and place in its mesh."""
+    """Return a digest of this rank's shard of every copied tensor, by path and the rank's place in its mesh."""
     out: dict[tuple[Path, int], str] = {}
     for item in copied:
         for path, grid in item.keys:

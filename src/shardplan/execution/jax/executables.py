@@ -24,12 +24,13 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import processes_of
 from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
+from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
 from shardplan.execution.jax.header import headed
-from shardplan.execution.jax.kept import EXECUTABLES, code_bytes
 from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
-FLAT = "device"
+FLAT = "device"  # the one axis on which a `Send` runs, over the devices of both meshes
+WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX has none unless it is told so
 
 
 @contextlib.contextmanager
@@ -38,10 +39,10 @@ def alone(program: Program) -> Generator[None]:
     import jax  # pyright: ignore[reportMissingImports]
 
     parts = (itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for t in program.types.values())
-    wide = max(parts, default=0) == 8
+    wide = max(parts, default=0) == WIDE_BYTES
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
-            yield
+            yield  # to what compiles, or runs, the program
 
 
 def at_once() -> AbstractContextManager[Any]:
@@ -65,36 +66,32 @@ def jax_mesh(mesh: Mesh) -> Any:
     import jax  # pyright: ignore[reportMissingImports]
 
     axes = {a.name: a.size for a in mesh.atoms} or {"one": 1}
-    return _grid(tuple(axes), tuple(axes.values()), mesh.devices, jax)
+    return _mesh_over(tuple(axes), tuple(axes.values()), mesh.devices, jax)
 
 
-def _grid(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int], jax: Any) -> Any:
+def _mesh_over(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int], jax: Any) -> Any:
     by_id = {d.id: d for d in jax.devices()}
-    grid = np.empty(len(ids), dtype=object)
-    grid[:] = [by_id[k] for k in ids]
-    return jax.sharding.Mesh(grid.reshape(sizes), names)
+    devices = np.empty(len(ids), dtype=object)
+    devices[:] = [by_id[k] for k in ids]
+    return jax.sharding.Mesh(devices.reshape(sizes), names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledPart:
-    """A run of steps that is one executable (None where bytes stay where they are), and the values it takes and gives.
+    """A run of steps that is one executable, and the values it takes and gives."""
 
-    `devices` are those of the executable, in the order of its shards; operands and results are on the devices of
-    `sources` and `targets`, in those orders.
-    """
-
-    steps: tuple[int, ...]
-    where: str
+    steps: tuple[int, ...]  # their numbers
+    where: str  # which these are, for messages
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    freed: frozenset[str]
-    devices: tuple[int, ...]
-    sources: tuple[TensorType, ...]
-    targets: tuple[TensorType, ...]
+    freed: frozenset[str]  # inputs that no later step needs
+    devices: tuple[int, ...]  # ids, in the order of the executable's shards
+    sources: tuple[TensorType, ...]  # of the inputs, whose shards lie on the devices of these types, in their order
+    targets: tuple[TensorType, ...]  # of the outputs, likewise
     kinds: tuple[np.dtype[Any], ...]  # of the operands' elements; their types say in what they are carried
-    sharding: Any
-    executable: Any
-    call: Any
+    sharding: Any  # of every operand and result, as JAX sees them
+    executable: Any  # None where bytes stay where they are
+    call: Any  # what runs it; see `compile_for`
 
     def run(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Return the shards of the outputs on the local devices, given those of the inputs."""
@@ -106,7 +103,7 @@ class CompiledPart:
         for shards, t, kind in zip(inputs, self.sources, self.kinds, strict=True):
             shape = t.local_shape() or (1,)
             mine = [x.reshape(shape) for x in shards] if t.ndim == 0 else shards
-            if t.mesh.devices != self.devices:
+            if t.mesh.devices != self.devices:  # of a `Send`: devices off the source's mesh put in zeros
                 held = dict(zip((d.id for d in local_devices(t.mesh.devices)), mine, strict=True))
                 mine = [
                     held[d.id] if d.id in held else jax.device_put(np.zeros(shape, kind), d)
@@ -124,6 +121,7 @@ class CompiledPart:
 
 
 def _renamed(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
+    """The shards in the order of another type, which has the same boxes on the same devices."""
     held = dict(zip((d.id for d in local_devices(t.mesh.devices)), shards, strict=True))
     return [held[d.id] for d in local_devices(u.mesh.devices)]
 
@@ -134,7 +132,7 @@ Kinds = tuple[np.dtype[Any], ...]
 def compiled(program: Program, stepwise: bool = False, kinds: Kinds | None = None) -> tuple[CompiledPart, ...]:
     """Return the executables of a checked program, one for each run of steps on a mesh, or for each step; kept.
 
-    `kinds` are the dtypes of the inputs where the program's types only carry their bits (see `jax_bits.carrier`).
+    `kinds` are the dtypes of the inputs where the program's types only carry their bits (see `bits.carrier`).
     """
     given = kinds or tuple(numpy_dtype(t.dtype) for t in program.input_types)
     return EXECUTABLES.get((program, stepwise, given), lambda: _compiled(program, stepwise, given))
@@ -191,7 +189,7 @@ def _part(
             return CompiledPart(
                 numbers, where, steps[0].operands, steps[0].results, freed, devices, *ends, held, None, None, None
             )
-        target = _grid((FLAT,), (len(devices),), devices, jax)
+        target = _mesh_over((FLAT,), (len(devices),), devices, jax)
     else:
         devices, target = first.devices, jax_mesh(first)
     moved = lower_steps(program, steps, inputs, outputs, first, tuple(target.axis_names), checked=True,
@@ -221,10 +219,11 @@ def _part(
 
 
 def compile_for(jitted: Any, shapes: Sequence[Any], context: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return the executable of a jitted function, and what to call; both are made in a context of JAX.
+    """Return the executable of a jitted function on arguments of these shapes, and what to call.
 
-    It is itself what to call, but for elements of less than 8 bits: an executable checks the layouts of its arguments,
-    and jax.device_put says of such an array another one than the compiler. The function then finds it compiled.
+    Both are made in `context`. The executable is itself what to call, but for elements of less than 8 bits: an
+    executable checks the layouts of its arguments, and jax.device_put says of such an array another one than the
+    compiler. The function then finds it compiled.
     """
     with context():
         executable = jitted.lower(*shapes).compile()
@@ -260,7 +259,9 @@ def lower_steps(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return what one device does for some steps: the shards of `inputs` in, those of `outputs` out, 0-dim ones [1].
 
-    With a `header` the devices first make sure that all run these steps.
+    It runs inside a `shard_map` over the `axes` of a jax mesh, which has one an atom of `mesh`, or (not `by_atom`) the
+    mesh's own; `checked` says that `check_vma` is on. With a `header` the devices first make sure that all run these
+    steps.
     """
     wire = JaxWire(mesh, axes, by_atom, checked)
 

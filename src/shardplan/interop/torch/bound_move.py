@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
+from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.boxes import BoxMove
 from shardplan.interop.torch.ends import Ends
@@ -22,13 +22,16 @@ from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import too_little
 
 
-class Bound:
-    """A program, or an exchange of boxes, with what is done to the shard around it; used as an `TorchExecutable` is."""
+class BoundMove:
+    """A program, or an exchange of boxes, with what is done to the shard around it; used as a `TorchExecutable` is."""
 
     input_name = "0"
 
     def __init__(self, ends: Ends, rank: int, limit: int | None, topology: Any) -> None:
-        """Plan; raises `Infeasible` where `limit`, which counts the caller's own shard to the end, is too small."""
+        """Plan; raises `Infeasible` where `limit`, which counts the caller's own shard to the end, is too small.
+
+        It is in bytes a device, None without one; `topology` is as of `redistribute`.
+        """
         self.ends = ends
         self.moving = _planned(ends, rank, limit, topology)
         self.ranks, self.device = self.moving.ranks, rank
@@ -45,9 +48,7 @@ class Bound:
         need = self.needs[self.input_name]
         return self.ends.masked(local) if need is not None and local.shape == need.shape else local
 
-    def drive(
-        self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None
-    ) -> Generator[None, None, list[torch.Tensor]]:
+    def drive(self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None) -> Running:
         """Move; see `TorchExecutable.drive`."""
         values[self.moving.input_name] = self.ends.before(values.pop(self.input_name))
         results = yield from self.moving.drive(values, wire, watch, record)

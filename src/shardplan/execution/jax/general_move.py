@@ -12,7 +12,7 @@ from shardplan.execution.rounds import PermuteRound, rounds_of
 
 
 def general_move(x: Any, t: TensorType, u: TensorType, chunks: int, wire: JaxWire) -> Any:
-    """An Exchange or Send as padded permutes; the wire's places are those of `rounds_of(t, u).devices`."""
+    """An Exchange or Send as padded permutes; the wire's mesh has the devices of `rounds_of(t, u)`, in their order."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     from jax import lax  # pyright: ignore[reportMissingImports]
 
@@ -22,7 +22,7 @@ def general_move(x: Any, t: TensorType, u: TensorType, chunks: int, wire: JaxWir
     if plan.kept is not None:
         out = _deliver(out, _window(x, plan.kept, wire), plan.kept, wire)
     for k, one in enumerate(plan.rounds):
-        if k and chunks > 1:
+        if k and chunks > 1:  # one round after the other: XLA may neither merge nor overlap them
             x, out = lax.optimization_barrier((x, out))
         out = _deliver(out, lax.ppermute(_window(x, one, wire), wire.axes, one.pairs), one, wire)
     return out
@@ -35,7 +35,7 @@ def _window(x: Any, one: PermuteRound, wire: JaxWire) -> Any:
 
     if one.shape == x.shape and not one.start.any():
         return x
-    if one.whole:
+    if one.whole:  # a slice, which is cheaper than the gather below
         row = wire.own(one.start)
         return lax.dynamic_slice(x, [row[d] for d in range(x.ndim)], one.shape)
     row = wire.own(one.start)
@@ -55,7 +55,7 @@ def _deliver(out: Any, piece: Any, one: PermuteRound, wire: JaxWire) -> Any:
     at = wire.own(one.at)
     if one.whole:
         starts = [at[d] for d in range(out.ndim)]
-        now = lax.dynamic_slice(out, starts, one.shape)
+        now = lax.dynamic_slice(out, starts, one.shape)  # what a device that gets nothing writes back
         return lax.dynamic_update_slice(out, jnp.where(active, piece, now), starts)
     extent = wire.own(one.extent)
     inside = active

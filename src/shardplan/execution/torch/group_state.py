@@ -4,6 +4,10 @@ gloo offers no way to ask whether a message has come, and a wait that times out 
 So nothing is polled on the thread of a run, and a second thread looks at its waits from outside: one that lasts longer
 than `GRACE` is slow, and only then is the store asked and told anything. A run that goes well and never waits that long
 costs the store nothing.
+
+Who touches what: the thread of a run counts, agrees and uses `store`; it notes what it waits for in `waits`, one entry
+a watch, set before a wait and deleted after it. The second thread only reads `waits`, from a copy (one step of a dict,
+so no lock is needed), and uses `aside`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
-TICK = 0.1  # seconds between two looks
+ENDING = 1.0  # seconds that the second thread has to end: it may be at the store
+TICK = 0.1  # seconds between two looks: a fifth of `GRACE`, so that a slow wait is noticed soon after it
 
 
 class Watched(Protocol):
@@ -47,7 +52,7 @@ class GroupState:
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
         self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
         self._thread: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._ends = threading.Event()  # set by `end`, waited for by the second thread between two looks
 
     @functools.cached_property
     def aside(self) -> Any:
@@ -64,15 +69,16 @@ class GroupState:
         """Stop the second thread: one that the interpreter outlives would abort the process."""
         self._ends.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(10 * TICK)
+            self._thread.join(ENDING)
 
     def _look(self) -> None:
+        """Tell watches of their slow waits, and of the end of those, until `end`: what the second thread does."""
         seen: dict[Watched, tuple[Any, float]] = {}  # by watch, its wait and since when
         told: set[Watched] = set()
         while not self._ends.wait(TICK):
             if not (self.waits or seen or told):
                 continue
-            now, waits = time.monotonic(), dict(self.waits)
+            now, waits = time.monotonic(), dict(self.waits)  # a wait is known by its identity: each is a new object
             seen = {w: seen[w] if w in seen and seen[w][0] is x else (x, now) for w, x in waits.items()}
             slow = {w: (x, now - since) for w, (x, since) in seen.items() if now - since >= GRACE}
             with contextlib.suppress(RuntimeError):  # without a store nobody can be asked; the wait's own bound holds
@@ -84,19 +90,19 @@ class GroupState:
                     watch.slow(wait, seconds)
 
 
-_sites: list[GroupState] = []  # the one of the default process group, once it was asked for
+_states: list[GroupState] = []  # the one of the default process group, once it was asked for
 
 
-def site() -> GroupState:
+def group_state() -> GroupState:
     """Return the state that belongs to the default process group."""
     group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    if not _sites or _sites[0].group is not group:
+    if not _states or _states[0].group is not group:
         _leave()
-        _sites[:] = [GroupState(group, dist.distributed_c10d._get_default_store())]  # pyright: ignore[reportPrivateUsage]
-    return _sites[0]
+        _states[:] = [GroupState(group, dist.distributed_c10d._get_default_store())]  # pyright: ignore[reportPrivateUsage]
+    return _states[0]
 
 
 @atexit.register
 def _leave() -> None:
-    for old in _sites:
+    for old in _states:
         old.end()

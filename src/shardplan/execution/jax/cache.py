@@ -1,4 +1,8 @@
-"""What is compiled is kept, up to a number of bytes: then what was used longest ago goes."""
+"""What is compiled is kept, up to a number of bytes: then what was used longest ago goes.
+
+A cache may be used by several threads: one lock guards what it holds, and is not held while a value is made. Two
+threads may make one value; the first to finish is kept.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 MOST_BYTES = 512 * 2**20  # of executables, in host memory
-RESIDENT = 32  # bytes that an executable of XLA:CPU takes in the process, for each of its serialized form
+RESIDENT = 32  # bytes that an executable of XLA:CPU takes in the process for each of its serialized form, as measured
 
 
-class Kept:
+class BoundedCache:
     """Values by key, bounded by the sum of their bytes; a value above the bound is kept alone.
 
-    >>> kept = Kept(10)
-    >>> [kept.get(k, lambda k=k: (k.upper(), 4)) for k in "abac"], sorted(kept.keys())
+    >>> cache = BoundedCache(10)
+    >>> [cache.get(k, lambda k=k: (k.upper(), 4)) for k in "abac"], sorted(cache.keys())
     (['A', 'B', 'A', 'C'], ['a', 'c'])
     """
 
@@ -26,7 +30,7 @@ class Kept:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], tuple[Any, int]]) -> Any:
-        """Return the value of `key`; `make` returns it with its bytes where there is none."""
+        """Return the value of `key`; where there is none, `make` returns it with its bytes."""
         with self._lock:
             found = self._held.get(key)
             if found is not None:
@@ -47,7 +51,7 @@ class Kept:
             return tuple(self._held)
 
 
-EXECUTABLES = Kept(MOST_BYTES)
+EXECUTABLES = BoundedCache(MOST_BYTES)
 
 
 def code_bytes(executable: Any) -> int:

@@ -7,49 +7,49 @@ from importlib import import_module
 import pytest
 
 from shardplan.errors import BackendError
-from shardplan.execution.jax.kept import Kept
+from shardplan.execution.jax.cache import BoundedCache
 
 
 def test_the_oldest_goes_when_the_bytes_are_too_many() -> None:
     made: list[str] = []
 
     def get(key: str, size: int = 4) -> str:
-        return kept.get(key, lambda: (made.append(key) or key.upper(), size))
+        return cache.get(key, lambda: (made.append(key) or key.upper(), size))
 
-    kept = Kept(12)
-    assert [get(k) for k in "abcabc"] == list("ABCABC") and made == list("abc") and kept.bytes == 12
+    cache = BoundedCache(12)
+    assert [get(k) for k in "abcabc"] == list("ABCABC") and made == list("abc") and cache.bytes == 12
     get("a")
     get("d")
-    assert kept.keys() == ("c", "a", "d") and kept.bytes == 12, "b was used longest ago"
+    assert cache.keys() == ("c", "a", "d") and cache.bytes == 12, "b was used longest ago"
     get("e", 7)
-    assert kept.keys() == ("d", "e") and kept.bytes == 11, "as many go as are needed"
+    assert cache.keys() == ("d", "e") and cache.bytes == 11, "as many go as are needed"
     get("big", 100)
-    assert kept.keys() == ("big",) and kept.bytes == 100, "one above the bound is kept alone"
+    assert cache.keys() == ("big",) and cache.bytes == 100, "one above the bound is kept alone"
     get("a")
-    assert kept.keys() == ("a",) and kept.bytes == 4
+    assert cache.keys() == ("a",) and cache.bytes == 4
     assert made == ["a", "b", "c", "d", "e", "big", "a"]
 
 
 def test_two_threads_that_make_one_value_count_it_once() -> None:
-    kept, barrier = Kept(100), threading.Barrier(2, timeout=60)
+    cache, barrier = BoundedCache(100), threading.Barrier(2, timeout=60)
 
     def make() -> tuple[str, int]:
         barrier.wait()  # both are making it
         return "value", 10
 
-    threads = [threading.Thread(target=kept.get, args=("key", make)) for _ in range(2)]
+    threads = [threading.Thread(target=cache.get, args=("key", make)) for _ in range(2)]
     for t in threads:
         t.start()
     for t in threads:
         t.join(60)
-    assert kept.bytes == 10 and kept.keys() == ("key",)
+    assert cache.bytes == 10 and cache.keys() == ("key",)
 
 
 def test_a_failure_leaves_nothing() -> None:
-    kept = Kept(10)
+    cache = BoundedCache(10)
     with pytest.raises(ZeroDivisionError):
-        kept.get("key", lambda: 1 // 0)
-    assert kept.get("key", lambda: ("value", 1)) == "value"
+        cache.get("key", lambda: 1 // 0)
+    assert cache.get("key", lambda: ("value", 1)) == "value"
 
 
 def test_a_missing_jax_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,24 +17,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardplan.execution.mpi.agree import Agreement, NotStarted, Refusal, Word, Words, name_of
+from shardplan.execution.mpi.agree import Agreement, NotStarted, Refusal, Word, Words, program_name
 from shardplan.execution.mpi.faults import MpiWatch, said
 from shardplan.execution.mpi.mail import LEAVING, Mail, mail
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-AGREED = 32  # programs that a set of ranks remembers: MPICH has some 2,000 communicators
+MOST_AGREED = 32  # programs that a set of ranks remembers: MPICH has some 2,000 communicators
 CREATION = 1  # the tag of the messages that make a communicator
-Members = tuple[int, ...]
-Key = tuple[bytes, int]  # a set of ranks, the number of its agreement
+Members = tuple[int, ...]  # ranks of the world, in member order
+AgreementKey = tuple[bytes, int]  # the name of a set of ranks, the number of its agreement
+NAME_BYTES = 16  # of the digest that names a set of ranks: enough that no two are called alike
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
     """A letter: a word of an agreement."""
 
-    key: Key
+    key: AgreementKey
     word: Word
 
 
@@ -42,21 +43,21 @@ class Letter:
 class Withdrawal:
     """A letter: the sender does not take part in a run of a program agreed on, nor in later ones."""
 
-    key: Key
-    run: int
+    key: AgreementKey
+    run: int  # the first that it leaves out, counted from 1
     why: str
 
 
 @dataclass(slots=True)
-class Pact:
+class AgreedProgram:
     """A program that a set of ranks has agreed on, and this process's communicators for it, by their members."""
 
-    key: Key
+    key: AgreementKey
     digest: bytes
     communicators: dict[Members, MPI.Intracomm] = field(default_factory=dict["Members", "MPI.Intracomm"])
     run: int = 0  # that this process is in, or has done last
-    over: bool = False
-    withdrawal: Withdrawal | None = None
+    over: bool = False  # a rank has withdrawn: the next call agrees anew
+    withdrawal: Withdrawal | None = None  # of those that have come, that from the earliest run
 
     @property
     def stopped(self) -> str:
@@ -64,38 +65,38 @@ class Pact:
         return self.withdrawal.why if self.withdrawal is not None and self.withdrawal.run <= self.run else ""
 
 
-class Pacts:
+class AgreedPrograms:
     """What this process has agreed on with others."""
 
     def __init__(self, letters: Mail) -> None:
         """Begin with nothing."""
         self._mail = letters
-        self._begun: Counter[bytes] = Counter()  # agreements of a set of ranks
-        self._made: dict[bytes, list[Pact]] = {}  # oldest first
-        self._open: dict[Key, Agreement] = {}
-        self._early: dict[Key, list[tuple[int, Word]]] = {}  # said before this process came
+        self._begun: Counter[bytes] = Counter()  # agreements, by the name of the set of ranks
+        self._made: dict[bytes, list[AgreedProgram]] = {}  # by that name; oldest first
+        self._open: dict[AgreementKey, Agreement] = {}
+        self._early: dict[AgreementKey, list[tuple[int, Word]]] = {}  # sender and word, said before this process came
         letters.on(Letter, self._said)
         letters.on(Withdrawal, self._withdrawn)
 
-    def enter(self, ranks: Members, digest: bytes) -> Pact | None:
+    def enter(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         """Begin a run of a program agreed on; None where the ranks have to agree.
 
         Raises:
             NotStarted: A rank has withdrawn from this run.
         """
-        pact = self._find(ranks, digest)
-        if pact is None:
+        agreed = self._find(ranks, digest)
+        if agreed is None:
             return None
         self._mail.collect()
-        pact.run += 1
-        if pact.withdrawal is None or not pact.stopped:
-            return pact
-        pact.over = True
-        if pact.withdrawal.run == pact.run:
-            raise NotStarted(f"{name_of(digest)} did not start: {pact.stopped}")
+        agreed.run += 1
+        if agreed.withdrawal is None or not agreed.stopped:
+            return agreed
+        agreed.over = True
+        if agreed.withdrawal.run == agreed.run:
+            raise NotStarted(f"{program_name(digest)} did not start: {agreed.stopped}")
         return None  # the runs that this process has done did not need the rank that withdrew from one
 
-    def agree(self, watch: MpiWatch, digest: bytes, groups: Sequence[Members]) -> Pact:
+    def agree(self, watch: MpiWatch, digest: bytes, groups: Sequence[Members]) -> AgreedProgram:
         """Wait until all ranks have come with the same program; make communicators of all of them and of `groups`.
 
         Raises:
@@ -118,45 +119,46 @@ class Pacts:
         del self._open[key]
         if isinstance(agreement.verdict, Refusal):
             raise NotStarted(f"{agreement.verdict.why}; nothing was sent")
-        pact = Pact(key, digest, run=1)
+        agreed = AgreedProgram(key, digest, run=1)
         made = self._made.setdefault(key[0], [])
-        made.append(pact)
+        made.append(agreed)
         with watch.bounded("its communicators were not made"):
-            while len(made) > AGREED:  # every rank of the set forgets this one now
+            while len(made) > MOST_AGREED:  # every rank of the set forgets this one now
                 for communicator in made.pop(0).communicators.values():
                     communicator.Free()
-            pact.communicators = connect([watch.ranks, *groups])
-        return pact
+            agreed.communicators = connect([watch.ranks, *groups])
+        return agreed
 
     def refuse(self, ranks: Members, rank: int, digest: bytes, error: BaseException) -> None:
         """Tell the others that this rank raises `error` instead of beginning a run."""
         why = f"rank {rank} raised {said(error)}"
-        pact = self._find(ranks, digest)
-        if pact is None:
+        agreed = self._find(ranks, digest)
+        if agreed is None:
             agreement, key = self._begin(ranks, rank, digest)
             self._early.pop(key, None)
-            self._post(key, agreement.refuse(f"{name_of(digest)} did not start: {why}"))
+            self._post(key, agreement.refuse(f"{program_name(digest)} did not start: {why}"))
         else:
-            pact.over = True
+            agreed.over = True
             for r in ranks:
                 if r != rank:
-                    self._mail.post(r, Withdrawal(pact.key, pact.run + 1, why))
+                    self._mail.post(r, Withdrawal(agreed.key, agreed.run + 1, why))
         self._mail.flush(LEAVING)
 
-    def _find(self, ranks: Members, digest: bytes) -> Pact | None:
+    def _find(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         made = self._made.get(_name(ranks), [])
         return next((p for p in reversed(made) if p.digest == digest and not p.over), None)
 
-    def _begin(self, ranks: Members, rank: int, digest: bytes) -> tuple[Agreement, Key]:
+    def _begin(self, ranks: Members, rank: int, digest: bytes) -> tuple[Agreement, AgreementKey]:
         name = _name(ranks)
         self._begun[name] += 1
         return Agreement(ranks, rank, digest), (name, self._begun[name])
 
-    def _post(self, key: Key, words: Words) -> None:
+    def _post(self, key: AgreementKey, words: Words) -> None:
         for rank, word in words:
             self._mail.post(rank, Letter(key, word))
 
     def _said(self, sender: int, letter: Letter) -> None:
+        """Read a word: of an agreement under way, or of one that this process has yet to come to."""
         name, number = letter.key
         if letter.key in self._open:
             self._post(letter.key, self._open[letter.key].hear(sender, letter.word))
@@ -165,9 +167,9 @@ class Pacts:
         # else of an agreement that this process has left: it was refused
 
     def _withdrawn(self, sender: int, letter: Withdrawal) -> None:
-        for pact in self._made.get(letter.key[0], []):
-            if pact.key == letter.key and (pact.withdrawal is None or letter.run < pact.withdrawal.run):
-                pact.withdrawal = letter
+        for agreed in self._made.get(letter.key[0], []):
+            if agreed.key == letter.key and (agreed.withdrawal is None or letter.run < agreed.withdrawal.run):
+                agreed.withdrawal = letter
 
 
 def connect(groups: Sequence[Members]) -> dict[Members, MPI.Intracomm]:
@@ -190,10 +192,10 @@ def connect(groups: Sequence[Members]) -> dict[Members, MPI.Intracomm]:
 
 @functools.cache
 def _name(ranks: Members) -> bytes:
-    return hashlib.sha256(repr(ranks).encode()).digest()[:16]
+    return hashlib.sha256(repr(ranks).encode()).digest()[:NAME_BYTES]
 
 
 @functools.cache
-def pacts() -> Pacts:
+def agreed_programs() -> AgreedPrograms:
     """Return what this process has agreed on."""
-    return Pacts(mail())
+    return AgreedPrograms(mail())

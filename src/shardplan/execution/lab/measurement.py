@@ -1,0 +1,78 @@
+"""What the lab measured: repetitions of one item, the bytes over every edge, and how calm the machine was."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from shardplan.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """One run."""
+
+    seconds: float  # from the agreed instant to the last finish
+    lateness: float  # seconds from the agreed instant to the last start
+    cpu_share: float  # of all processors of the machine: the ranks' CPU time and all soft interrupts, 0 to 1
+    drops: int  # packets that the shapers dropped
+    edge_bytes: tuple[int, ...]  # what the interface of every edge sent meanwhile, headers included
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """An item measured."""
+
+    title: str
+    engine: str  # `ring`, `gloo`, or `replay` of a script
+    edges: tuple[str, ...]  # names of the edges of the cluster's tree
+    repetitions: tuple[Repetition, ...]  # of the set that is kept; fewer than asked for where a rank was late all along
+    repeated: bool  # whether the first set was so uneven that another was taken; the calmer one is kept
+    voided: int  # runs thrown away because a rank started late
+    verified: bool  # whether the warm-up's results were compared with the reference on every rank
+    payload: dict[tuple[int, int], int]  # bytes by sender and receiver, device ids, as counted; none of gloo's own
+    payload_edge_bytes: tuple[int, ...]  # the same over every edge
+    predicted_payload: dict[tuple[int, int], int] | None  # the same, worked out from the types alone; None for gloo
+    predicted_edge_bytes: tuple[int, ...] | None
+    load: float  # the machine's load average over a minute, at the start
+    timeline: Timeline  # of the repetition with the median time
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(r.seconds for r in self.repetitions)
+
+    @property
+    def min_seconds(self) -> float:
+        """The least."""
+        return min(r.seconds for r in self.repetitions)
+
+    @property
+    def cv(self) -> float:
+        """Standard deviation over mean of the seconds; 0 of a single repetition."""
+        return variation([r.seconds for r in self.repetitions])
+
+    @property
+    def lateness(self) -> float:
+        """The largest, in seconds."""
+        return max(r.lateness for r in self.repetitions)
+
+    @property
+    def cpu_share(self) -> float:
+        """The mean."""
+        return statistics.fmean(r.cpu_share for r in self.repetitions)
+
+    @property
+    def drops(self) -> int:
+        """Packets dropped by the shapers, in all repetitions."""
+        return sum(r.drops for r in self.repetitions)
+
+    @property
+    def kernel_edge_bytes(self) -> tuple[int, ...]:
+        """The median over repetitions of what the interface of every edge sent."""
+        return tuple(round(statistics.median(n)) for n in zip(*(r.edge_bytes for r in self.repetitions), strict=True))
+
+
+def variation(seconds: list[float]) -> float:
+    """Return the coefficient of variation: sample standard deviation over mean."""
+    return statistics.stdev(seconds) / statistics.fmean(seconds) if len(seconds) > 1 else 0.0
