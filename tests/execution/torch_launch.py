@@ -26,10 +26,11 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-     "shardplan.execution.torch.run", "shardplan.interop.torch"]
+     "shardplan.interop.torch", "conformance", "execution.torch_warm"]
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class Launch:
             )
             for rank in range(count)
         ]
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # which counts when torch is imported
+        with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=PATHS):  # for what is imported before the fork
             for rank in self.ranks:
                 rank.start()
 
@@ -147,6 +148,5 @@ def printed(ranks: int, script: Path, *arguments: Any, seconds: float = 300) -> 
 def torchrun(processes: int, *command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run a command on so many processes of this machine, under torchrun itself."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
     return subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=timeout)

@@ -9,7 +9,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from export_cases import RANKS, cases
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS}"
+from execution.jax_child import QUICK
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={RANKS} {QUICK}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

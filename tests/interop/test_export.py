@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import shardplan as sp
+from execution.jax_child import said
 from execution.torch_launch import printed
 from interop.export_cases import RANKS, Case, cases, chain, place, random_case, topology
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Slice, ToPartial
@@ -57,7 +58,7 @@ def test_torch_on_gloo() -> None:
 
 def test_jax_on_cpu_devices() -> None:
     pytest.importorskip("jax")
-    found = child([sys.executable, str(HERE / "export_jax_child.py")])
+    found = said("interop/export_jax_child.py")
     assert found["wrong"] == []
     assert found["devices"] == RANKS
     assert all(found["compiled"].values())  # the collectives themselves, each kind
