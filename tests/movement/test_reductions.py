@@ -15,8 +15,14 @@ from shardplan.hardware.alpha_beta import alpha_beta
 from shardplan.hardware.level_factors import factors
 from shardplan.movement.reductions import state_matrix
 from shardplan.movement.reductions.hierarchies import hierarchy
-from shardplan.movement.reductions.instructions import Grouping, Instruction, alphabet, groupings, parse_program
-from shardplan.movement.reductions.instructions import program_text as text
+from shardplan.movement.reductions.instructions import (
+    Grouping,
+    Instruction,
+    alphabet,
+    groupings,
+    parse_instruction_list,
+)
+from shardplan.movement.reductions.instructions import instruction_list_text as text
 from shardplan.movement.reductions.interpreter import POISON, run_instructions
 from shardplan.movement.reductions.payload import payload, recognise
 from shardplan.movement.reductions.reduce import check_path
@@ -72,10 +78,10 @@ def test_groupings_are_depth_squared_disjoint_and_of_one_size():
 def test_the_paper_form_is_read_back():
     names = ("pod", "node", "gpu")
     program = alphabet(3)
-    assert parse_program(text(program, 3, names), 3, names) == program
+    assert parse_instruction_list(text(program, 3, names), 3, names) == program
     assert len(program) == 45
     with pytest.raises(LayoutError, match=r"'\(gpu, Master\(root\), Sum\)' is no instruction over 3 digits"):
-        parse_program("(gpu, Master(root), Sum)", 3, names)
+        parse_instruction_list("(gpu, Master(root), Sum)", 3, names)
 
 
 # The checker.

@@ -24,7 +24,7 @@ from shardplan.hardware.cost import ALGORITHM_NAMES
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribution.choice import chain
-from shardplan.movement.reductions.instructions import Instruction, program_text
+from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
 from shardplan.movement.reductions.interpreter import run_instructions
 from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.state_graph import InstructionEdge, StateGraph, state_graph
@@ -71,7 +71,7 @@ class Reduction:
 
     def __str__(self) -> str:
         """Return the instructions in the paper's form."""
-        return program_text(self.instructions, len(self.payload.factors), self.payload.names)
+        return instruction_list_text(self.instructions, len(self.payload.factors), self.payload.names)
 
 
 @lru_cache(maxsize=4096)

@@ -110,17 +110,17 @@ def alphabet(depth: int) -> tuple[Instruction, ...]:
     return tuple(Instruction(g, name) for g in groupings(depth) for name in COLLECTIVES)
 
 
-def program_text(program: Sequence[Instruction], depth: int, names: Sequence[str] = ()) -> str:
+def instruction_list_text(program: Sequence[Instruction], depth: int, names: Sequence[str] = ()) -> str:
     """Return a program as text: its instructions with '; ' between them."""
     return "; ".join(step.form(depth, names) for step in program)
 
 
-def parse_program(text: str, depth: int, names: Sequence[str] = ()) -> tuple[Instruction, ...]:
-    """Read what `program_text` writes.
+def parse_instruction_list(text: str, depth: int, names: Sequence[str] = ()) -> tuple[Instruction, ...]:
+    """Read what `instruction_list_text` writes.
 
     Raises `LayoutError` for a part that is no instruction over these digits, and names one that is.
 
-    >>> parse_program("(0, Parallel(root), AllReduce); (root, InsideGroup, AllReduce)", 2)[0].grouping
+    >>> parse_instruction_list("(0, Parallel(root), AllReduce); (root, InsideGroup, AllReduce)", 2)[0].grouping
     Grouping(varies=(0,), master=False)
     """
     table = {step.form(depth, names): step for step in alphabet(depth)}

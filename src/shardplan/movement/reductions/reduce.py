@@ -20,7 +20,7 @@ from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.enumeration import CHECKED_MEMBERS, LARGE_SIZE
-from shardplan.movement.reductions.instructions import Instruction, program_text
+from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
 from shardplan.movement.reductions.interpreter import run_instructions
 from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.shortest_path import cheapest_path
@@ -121,7 +121,7 @@ def instructions_text(
 ) -> str:
     """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
     view, path, _ = _best(placement, axes, nbytes, target, algorithm, subsets, False)
-    return program_text([edge.instruction for edge in path], len(view.factors), view.names)
+    return instruction_list_text([edge.instruction for edge in path], len(view.factors), view.names)
 
 
 def stock_op(target: Target) -> str:

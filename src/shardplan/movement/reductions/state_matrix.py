@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import TypingError
-from shardplan.movement.reductions.instructions import Instruction, program_text
+from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
 
 MOST_MEMBERS = 256  # a state has the third power of it in bits: 2 MiB
 
@@ -115,7 +115,9 @@ class Checker:
         >>> Checker((2, 2)).check([Instruction(Grouping((0, 1)), "all_reduce")])
         """
         if self.run(program) != self.goal:
-            raise TypingError(f"{program_text(program, len(self.sizes))} ends before every member holds every addend")
+            raise TypingError(
+                f"{instruction_list_text(program, len(self.sizes))} ends before every member holds every addend"
+            )
 
     def check_parts(self, program: Sequence[Instruction], holders: Sequence[int], parts: int) -> None:
         """Check that a program ends with complete rows, 1/`parts` of them on each of `holders` and none elsewhere.
