@@ -1,4 +1,4 @@
-"""Run under torchrun: what ranks do to the store, and what each says when one has a wrong shard or another order.
+"""Run on every rank: what ranks do to the store, and what each says when one has a wrong shard or another order.
 
 Every case is on one process group, one after another: a run that is refused, or whose program fails on a living rank,
 leaves the group as it was. Rank 0 prints one JSON object. With the argument `batched` (the way of nccl, over gloo) only

@@ -1,4 +1,4 @@
-"""Run under torchrun: conformance cases on this rank against the reference; rank 0 prints one JSON object.
+"""Run on every rank: conformance cases on this rank against the reference; rank 0 prints one JSON object.
 
 Arguments: seed, number of cases, and `gloo`, `batched` (the way of nccl, over gloo) or `nccl` (a GPU a rank).
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun: live storages of every rank against the certificate, chunked plans included; prints JSON."""
+"""Run on every rank: live storages of every rank against the certificate, chunked plans included; prints JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Run under torchrun: bytes that the kernel counted for every op against what the op says; prints JSON."""
+"""Run on every rank: bytes that the kernel counted for every op against what the op says; prints JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Run under torchrun: random DTensor pairs through our drop-in and through DTensor; rank 0 prints one JSON object.
+"""Run on every rank: random DTensor pairs through our drop-in and through DTensor; rank 0 prints one JSON object.
 
 Drawn are dims that divide and that do not, plain and strided shards, orders of sharding, and every kind of `Partial`.
 Where DTensor's result is not ours, the indices of the target decide; where it refuses, ours is held against them.

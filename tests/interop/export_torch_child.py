@@ -1,4 +1,4 @@
-"""Run under torchrun on eight gloo ranks: exports of every case beside the reference; rank 0 prints one JSON object."""
+"""Run on eight gloo ranks: exports of every case beside the reference; rank 0 prints one JSON object."""
 
 import inspect
 import json

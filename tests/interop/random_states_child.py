@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 or 8 ranks: random states through `redistribute_state`, against the full tensors.
+"""Run on 4 or 8 ranks: random states through `redistribute_state`, against the full tensors.
 
 Arguments: seed, first, count. Each state is moved twice under a limit that it just meets, or a looser one: once for the
 tables that are made once, once with every storage traced. Rank 0 prints one JSON object.

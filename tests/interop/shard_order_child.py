@@ -1,4 +1,4 @@
-"""Run under torchrun: orders of sharding (`DTensorSpec.shard_order`) through our drop-in; rank 0 prints a JSON object.
+"""Run on every rank: orders of sharding (`DTensorSpec.shard_order`) through our drop-in; rank 0 prints a JSON object.
 
 Arguments: how many pairs of each mesh (0 for all), and a seed. The shards are cut by `torch.chunk`, one mesh dim after
 the other; the orders are PyTorch's own generator's. What DTensor itself makes of a pair is compared where it can.

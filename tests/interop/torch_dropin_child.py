@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: the drop-in's checks by name; rank 0 prints what went wrong as a JSON object."""
+"""Run on 4 ranks: the drop-in's checks by name; rank 0 prints what went wrong as a JSON object."""
 
 import copy
 import functools

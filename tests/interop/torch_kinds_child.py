@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: rare placements and wrong shards, as `torch_dropin_child`; beside DTensor itself."""
+"""Run on 4 ranks: rare placements and wrong shards, as `torch_dropin_child`; beside DTensor itself."""
 
 # ruff: noqa: I001
 from torch_dropin_child import (

@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: what a DTensor means, as `torch_dropin_child`; here beside DTensor wherever it can."""
+"""Run on 4 ranks: what a DTensor means, as `torch_dropin_child`; here beside DTensor wherever it can."""
 
 # ruff: noqa: I001
 import random

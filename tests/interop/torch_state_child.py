@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks: the checks of `redistribute_state` by name; rank 0 prints what went wrong as JSON."""
+"""Run on 4 ranks: the checks of `redistribute_state` by name; rank 0 prints what went wrong as JSON."""
 
 import collections
 import sys
