@@ -33,6 +33,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CAUGHT, SURVIVED, NOT_RUN = 0, 1, 2
+SERVE = "--serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,37 @@ def outcome(fault: Fault) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said_there
 
 
+class Server:
+    """A process of its own that tries faults: one that has threads, as those of JAX, must not be forked."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.planted", SERVE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def outcome(self, fault: Fault) -> tuple[int, str]:
+        """Do what `outcome` does, there."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(astuple(fault)).encode() + b"\n")
+        self.process.stdin.flush()
+        status, said = json.loads(self.process.stdout.readline())
+        return status, said
+
+    def close(self) -> None:
+        """End the process, which reads to the end of its input."""
+        self.process.communicate()
+
+
+def serve() -> None:
+    """Try each fault that a line of the input holds, and answer with a line."""
+    import_module("conftest")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tests and their processes print is no answer
+    for line in sys.stdin:
+        name, says, old, new, tests = json.loads(line)
+        print(json.dumps(outcome(Fault(name, says, old, new, tuple(tests)))), file=answers, flush=True)
+
+
 def main(chosen: list[str]) -> int:
     """Try the faults and print what became of each; returns how many were not caught."""
     import_module("conftest")  # it loads the whole package, which the children then need not
@@ -179,4 +211,4 @@ def main(chosen: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    sys.exit(bool(main(sys.argv[1:])))
+    sys.exit(serve() if sys.argv[1:] == [SERVE] else bool(main(sys.argv[1:])))

@@ -1,12 +1,21 @@
 """Every fault of `faults/` is caught by the tests that it names: they hold what they say, and hold it tightly."""
 
+from collections.abc import Iterator
+
 import pytest
-from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, altered, listed, outcome
+from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, listed
 
 FAULTS = listed()
 
 
 ROOMS = {"core", "hardware", "plans", "movement", "simulation", "launches", "execution", "interop", "report", "cli"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
 
 
 def test_there_are_a_hundred_over_all_rooms_each_once() -> None:
@@ -32,18 +41,18 @@ def test_every_fault_alters_what_stands_in_the_source_once() -> None:
         ("shardplan.core.mesh.prime", "", "a fault is in {}, which is no function of the package"),
     ],
 )
-def test_a_fault_that_fits_nowhere_says_so_in_a_line(name: str, old: str, reason: str) -> None:
-    assert outcome(Fault(name, "nothing", old, old, ())) == (NOT_RUN, reason.format(name))
+def test_a_fault_that_fits_nowhere_says_so_in_a_line(server: Server, name: str, old: str, reason: str) -> None:
+    assert server.outcome(Fault(name, "nothing", old, old, ())) == (NOT_RUN, reason.format(name))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{f.name.removeprefix('shardplan.')}: {f.says}" for f in FAULTS])
-def test_a_planted_fault_is_caught(fault: Fault) -> None:
-    status, said = outcome(fault)
+def test_a_planted_fault_is_caught(server: Server, fault: Fault) -> None:
+    status, said = server.outcome(fault)
     assert status == CAUGHT, said
 
 
-def test_no_fault_is_no_failure() -> None:
+def test_no_fault_is_no_failure(server: Server) -> None:
     """What is planted, not how, makes the tests fail: the same source again passes them."""
     for fault in FAULTS[::25]:
-        status, said = outcome(Fault(fault.name, "nothing", fault.old, fault.old, fault.tests))
+        status, said = server.outcome(Fault(fault.name, "nothing", fault.old, fault.old, fault.tests))
         assert status == SURVIVED, said
