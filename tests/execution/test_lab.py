@@ -291,12 +291,15 @@ def alive(pid: int) -> bool:
 
 
 @needs_lab
-def test_a_lost_rank_is_one_clear_error() -> None:
+@pytest.mark.parametrize("when", ["it is being lost", "it is gone"])
+def test_a_lost_rank_is_one_clear_error(when: str) -> None:
     with Lab(Cluster.of("2x2", FAST), timeout=5.0, most_late=LATE) as lab:
         assert lab._process is not None
         ranks = children(lab._process.pid)[1:]
         assert len(ranks) == 4
         os.kill(ranks[2], signal.SIGKILL)
+        while when == "it is gone" and alive(ranks[2]):
+            time.sleep(0.01)
         with pytest.raises(sp.BackendError, match=r"rank 2"):
             lab.measure([program("i32[64]{+x}", AllReduce(("x",)), sp.Mesh(x=4))])
         with pytest.raises(sp.BackendError, match=r"^the lab is not running; use it as a context manager"):

@@ -12,6 +12,7 @@ import select
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -83,12 +84,12 @@ class Host:
         item = self.items[key]
         chosen = [self.pipes[r] for r in item.ranks.values()]
         for pipe, order in zip(chosen, self._prepare(key, item, verify), strict=True):
-            pipe.send(order)
+            _send(pipe, order)
         self._answers(chosen, f"the inputs of {item.title}")
         drops, sent, soft, began = self.meters.dropped(), self.meters.sent(), _softirq(), time.monotonic()
         instant = began + LEAD
         for pipe in chosen:
-            pipe.send(Order("go", (key, instant)))
+            _send(pipe, Order("go", (key, instant)))
         outcomes: list[Outcome] = self._answers(chosen, item.title)
         after, ended = self.meters.sent(), time.monotonic()
         moved = tuple(b - a for a, b in zip(sent, after, strict=True))
@@ -124,7 +125,7 @@ class Host:
 
     def _all(self, order: Order) -> None:
         for pipe in self.pipes:
-            pipe.send(order)
+            _send(pipe, order)
         self._answers(self.pipes, order.name)
 
     def _answers(self, pipes: list[Connection], what: str) -> list[Any]:
@@ -156,6 +157,12 @@ class Host:
 
     def _who(self, pipes: list[Connection]) -> str:
         return named(self.pipes.index(p) for p in pipes)
+
+
+def _send(pipe: Connection, order: Order) -> None:
+    """Give a rank an order; one that has died is found by its answer, which does not come."""
+    with suppress(BrokenPipeError):
+        pipe.send(order)
 
 
 def _softirq() -> float:
