@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops.base import results_of
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import meshes_of, parse_text, program_text
@@ -61,19 +62,20 @@ class Program:
         for number, step in enumerate(body):
             if not isinstance(step, Step):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypingError(f"step {number} is {shown(step)}; legal is a Step")
-            where = f"step {number} ({step.op.name})"
             for operand in step.operands:
                 if operand not in types:
-                    raise TypingError(f"{where}: %{operand} is not defined before it")
+                    raise TypingError(f"step {number} ({step.op.name}): %{operand} is not defined before it")
             try:
-                found = step.op.infer(*(types[o] for o in step.operands))
+                found = results_of(step.op, tuple([types[o] for o in step.operands]))
             except ShardplanError as error:
-                raise type(error)(f"{where}: {error}") from None
+                raise type(error)(f"step {number} ({step.op.name}): {error}") from None
             if len(found) != len(step.results):
-                raise TypingError(f"{where}: {len(found)} results, but {len(step.results)} names")
+                raise TypingError(
+                    f"step {number} ({step.op.name}): {len(found)} results, but {len(step.results)} names"
+                )
             for name, t in zip(step.results, found, strict=True):
                 if name in types:
-                    raise TypingError(f"{where}: %{name} is defined twice")
+                    raise TypingError(f"step {number} ({step.op.name}): %{name} is defined twice")
                 types[name] = t
         for name in results:
             if name not in types:
