@@ -64,18 +64,17 @@ class Program:
                 raise TypingError(f"step {number} is {shown(step)}; legal is a Step")
             for operand in step.operands:
                 if operand not in types:
-                    raise TypingError(f"step {number} ({step.op.name}): %{operand} is not defined before it")
+                    raise TypingError(f"{_named(number, step)}: %{operand} is not defined before it")
+            operands = tuple(types[o] for o in step.operands)
             try:
-                found = results_of(step.op, tuple([types[o] for o in step.operands]))
+                found = results_of(step.op, operands)
             except ShardplanError as error:
-                raise type(error)(f"step {number} ({step.op.name}): {error}") from None
+                raise type(error)(f"{_named(number, step)}: {error}") from None
             if len(found) != len(step.results):
-                raise TypingError(
-                    f"step {number} ({step.op.name}): {len(found)} results, but {len(step.results)} names"
-                )
+                raise TypingError(f"{_named(number, step)}: {len(found)} results, but {len(step.results)} names")
             for name, t in zip(step.results, found, strict=True):
                 if name in types:
-                    raise TypingError(f"step {number} ({step.op.name}): %{name} is defined twice")
+                    raise TypingError(f"{_named(number, step)}: %{name} is defined twice")
                 types[name] = t
         for name in results:
             if name not in types:
@@ -143,3 +142,8 @@ class Program:
         program = Program(written.inputs, written.steps, written.outputs)
         written.check(program.types)
         return program
+
+
+def _named(number: int, step: Step) -> str:
+    """Return a step as errors name it."""
+    return f"step {number} ({step.op.name})"
