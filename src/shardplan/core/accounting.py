@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.messages import at_root, kept
-from shardplan.core.ops import Send
+from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, live_reduction, same
@@ -62,7 +63,7 @@ class _Ledger:
 
 
 def _worst(value: Bytes) -> int:
-    return int(np.max(value))
+    return value if isinstance(value, int) else int(value.max())
 
 
 def relabels(step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]) -> bool:
@@ -107,30 +108,49 @@ def holds(program: Program, devices: tuple[int, ...]) -> tuple[Bytes, list[Hold]
     return start, found
 
 
+class _Entry(NamedTuple):
+    """What one step adds to the books, by itself."""
+
+    staging: int
+    received: Bytes
+    most_received: int
+    rounds: int
+
+
+def _entry(op: Op, operands: tuple[TensorType, ...], result: TensorType, ledger: _Ledger) -> _Entry:
+    got = op.received(*operands)
+    most = int(got.max(initial=0))
+    alike = bool((got == most).all()) and result.mesh.devices == ledger.devices
+    return _Entry(op.staging(*operands), most if alike else ledger.spread(result, got), most, op.rounds(*operands))
+
+
 def account(program: Program) -> Account:
     """Return the bytes of a program."""
     ledger = _Ledger(program.devices)
     start, found = holds(program, program.devices)
     peak = _worst(start)
-    received = np.zeros(len(program.devices), dtype=np.int64)
+    received: Bytes = 0
+    known: dict[tuple[Op, tuple[TensorType, ...]], _Entry] = {}  # the layers of a model repeat the same few
     workspaces: list[int] = []
     step_received: list[int] = []
     rounds: list[int] = []
     for step, hold in zip(program.steps, found, strict=True):
         operands, results = program.step_types(step)
-        workspaces.append(_worst(hold.during) + step.op.staging(*operands))
+        entry = known.get((step.op, operands))
+        if entry is None:
+            entry = known[step.op, operands] = _entry(step.op, operands, results[0], ledger)
+        workspaces.append(_worst(hold.during) + entry.staging)
         peak = max(peak, _worst(hold.after))
-        got = step.op.received(*operands)
-        step_received.append(int(got.max(initial=0)))
-        received = received + ledger.spread(results[0], got)
-        rounds.append(step.op.rounds(*operands))
+        received = received + entry.received
+        step_received.append(entry.most_received)
+        rounds.append(entry.rounds)
     return Account(
         devices=program.devices,
         input_bytes=_worst(start),
         peak_bytes=peak,
         workspace_bytes=max([_worst(start), *workspaces]),
         step_workspaces=tuple(workspaces),
-        received=received,
+        received=np.zeros(len(program.devices), dtype=np.int64) + received,
         step_received=tuple(step_received),
         rounds=tuple(rounds),
     )

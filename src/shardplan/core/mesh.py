@@ -278,7 +278,9 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
         raise LayoutError(f"device {min(ids)} is negative; device ids are 0 or more")
     parts = tuple(tuple(splits.get(a, {}).items()) for a in axes)
     atoms, spans = _index(axes, sizes, parts)
-    key = (axes, sizes, parts, ids)
+    # Ids in a row are compared, and hashed, as a range: in constant time.
+    row = range(ids[0], ids[0] + count) if count else range(0)
+    key = (axes, sizes, parts, row if ids == tuple(row) else ids)
     for name, value in {
         "axes": axes,
         "sizes": sizes,

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops.base import results_of
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import meshes_of, parse_text, program_text
@@ -61,19 +62,19 @@ class Program:
         for number, step in enumerate(body):
             if not isinstance(step, Step):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypingError(f"step {number} is {shown(step)}; legal is a Step")
-            where = f"step {number} ({step.op.name})"
             for operand in step.operands:
                 if operand not in types:
-                    raise TypingError(f"{where}: %{operand} is not defined before it")
+                    raise TypingError(f"{_named(number, step)}: %{operand} is not defined before it")
+            operands = tuple(types[o] for o in step.operands)
             try:
-                found = step.op.infer(*(types[o] for o in step.operands))
+                found = results_of(step.op, operands)
             except ShardplanError as error:
-                raise type(error)(f"{where}: {error}") from None
+                raise type(error)(f"{_named(number, step)}: {error}") from None
             if len(found) != len(step.results):
-                raise TypingError(f"{where}: {len(found)} results, but {len(step.results)} names")
+                raise TypingError(f"{_named(number, step)}: {len(found)} results, but {len(step.results)} names")
             for name, t in zip(step.results, found, strict=True):
                 if name in types:
-                    raise TypingError(f"{where}: %{name} is defined twice")
+                    raise TypingError(f"{_named(number, step)}: %{name} is defined twice")
                 types[name] = t
         for name in results:
             if name not in types:
@@ -141,3 +142,8 @@ class Program:
         program = Program(written.inputs, written.steps, written.outputs)
         written.check(program.types)
         return program
+
+
+def _named(number: int, step: Step) -> str:
+    """Return a step as errors name it."""
+    return f"step {number} ({step.op.name})"

@@ -33,6 +33,11 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORDS = {"True": True, "False": False, "None": None}
 _MESH_NAME = re.compile(r"m\d+")
+_ON_MESH = re.compile(r"[^;\n]*?\son\s+(m\d+)")
+# What a parser has read once it knows again: all of a type but its mesh, and an op's attributes with the bracket at the
+# end. Either is a guess, right where reading ends at the same character; what is guessed wrong is read every time.
+_TYPE = re.compile(r"\w+\[[^]\n]*\](?:[ \t]*\{[^}\n]*\})*")
+_ATTRIBUTES = re.compile(r"[^\n]*?\)(?=[ \t]*(?::|\n|$))")
 ALIGNED = 110  # characters: comments stand behind the longest step up to here; one longer step does not push them out
 
 
@@ -154,6 +159,8 @@ class _Parser:
         self.steps: list[Step] = []
         self.claims: list[Claim] = []
         self.outputs: tuple[str, ...] = ()
+        self.known_types: dict[tuple[str, str], TensorType] = {}  # by the mesh's name and the text
+        self.known_ops: dict[tuple[str, str], Op] = {}  # by the op's name and the text of its attributes
 
     def newline(self) -> None:
         s = self.scanner
@@ -173,13 +180,20 @@ class _Parser:
         s = self.scanner
         if not self.meshes:
             raise s.error("a type needs a mesh line before it")
-        line_end = s.text.find("\n", s.position)
-        rest = s.text[s.position : len(s.text) if line_end < 0 else line_end]
-        ahead = re.match(r"[^;]*?\son\s+(m\d+)", rest)
+        ahead = _ON_MESH.match(s.text, s.position)
         name = ahead.group(1) if ahead else next(iter(self.meshes))
         if name not in self.meshes:
             raise s.error(f"unknown mesh {name!r}; legal are {', '.join(self.meshes)}")
-        t = scan_type(s, self.meshes[name])
+        s.skip()
+        guess = _TYPE.match(s.text, s.position)
+        key = (name, guess.group() if guess else "")
+        t = self.known_types.get(key)
+        if guess and t is not None:
+            s.position = guess.end()
+        else:
+            t = scan_type(s, self.meshes[name])
+            if guess and guess.end() == s.position:
+                self.known_types[key] = t
         if s.take("on "):
             s.match(_MESH_NAME)
         return t
@@ -224,6 +238,26 @@ class _Parser:
             operands.append(self.value())
             if not s.take(","):
                 break
+        guess = _ATTRIBUTES.match(s.text, s.position)
+        key = (name, guess.group() if guess else "")
+        op = self.known_ops.get(key)
+        if guess and op is not None:
+            s.position = guess.end()
+            return op, tuple(operands)
+        attributes = self.attributes(name, cls)
+        try:
+            op = cls(**attributes)
+        except (TypeError, ShardplanError) as error:
+            s.position = start
+            reason = str(error).partition("\n")[0].replace(f"{cls.__name__}.__init__()", name)
+            raise s.error(f"{name}: {reason}") from None
+        if guess and guess.end() == s.position:
+            self.known_ops[key] = op
+        return op, tuple(operands)
+
+    def attributes(self, name: str, cls: type[Op]) -> dict[str, Any]:
+        """Read the attributes of an op, and the bracket behind them."""
+        s = self.scanner
         fields = {f.name: f for f in dataclasses.fields(cls)}
         attributes: dict[str, Any] = {}
         if s.take(";"):
@@ -245,12 +279,7 @@ class _Parser:
                 if not s.take(","):
                     break
         s.expect(")", f"the op {name}")
-        try:
-            return cls(**attributes), tuple(operands)
-        except (TypeError, ShardplanError) as error:
-            s.position = start
-            reason = str(error).partition("\n")[0].replace(f"{cls.__name__}.__init__()", name)
-            raise s.error(f"{name}: {reason}") from None
+        return attributes
 
     def line(self) -> None:
         s = self.scanner
@@ -258,6 +287,8 @@ class _Parser:
             name = s.match(re.compile(r"m\d+(?=\s*:)")) or f"m{len(self.meshes)}"
             s.take(":")
             self.meshes[name] = scan_mesh(s)
+            self.known_types.clear()  # what was read so far stands for this name's other mesh
+            self.known_ops.clear()
         elif s.take("input "):
             name = self.value()
             s.expect(":", "an input")

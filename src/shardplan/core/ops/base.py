@@ -158,6 +158,12 @@ class Collective(Op):
         return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
 
 
+@lru_cache(maxsize=4096)
+def results_of(op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
+    """Return the result types of an op; remembered, since the layers of a model repeat the same few thousand."""
+    return op.infer(*operands)
+
+
 @lru_cache(maxsize=1024)
 def typed(op: Collective, t: TensorType) -> TensorType:
     """Return the type of one operand after the op; remembered, since every facet of every step asks for it."""
