@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core.messages import Packed, at_root, lacking
+from shardplan.core.messages import Packed, at_root
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -39,37 +39,29 @@ class Op(abc.ABC):
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Return, per result, the shards on all devices, given those of the operands and their types."""
 
+    @abc.abstractmethod
     def received(self, *operands: TensorType) -> np.ndarray:
         """Return the bytes that each device of the result's mesh receives, int64 [devices]."""
-        return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
+    @abc.abstractmethod
     def rounds(self, *operands: TensorType) -> int:
         """Return the latency rounds of the step; 0 for a local op."""
-        return 0
 
+    @abc.abstractmethod
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
-        return 0
 
+    @abc.abstractmethod
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""
-        return Local(0.0)
-
-    def flops(self, *operands: TensorType) -> float:
-        """Return the floating-point operations of the worst device."""
-        return 0.0
-
-    def touched(self, *operands: TensorType) -> int:
-        """Return the bytes that the worst device reads and writes."""
-        results = self.infer(*operands)
-        return sum(t.local_bytes() for t in (*operands, *results))
 
 
 @dataclass(frozen=True, slots=True)
 class Collective(Op):
-    """An op that moves or reduces each operand by itself, all operands packed into one transfer."""
+    """An op that moves or reduces each operand by itself, all operands packed into one transfer.
 
-    kind: ClassVar[str] = ""  # the kind of `Groups`, empty for a local or point-to-point op
+    What it costs has no default: a class says it itself, or by being `InPlace` or `Grouped`.
+    """
 
     @abc.abstractmethod
     def result(self, t: TensorType) -> TensorType:
@@ -96,22 +88,17 @@ class Collective(Op):
         parts = [self.received_one(t, typed(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
+    @abc.abstractmethod
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """Return the bytes each device receives for one operand: its new box minus what it holds."""
-        return lacking(t, u)
+        """Return the bytes each device receives for one operand, int64 [devices]."""
 
+    @abc.abstractmethod
     def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return the axes of the groups, major to minor: the op's own `axes`, if it has any."""
-        return getattr(self, "axes", ())
+        """Return the axes of the groups, major to minor; none where there are no groups."""
 
-    def rounds(self, *operands: TensorType) -> int:
-        """Return ceil(log2 q), as for gathers and reductions over q devices."""
-        q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
-        return math.ceil(math.log2(q)) if q > 1 else 0
-
+    @abc.abstractmethod
     def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Return what the worst device packs of one operand, on either side."""
-        return Packed(0, 0, True, True)
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
@@ -144,6 +131,39 @@ class Collective(Op):
         """Return the largest number of parts that a device sends, and that it receives: here one a member."""
         q = math.prod(t.mesh.span(a).size for a in self.members(t))
         return q, q
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace(Collective):
+    """A collective that sends nothing: every device makes its new shard of its old one."""
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Nothing moves."""
+        return np.zeros(t.mesh.size, dtype=np.int64)
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """No groups."""
+        return ()
+
+    def rounds(self, *operands: TensorType) -> int:
+        """None."""
+        return 0
+
+    def packed(self, t: TensorType, u: TensorType) -> Packed:
+        """Nothing."""
+        return Packed(0, 0, True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Collective):
+    """A collective in groups over its axes, whose algorithm the cost model chooses by its kind."""
+
+    kind: ClassVar[str]
+
+    def rounds(self, *operands: TensorType) -> int:
+        """ceil(log2 q) for gathers and reductions over q devices."""
+        q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
+        return math.ceil(math.log2(q)) if q > 1 else 0
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """All groups at once, the bytes of all operands together."""

@@ -19,6 +19,7 @@ from shardplan.core.expression import Expression
 from shardplan.core.factor_rule import Factor, FactorRule, factor_names, infer
 from shardplan.core.messages import at_root
 from shardplan.core.ops.base import Array, Op, Shards, poison
+from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError
 
@@ -72,6 +73,30 @@ class Compute(Op):
                 found = self.local([x[k] for x in operands], types, dtype).astype(dtype)
             out.append(np.array(np.broadcast_to(found, shape)))
         return [out]
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        """Nothing: it is local."""
+        return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """None."""
+        return 0
+
+    def staging(self, *operands: TensorType) -> int:
+        """None."""
+        return 0
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """No communication; what it computes has no price yet."""
+        return Local(0.0)
+
+    @abc.abstractmethod
+    def flops(self, *operands: TensorType) -> float:
+        """Return the floating-point operations of the worst device."""
+
+    def touched(self, *operands: TensorType) -> int:
+        """Return the bytes that the worst device reads and writes."""
+        return sum(t.local_bytes() for t in (*operands, *self.infer(*operands)))
 
 
 def _common_dtype(op: str, operands: Sequence[TensorType]) -> str:

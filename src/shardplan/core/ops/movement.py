@@ -18,6 +18,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
     at_root,
+    lacking,
     messages,
     most_receivers,
     most_senders,
@@ -30,6 +31,8 @@ from shardplan.core.notation import axes_text
 from shardplan.core.ops.base import (
     Array,
     Collective,
+    Grouped,
+    InPlace,
     Shards,
     assemble,
     cut,
@@ -129,7 +132,7 @@ def group_move(op: Collective, shards: Shards, t: TensorType, u: TensorType) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(Collective):
+class Slice(InPlace):
     """Keep a part: `axes`, unused before, are appended minor to `dim`. Local."""
 
     name: ClassVar[str] = "slice"
@@ -143,10 +146,6 @@ class Slice(Collective):
         u = t.with_layout(with_dims(t.layout, t.mesh, {self.dim: t.atoms[self.dim] + atoms}))
         return nested(self.name, t, u)
 
-    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """Nothing moves."""
-        return np.zeros(t.mesh.size, dtype=np.int64)
-
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Cut every shard."""
         return [cut(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
@@ -155,13 +154,9 @@ class Slice(Collective):
         """A view: no bytes."""
         return Local(0.0)
 
-    def rounds(self, *operands: TensorType) -> int:
-        """Local: none."""
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Collective):
+class AllGather(Grouped):
     """Every device gets the tiles of its group: `axes`, a suffix of `dim` (or of one dim per axis), are removed."""
 
     name: ClassVar[str] = "all_gather"
@@ -169,6 +164,14 @@ class AllGather(Collective):
     dim: Dims
     axes: tuple[str, ...]
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return the new box minus what the device holds."""
+        return lacking(t, u)
 
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffixes."""
@@ -188,7 +191,7 @@ class AllGather(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll(Collective):
+class AllToAll(Grouped):
     """Move axes between dims: the suffix `axes` of `src_dim` is appended, in `order`, to `dst_dim`."""
 
     name: ClassVar[str] = "all_to_all"
@@ -198,6 +201,14 @@ class AllToAll(Collective):
     axes: tuple[str, ...]
     order: tuple[str, ...] = ()
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return the new box minus what the device holds."""
+        return lacking(t, u)
 
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffix here, append it there."""
@@ -239,6 +250,10 @@ class Permute(Collective):
     name: ClassVar[str] = "permute"
     layout: Layout
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """No groups."""
+        return ()
 
     def result(self, t: TensorType) -> TensorType:
         """Check that the pairs exist."""
@@ -299,6 +314,10 @@ class Permute(Collective):
 @dataclass(frozen=True, slots=True)
 class General(Collective):
     """A move on box intersections: every receiver hears from the holders of what it lacks (`core.messages`)."""
+
+    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return the new box minus what the device holds."""
+        return lacking(t, u)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
@@ -378,6 +397,10 @@ class Send(General):
     layout: Layout
     mesh: Mesh
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """No groups."""
+        return ()
 
     def result(self, t: TensorType) -> TensorType:
         """The same tensor on the other mesh; the operand may not be partial."""

@@ -15,7 +15,7 @@ from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
-from shardplan.core.ops.base import Array, Collective, Shards, cut, major, poison
+from shardplan.core.ops.base import Array, Grouped, InPlace, Shards, cut, major, poison
 from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
@@ -48,7 +48,7 @@ def _chunk_bytes(t: TensorType, q: int, index: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Collective):
+class ReduceScatter(Grouped):
     """Reduce over `axes` and keep a part: they leave partial and are appended minor to `dim` (or one dim per axis)."""
 
     name: ClassVar[str] = "reduce_scatter"
@@ -57,6 +57,10 @@ class ReduceScatter(Collective):
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave partial, append to the dims."""
@@ -93,7 +97,7 @@ class ReduceScatter(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Collective):
+class AllReduce(Grouped):
     """Reduce over `axes`; every member gets the result."""
 
     name: ClassVar[str] = "all_reduce"
@@ -101,6 +105,10 @@ class AllReduce(Collective):
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave partial."""
@@ -130,7 +138,7 @@ class AllReduce(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce(Collective):
+class Reduce(Grouped):
     """Reduce over `axes` to their coordinate 0: the result is `{root:axes}`."""
 
     name: ClassVar[str] = "reduce"
@@ -138,6 +146,10 @@ class Reduce(Collective):
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Move the axes from partial to root."""
@@ -166,13 +178,17 @@ class Reduce(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast(Collective):
+class Broadcast(Grouped):
     """Spread the value of coordinate 0 over `axes`, each of them root or unused, at least one root."""
 
     name: ClassVar[str] = "broadcast"
     kind: ClassVar[str] = "broadcast"
     axes: tuple[str, ...]
     chunks: int = 1
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave root."""
@@ -204,7 +220,7 @@ class Broadcast(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class ToPartial(Collective):
+class ToPartial(InPlace):
     """Make a value partial (`sum`, `max`, ...) or rooted (`root`) over `axes`, unused or a suffix of one dim. Local.
 
     Over unused axes coordinate 0 keeps the value and the others take the identity (all keep it for max, min, band
@@ -242,10 +258,6 @@ class ToPartial(Collective):
             raise TypingError(f"to_partial({self.reduction}): {t} is already partial with {layout.reduction}")
         return t.with_layout(replace(layout, partial=(*layout.partial, *self.axes), reduction=self.reduction))
 
-    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """Nothing moves."""
-        return np.zeros(t.mesh.size, dtype=np.int64)
-
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Keep, fill or drop."""
         dtype = numpy_dtype(t.dtype)
@@ -268,7 +280,3 @@ class ToPartial(Collective):
     def pattern(self, *operands: TensorType) -> Pattern:
         """A local fill (dropping is free)."""
         return Local(0.0 if self.reduction == "root" else float(sum(self.result(t).local_bytes() for t in operands)))
-
-    def rounds(self, *operands: TensorType) -> int:
-        """Local: none."""
-        return 0
