@@ -147,7 +147,9 @@ def test_a_refusal_that_nobody_catches_ends_every_rank_with_its_own_traceback() 
     assert job.status in (1, 9)  # 9: the launcher kills what has not ended yet when the first rank has
     assert len(re.findall(r"^shardplan\.errors\.LayoutError: input %0: rank 2 passes 0 shards", job.err, re.M)) == 1
     others = r"NotStarted: .* did not start: rank 2 (?:raised|ended:) LayoutError: .*; nothing was sent"
-    assert len(re.findall(others, job.err, re.M)) == 3 or job.status == 9
+    # The launcher may kill, whatever its own status, ranks that have not printed theirs when the first has ended.
+    assert len(re.findall(others, job.err, re.M)) <= 3
+    assert set(re.findall(r"^(?:\w+\.)*(\w+(?:Error|Started)): ", job.err, re.M)) <= {"LayoutError", "NotStarted"}
 
 
 REFUSAL = "rank 2 raised LayoutError: input %0: rank 2 passes 0 shards of i32[8@x, 4]; legal is 1, its own"
