@@ -14,7 +14,7 @@ from benchmarks import suites
 from exhaustive import PORTABLE, Graph
 from shardplan.core import accounting, messages, reference, tensor
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, movement, reduction
+from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, collective, general, movement, reduction
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.movement import redistribute
@@ -46,7 +46,9 @@ def clear() -> None:
         choice,
         search,
         certificate,
+        collective,
         movement,
+        general,
         reference,
     ):
         for value in vars(module).values():
@@ -131,13 +133,13 @@ def permute_keeps(patch: Set) -> None:
 
 def permute_shifted(patch: Set) -> None:
     """A permutation whose senders are off by one."""
-    old = movement.permutation
+    old = general.permutation
 
     def shifted(s: Any, t: Any) -> Any:
         pairs = old(s, t)
         return pairs if pairs is None else (np.roll(pairs[0], 1), pairs[1])
 
-    patch(movement, "permutation", shifted)
+    patch(general, "permutation", shifted)
 
 
 def permute_dropped(patch: Set) -> None:
@@ -165,14 +167,14 @@ def too_small_groups(patch: Set) -> None:
         even = s.all_even and t.all_even
         return stays(s, t, axes) or (even and set(sorted(messages.moved_atoms(s, t))[1:]) <= set(s.mesh.expand(axes)))
 
-    patch(movement, "stays", too_lenient)
+    patch(general, "stays", too_lenient)
     patch(emit, "group_axes", lambda mesh, atoms: old(mesh, atoms[1:]))
 
 
 def lacking_less(patch: Set) -> None:
     """Bytes that a device lacks, halved."""
     old = messages.lacking
-    for module in (messages, movement, sys_module("shardplan.core.ops.base")):
+    for module in (messages, collective, movement, general):
         if hasattr(module, "lacking"):
             patch(module, "lacking", lambda s, t: old(s, t) // 2)
 

@@ -398,7 +398,7 @@ def told(call: Callable[[], Any]) -> str:
 
 
 def errors() -> Any:
-    from shardplan.core.ops.base import Op
+    from shardplan.core.op import Op
 
     class Unknown(Op):
         name = "unknown"

@@ -6,7 +6,7 @@ import pytest
 import shardplan as sp
 from conformance import cases
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
-from shardplan.core.ops.base import Collective
+from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.simulation.ring import SEGMENT, script_of, segments

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops.base import Array, Collective, Shards
+from shardplan.core.op import Array, Shards
+from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType

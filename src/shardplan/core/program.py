@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops.base import results_of
+from shardplan.core.op import results_of
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import meshes_of, parse_text, program_text

@@ -11,7 +11,7 @@ from shardplan.core import border
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
-from shardplan.core.ops.base import Array, Shards, poison
+from shardplan.core.op import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.errors import LayoutError, shown

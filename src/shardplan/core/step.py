@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.core.ops.base import Op
+from shardplan.core.op import Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardplan.core.messages import at_root, messages, own_places, permutation
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, ReduceScatter, Send, Slice
-from shardplan.core.ops.base import Collective, meet
+from shardplan.core.ops.collective import Collective, meet
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import LayoutError

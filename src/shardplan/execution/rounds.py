@@ -19,7 +19,7 @@ import numpy as np
 from shardplan.core.dtypes import itemsize
 from shardplan.core.messages import at_root, messages, own_places
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, Reduce, ReduceScatter, Send
-from shardplan.core.ops.base import Collective, typed
+from shardplan.core.ops.collective import Collective, typed
 from shardplan.core.tensor import TensorType
 
 MOST_MOVES = 256  # moves whose rounds are remembered: an exchange is lowered, counted and checked with the same

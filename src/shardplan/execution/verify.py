@@ -12,7 +12,8 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
-from shardplan.core.ops.base import Array, Collective, Shards
+from shardplan.core.op import Array, Shards
+from shardplan.core.ops.collective import Collective
 from shardplan.core.part import Part, Positions, blocks, corners, descent, numbers, run_part
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, gather, spread

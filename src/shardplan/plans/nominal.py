@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.core.ops.base import Op
+from shardplan.core.op import Op
 
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second

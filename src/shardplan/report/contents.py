@@ -10,7 +10,8 @@ import numpy as np
 
 from shardplan.core.accounting import account
 from shardplan.core.messages import at_root, own_places
-from shardplan.core.ops.base import Collective, Op, meet
+from shardplan.core.op import Op
+from shardplan.core.ops.collective import Collective, meet
 from shardplan.core.ops.reduction import ToPartial
 from shardplan.core.program import Program
 from shardplan.core.step import Step

@@ -38,7 +38,7 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.base import Collective, meet, typed
+from shardplan.core.ops.collective import Collective, meet, typed
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType

@@ -1,7 +1,8 @@
 """Every operation, and the one table by which program text names them.
 
-- `base`      `Op` and `Collective`: what every operation must say of itself, and what collectives share
-- `movement`  those that move data and add nothing: Slice, AllGather, AllToAll, Permute, Exchange, Send
+- `collective` `Collective`: what the ops that move or reduce share
+- `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
+- `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   those that compute: Einsum, Elementwise, ReduceDims
 
@@ -10,9 +11,11 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 
 from __future__ import annotations
 
-from shardplan.core.ops.base import Collective, Op
+from shardplan.core.op import Op
+from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.compute import Einsum, Elementwise, ReduceDims, matmul
-from shardplan.core.ops.movement import AllGather, AllToAll, Exchange, Permute, Send, Slice
+from shardplan.core.ops.general import Exchange, Permute, Send
+from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 
 OPS: dict[str, type[Op]] = {

@@ -18,7 +18,7 @@ from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
 from shardplan.core.factor_rule import Factor, FactorRule, factor_names, infer
 from shardplan.core.messages import at_root
-from shardplan.core.ops.base import Array, Op, Shards, poison
+from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError

@@ -1,7 +1,7 @@
-"""The ops that move data and add nothing: Slice, AllGather, AllToAll, Permute, Exchange, Send.
+"""The ops that move whole tiles inside groups: Slice, AllGather, AllToAll.
 
-Typing rules and bytes: the table of `docs/concepts.md`. Partial and root axes pass through unchanged; only
-`Permute` may rename them. A suffix is a contiguous minor run of the axes of a dim.
+Typing rules and bytes: the table of `docs/concepts.md`. Partial and root axes pass through unchanged. A suffix is a
+contiguous minor run of the axes of a dim.
 """
 
 from __future__ import annotations
@@ -19,31 +19,19 @@ from shardplan.core.messages import (
     Packed,
     at_root,
     lacking,
-    messages,
-    most_receivers,
-    most_senders,
-    own_places,
-    permutation,
-    stays,
-    traffic,
 )
 from shardplan.core.notation import axes_text
-from shardplan.core.ops.base import (
-    Array,
+from shardplan.core.op import Array, Shards, poison
+from shardplan.core.ops.collective import (
     Collective,
     Grouped,
     InPlace,
-    Shards,
     assemble,
     cut,
     major,
-    meet,
-    point_to_point,
-    poison,
-    typed,
 )
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType, counter, live_reduction
+from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 Dims = int | tuple[int, ...]
@@ -165,10 +153,6 @@ class AllGather(Grouped):
     axes: tuple[str, ...]
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
-
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
         return lacking(t, u)
@@ -202,10 +186,6 @@ class AllToAll(Grouped):
     order: tuple[str, ...] = ()
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
-
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
         return lacking(t, u)
@@ -237,177 +217,3 @@ class AllToAll(Grouped):
         natural = self.order in ((), self.axes)
         sent_contiguous = natural and major(before, self.dst_dim)
         return Packed(math.prod(before), math.prod(after), sent_contiguous, major(after, self.src_dim))
-
-
-@dataclass(frozen=True, slots=True)
-class Permute(Collective):
-    """Every device sends one tile (or a part it cuts out of its tile) to one device: the type becomes `layout`.
-
-    Legal when every tile of the result lies inside one tile of the operand, with senders and receivers one to one; a
-    device that holds its own tile keeps it. The only op that may rename partial and root axes.
-    """
-
-    name: ClassVar[str] = "permute"
-    layout: Layout
-    chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
-
-    def result(self, t: TensorType) -> TensorType:
-        """Check that the pairs exist."""
-        check_chunks(self.name, self.chunks)
-        u = t.with_layout(self.layout)
-        if permutation(t, u) is None:
-            raise TypingError(f"permute: the tiles of {u} are not one to one inside the tiles of {t}")
-        return u
-
-    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """The whole new tile where sender and receiver differ."""
-        out = np.zeros(t.mesh.size, dtype=counter(t))
-        pairs = permutation(t, u)
-        if pairs is not None:
-            out[pairs[1]] = u.elements()[pairs[1]] * u.itemsize
-        return out
-
-    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-        """Deliver each pair's tile; the rest keep theirs."""
-        source = np.arange(t.mesh.size)
-        pairs = permutation(t.whole, u.whole)
-        if pairs is not None:
-            source[pairs[1]] = pairs[0]
-        held = at_root(u)
-        before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
-        return [
-            assemble(after[k], [(before[source[k]], shards[source[k]])], dtype, self.name)
-            if held[k]
-            else poison(u.local_shape(k), dtype)
-            for k in range(t.mesh.size)
-        ]
-
-    def rounds(self, *operands: TensorType) -> int:
-        """One, if anything moves."""
-        return int(any(self.received_one(t, typed(self, t)).any() for t in operands))
-
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
-        """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
-        before, after = t.local_shape(), u.local_shape()
-        cuts = [d for d in range(t.ndim) if before[d] != after[d]]
-        sent_contiguous = not cuts or (len(cuts) == 1 and major(before, cuts[0]))
-        return Packed(math.prod(after), math.prod(after), sent_contiguous, True)
-
-    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
-        """One tile each way."""
-        return 1, 1
-
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """One message a pair."""
-        t = operands[0]
-        pairs = permutation(t, typed(self, t))
-        if pairs is None or not len(pairs[0]):
-            return Local(0.0)
-        sizes = sum(typed(self, x).elements()[pairs[1]] * x.itemsize for x in operands)
-        return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class General(Collective):
-    """A move on box intersections: every receiver hears from the holders of what it lacks (`core.messages`)."""
-
-    def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
-        """Return the new box minus what the device holds."""
-        return lacking(t, u)
-
-    def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-        """Deliver the messages; what a device holds already it keeps."""
-        senders, receivers, _ = messages(t.whole, u.whole)
-        before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
-        own, held, needed = own_places(t, u), at_root(t), at_root(u)
-        pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
-        for r, place in enumerate(own):
-            if place >= 0 and held[place]:
-                pieces[r].append((before[place], shards[place]))
-        for s, r in zip(senders, receivers, strict=True):
-            part = meet(before[s], after[r])
-            if part is not None:
-                pieces[r].append((part, cut(shards[s], before[s], part)))
-        return [
-            assemble(after[r], pieces[r], dtype, self.name) if needed[r] else poison(u.local_shape(r), dtype)
-            for r in range(u.mesh.size)
-        ]
-
-    def rounds(self, *operands: TensorType) -> int:
-        """The largest number of non-empty peers a device hears from."""
-        return max(most_senders(t, typed(self, t)) for t in operands)
-
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
-        """All that is sent, and all that is received."""
-        return traffic(t, u)
-
-    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
-        """One part a peer."""
-        return most_receivers(t, u), max(1, most_senders(t, u))
-
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """Explicit messages, those of all operands between two devices together."""
-        t, u = operands[0], typed(self, operands[0])
-        moves = [messages(x, typed(self, x)) for x in operands]
-        width = u.mesh.size
-        keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
-        if not len(keys):
-            return Local(0.0)
-        sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
-        weights = np.concatenate(sizes).astype(np.float64)
-        unique, index = np.unique(keys, return_inverse=True)
-        chunks: int = getattr(self, "chunks", 1)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange(General):
-    """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
-
-    name: ClassVar[str] = "exchange"
-    layout: Layout
-    axes: tuple[str, ...] = ()
-    chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """The axes of the groups."""
-        return self.axes or t.mesh.axes
-
-    def result(self, t: TensorType) -> TensorType:
-        """Check that every group covers the new boxes of its members."""
-        check_chunks(self.name, self.chunks)
-        u = t.with_layout(self.layout)
-        parts = [set(t.mesh.expand(x)) for x in (t.layout.partial, u.layout.partial, t.layout.root, u.layout.root)]
-        if parts[0] != parts[1] or parts[2] != parts[3] or live_reduction(t) != live_reduction(u):
-            raise TypingError(f"exchange: {t} and {u} differ in their partial or root axes; those must be equal")
-        if self.axes and not stays(t, u, self.axes):
-            raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")
-        return u
-
-
-@dataclass(frozen=True, slots=True)
-class Send(General):
-    """Move to another mesh: every device of `mesh` fetches what it lacks of its box under `layout`."""
-
-    name: ClassVar[str] = "send"
-    layout: Layout
-    mesh: Mesh
-    chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
-
-    def result(self, t: TensorType) -> TensorType:
-        """The same tensor on the other mesh; the operand may not be partial."""
-        check_chunks(self.name, self.chunks)
-        if t.layout.partial:
-            raise TypingError(f"send: {t} is partial; reduce it first")
-        u = t.with_layout(self.layout, self.mesh)
-        if u.layout.partial or u.layout.root:
-            raise TypingError(f"send: the result {u} may be neither partial nor rooted")
-        return u

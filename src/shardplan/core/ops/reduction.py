@@ -15,7 +15,8 @@ from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
-from shardplan.core.ops.base import Array, Grouped, InPlace, Shards, cut, major, poison
+from shardplan.core.op import Array, Shards, poison
+from shardplan.core.ops.collective import Grouped, InPlace, cut, major
 from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
@@ -57,10 +58,6 @@ class ReduceScatter(Grouped):
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave partial, append to the dims."""
@@ -106,10 +103,6 @@ class AllReduce(Grouped):
     reduction: str = "sum"
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Leave partial."""
         check_chunks(self.name, self.chunks)
@@ -147,10 +140,6 @@ class Reduce(Grouped):
     reduction: str = "sum"
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
-
     def result(self, t: TensorType) -> TensorType:
         """Move the axes from partial to root."""
         check_chunks(self.name, self.chunks)
@@ -185,10 +174,6 @@ class Broadcast(Grouped):
     kind: ClassVar[str] = "broadcast"
     axes: tuple[str, ...]
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Leave root."""

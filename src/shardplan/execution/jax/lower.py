@@ -16,6 +16,7 @@ import numpy as np
 from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype, short_name
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import permutation
+from shardplan.core.op import poison
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -33,7 +34,6 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.base import poison
 from shardplan.core.ops.movement import by_dim
 from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import from_bits, to_bits

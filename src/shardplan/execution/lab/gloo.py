@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
-from shardplan.core.ops.base import Collective, Op
+from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError

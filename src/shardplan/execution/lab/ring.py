@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 
 from shardplan.core.messages import at_root
+from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
-from shardplan.core.ops.base import Op
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import (
     View,

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.messages import at_root, messages
+from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -32,7 +33,6 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.base import Op
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import BackendError

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardplan.core.accounting import relabels
-from shardplan.core.ops.base import Op
+from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -30,7 +31,6 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.base import Op
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError

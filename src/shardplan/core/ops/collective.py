@@ -1,9 +1,4 @@
-"""`Op`: what every operation must say of itself, and the shared pieces of collectives.
-
-One frozen class per operation, all its facets on it: typing rule, meaning in numpy, bytes, communication. An op never
-stores types; they follow from its operands. A collective takes any number of operands and moves them as one packed
-transfer.
-"""
+"""`Collective`: what the ops that move or reduce share. It takes any number of operands, as one packed transfer."""
 
 from __future__ import annotations
 
@@ -17,43 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.core.messages import Packed, at_root
+from shardplan.core.op import Array, Op, Shards
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-
-Array = np.ndarray
-Shards = Sequence[Array]  # one array a device, in mesh order
-
-
-@dataclass(frozen=True, slots=True)
-class Op(abc.ABC):
-    """An operation of a program."""
-
-    name: ClassVar[str]
-
-    @abc.abstractmethod
-    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Return the result types, or raise `TypingError` / `LayoutError`."""
-
-    @abc.abstractmethod
-    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
-        """Return, per result, the shards on all devices, given those of the operands and their types."""
-
-    @abc.abstractmethod
-    def received(self, *operands: TensorType) -> np.ndarray:
-        """Return the bytes that each device of the result's mesh receives, int64 [devices]."""
-
-    @abc.abstractmethod
-    def rounds(self, *operands: TensorType) -> int:
-        """Return the latency rounds of the step; 0 for a local op."""
-
-    @abc.abstractmethod
-    def staging(self, *operands: TensorType) -> int:
-        """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
-
-    @abc.abstractmethod
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """Return the communication of the op over all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +122,10 @@ class Grouped(Collective):
 
     kind: ClassVar[str]
 
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return its axes."""
+        return self.axes  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+
     def rounds(self, *operands: TensorType) -> int:
         """ceil(log2 q) for gathers and reductions over q devices."""
         q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
@@ -176,12 +142,6 @@ class Grouped(Collective):
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
         return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
-
-
-@lru_cache(maxsize=4096)
-def results_of(op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """Return the result types of an op; remembered, since the layers of a model repeat the same few thousand."""
-    return op.infer(*operands)
 
 
 @lru_cache(maxsize=1024)
@@ -232,13 +192,6 @@ def assemble(
     if filled != out.size:
         raise TypingError(f"{what}: {out.size - filled} elements of the box {box.tolist()} have no sender")
     return out
-
-
-def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Return an array that must not be read; NaN or the largest integer show in whatever is made of it."""
-    if dtype.kind == "b":
-        return np.ones(shape, dtype=dtype)
-    return np.full(shape, np.iinfo(dtype.name).max if dtype.kind in "iu" else np.nan).astype(dtype)
 
 
 def point_to_point(
