@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.op import Array, Op, Shards
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
@@ -25,6 +26,8 @@ class Collective(Op):
     What it costs has no default: a class says it itself, or by being `InPlace` or `Grouped`.
     """
 
+    algorithms: ClassVar[tuple[str, ...]] = ("direct",)  # those it has a lowering for, the usual one first
+
     @abc.abstractmethod
     def result(self, t: TensorType) -> TensorType:
         """Return the type of one operand after the op."""
@@ -32,6 +35,28 @@ class Collective(Op):
     @abc.abstractmethod
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Return the shards of one operand after the op."""
+
+    @abc.abstractmethod
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Yield the rounds of one operand "x" that becomes "y" on the devices of those ids, int64 [devices]."""
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Return the staging buffers that `lower` names, beside "x" and "y"."""
+        return {}
+
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
+        """Return the rounds of the op on the devices of those ids, int64 [devices]; the k-th operand is "xk".
+
+        An op that does not have the algorithm takes its first one.
+        """
+        chosen = algorithm if algorithm in self.algorithms else self.algorithms[0]
+        pairs = [(t, typed(self, t)) for t in operands]
+        staged = [self.buffers(t, u, devices, chosen) for t, u in pairs]
+        return Lowering(
+            devices,
+            {f"{name}{k}": b for k, one in enumerate(staged) for name, b in one.items()},
+            lambda: side_by_side([self.lower(t, u, devices, chosen) for t, u in pairs]),
+        )
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Apply `result` to every operand."""
