@@ -6,15 +6,14 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import strategies
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
-from shardplan.core.lowering import Take
 from shardplan.core.messages import at_root
 from shardplan.core.ops.collective import Collective
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
-from tests import strategies
 
 
 def shards_of(t: TensorType) -> list[np.ndarray]:
@@ -39,9 +38,8 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
     interpret(lowering, arrays, op.name)
     received = np.zeros(len(ids), dtype=np.int64)
     for one in lowering.rounds():
-        for action in one.actions:
-            if isinstance(action, Take):
-                received += action.target.elements() * types[0].itemsize
+        for take in one.takes:
+            received += take.target.elements() * types[0].itemsize
     outs = [[arrays[f"y{k}"][rows[d]] for d in u.mesh.devices] for k, u in enumerate(results)]
     return outs, received[[rows[d] for d in results[0].mesh.devices]]
 

@@ -17,7 +17,7 @@ Of = Callable[[Ints | int], Region]  # of members, given by their index in each 
 
 def opened(actions: Iterable[Action], rounds: Iterator[Round]) -> Iterator[Round]:
     """Yield the rounds, the first one with these actions before its own."""
-    first = next(rounds, Round(()))
+    first = next(rounds, Round())
     yield Round.of((*actions, *first.actions), first.closes)
     yield from rounds
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import Lowering, Put, Region, Take
+from shardplan.core.lowering import Copy, Lowering, Region
 from shardplan.core.op import Array
 from shardplan.errors import TypingError
 
@@ -23,37 +23,37 @@ def interpret(lowering: Lowering, arrays: Mapping[str, Sequence[Array]], what: s
     held |= {name: list(shards) for name, shards in arrays.items()}
     for one in lowering.rounds():
         mail: dict[tuple[int, int], deque[Array]] = defaultdict(deque)
-        for action in one.actions:
-            if isinstance(action, Put):
-                for row in np.flatnonzero(action.source.elements()).tolist():
-                    mail[ids[row], int(action.peer[row])].append(read(held, action.source, row))
-        for action in one.actions:
-            if isinstance(action, Put):
-                continue
-            for row in np.flatnonzero(action.target.elements()).tolist():
-                if isinstance(action, Take):
-                    pair = int(action.peer[row]), ids[row]
-                    came = mail[pair].popleft() if mail[pair] else None
-                    n = int(action.target.elements()[row])
-                    if came is None or came.size != n:
-                        sent = "nothing" if came is None else f"{came.size} elements"
-                        raise TypingError(
-                            f"{what}: device {pair[1]} takes {n} elements from {pair[0]}, which puts {sent}"
-                        )
-                    write(held, action.target, row, came)
-                    continue
-                old = read(held, action.target, row)
-                new = (
-                    np.full_like(old, identity(action.fold or "sum", old.dtype))
-                    if action.source is None
-                    else read(held, action.source, row)
-                )
-                if action.source is not None and action.fold:
-                    new = COMBINE[action.fold](old, new).astype(old.dtype)
-                write(held, action.target, row, new)
+        for put in one.puts:
+            for row in np.flatnonzero(put.source.elements()).tolist():
+                mail[ids[row], int(put.peer[row])].append(read(held, put.source, row))
+        for copy in one.meanwhile:
+            _copy(held, copy)
+        for take in one.takes:
+            for row in np.flatnonzero(take.target.elements()).tolist():
+                pair, n = (int(take.peer[row]), ids[row]), int(take.target.elements()[row])
+                came = mail[pair].popleft() if mail[pair] else None
+                if came is None or came.size != n:
+                    sent = "nothing" if came is None else f"{came.size} elements"
+                    raise TypingError(
+                        f"{what}: device {pair[1]} takes {n} elements from device {pair[0]}, which puts {sent}"
+                    )
+                write(held, take.target, row, came)
+        for copy in one.then:
+            _copy(held, copy)
         left = [pair for pair, messages in mail.items() if messages]
         if left:
             raise TypingError(f"{what}: device {left[0][0]} puts what device {left[0][1]} does not take")
+
+
+def _copy(held: Mapping[str, Sequence[Array]], copy: Copy) -> None:
+    for row in np.flatnonzero(copy.target.elements()).tolist():
+        old = read(held, copy.target, row)
+        if copy.source is None:
+            new = np.full_like(old, identity(copy.fold or "sum", old.dtype))
+        else:
+            new = read(held, copy.source, row)
+            new = COMBINE[copy.fold](old, new).astype(old.dtype) if copy.fold else new
+        write(held, copy.target, row, new)
 
 
 def _view(array: Array, region: Region, row: int) -> Array:

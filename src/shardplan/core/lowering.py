@@ -3,9 +3,9 @@
 An op says its lowering once, for one device or for many at a time: arrays have one row for each device asked for. Every
 executor and the event simulation interpret this data, and none of them knows an op by name.
 
-In a round the puts read what stood before it; takes and copies follow in listed order. The k-th put from a device to
-another meets that one's k-th take from it. A device enters a round when its takes of the round before are done, and
-leaves a round that `closes` when its puts so far are done too. Chunks and segments are further rounds.
+In a round the puts read what stood before it. The k-th put from a device to another meets that one's k-th take from
+it. A device enters a round when its takes of the round before are done, and leaves a round that `closes` when its puts
+so far are done too. Chunks and segments are further rounds.
 """
 
 from __future__ import annotations
@@ -94,15 +94,33 @@ Action = Put | Take | Copy
 
 
 class Round(NamedTuple):
-    """What devices do at once."""
+    """What devices do at once. Nothing writes what a put reads until a round closes, nor twice where a take lands."""
 
-    actions: tuple[Action, ...]
+    puts: tuple[Put, ...] = ()
+    meanwhile: tuple[Copy, ...] = ()  # in order, while messages travel
+    takes: tuple[Take, ...] = ()
+    then: tuple[Copy, ...] = ()  # in order, when all takes are done
     closes: bool = True
 
     @staticmethod
     def of(actions: Iterable[Action], closes: bool = True) -> Round:
-        """Return the round of those of the actions that some device takes part in."""
-        return Round(tuple(a for a in actions if (a.source if isinstance(a, Put) else a.target)), closes)
+        """Return the round of those of the actions that some device takes part in; copies before any take go ahead."""
+        puts: list[Put] = []
+        takes: list[Take] = []
+        copies: tuple[list[Copy], list[Copy]] = [], []
+        for action in actions:
+            if isinstance(action, Put):
+                puts += [action] if action.source else []
+            elif isinstance(action, Take):
+                takes += [action] if action.target else []
+            elif action.target:
+                copies[bool(takes)].append(action)
+        return Round(tuple(puts), tuple(copies[0]), tuple(takes), tuple(copies[1]), closes)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """All of them, in order."""
+        return (*self.puts, *self.meanwhile, *self.takes, *self.then)
 
 
 class Buffer(NamedTuple):
@@ -124,21 +142,22 @@ class Lowering:
 def side_by_side(operands: Sequence[Iterator[Round]]) -> Iterator[Round]:
     """Yield the rounds of several operands as one transfer: the n-th of all at once, their buffers numbered."""
     for parts in zip_longest(*operands):
-        actions = tuple(_numbered(a, k) for k, part in enumerate(parts) if part for a in part.actions)
-        yield Round(actions, any(part.closes for part in parts if part))
+        there = [(k, part) for k, part in enumerate(parts) if part is not None]
+        yield Round(
+            tuple(Put(a.peer, _numbered(a.source, k)) for k, part in there for a in part.puts),
+            tuple(_copy(a, k) for k, part in there for a in part.meanwhile),
+            tuple(Take(a.peer, _numbered(a.target, k)) for k, part in there for a in part.takes),
+            tuple(_copy(a, k) for k, part in there for a in part.then),
+            any(part.closes for _, part in there),
+        )
 
 
-def _numbered(action: Action, k: int) -> Action:
-    def named(region: Region) -> Region:
-        return replace(region, buffer=f"{region.buffer}{k}")
+def _numbered(region: Region, k: int) -> Region:
+    return replace(region, buffer=f"{region.buffer}{k}")
 
-    match action:
-        case Put(peer, source):
-            return Put(peer, named(source))
-        case Take(peer, target):
-            return Take(peer, named(target))
-        case Copy(source, target, fold):
-            return Copy(source and named(source), named(target), fold)
+
+def _copy(copy: Copy, k: int) -> Copy:
+    return Copy(copy.source and _numbered(copy.source, k), _numbered(copy.target, k), copy.fold)
 
 
 def places_of(mesh: Mesh, devices: Ints) -> Ints:
