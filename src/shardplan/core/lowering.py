@@ -157,7 +157,8 @@ def _numbered(region: Region, k: int) -> Region:
 
 
 def _copy(copy: Copy, k: int) -> Copy:
-    return Copy(copy.source and _numbered(copy.source, k), _numbered(copy.target, k), copy.fold)
+    source = None if copy.source is None else _numbered(copy.source, k)
+    return Copy(source, _numbered(copy.target, k), copy.fold)
 
 
 def places_of(mesh: Mesh, devices: Ints) -> Ints:

@@ -89,7 +89,9 @@ def rank_rounds(
         return tuple(PeerPiece(peer, piece(region)) for peer, region in found if region)
 
     def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
-        return tuple(PieceCopy(c.source and piece(c.source), piece(c.target), c.fold) for c in found if c.target)
+        return tuple(
+            PieceCopy(None if c.source is None else piece(c.source), piece(c.target), c.fold) for c in found if c.target
+        )
 
     def rounds() -> Iterator[RankRound]:
         for one in lowering.rounds():

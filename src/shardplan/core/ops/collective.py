@@ -169,6 +169,11 @@ class Grouped(Collective):
         return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
 
 
+def moving(op: Op) -> Collective | None:
+    """Return the op if it moves or reduces its operands, each to one result of its own; None of one that computes."""
+    return op if isinstance(op, Collective) else None
+
+
 @lru_cache(maxsize=1024)
 def typed(op: Collective, t: TensorType) -> TensorType:
     """Return the type of one operand after the op; remembered, since every facet of every step asks for it."""
