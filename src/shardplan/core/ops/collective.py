@@ -64,7 +64,7 @@ class Collective(Op):
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
-        return self.staged(*operands)(getattr(self, "chunks", 1))
+        return self.staged(*operands)(self.chunks)
 
     def staged(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
@@ -141,7 +141,7 @@ class Grouped(Collective):
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
+        return Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
 
 
 @lru_cache(maxsize=1024)

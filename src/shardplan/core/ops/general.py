@@ -52,6 +52,7 @@ class Permute(Collective):
     """
 
     name: ClassVar[str] = "permute"
+    peers: ClassVar[int] = 1
     layout: Layout
     chunks: int = 1
 
@@ -164,8 +165,7 @@ class General(Collective):
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        chunks: int = getattr(self, "chunks", 1)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
+        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,7 @@ class Exchange(General):
     """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
 
     name: ClassVar[str] = "exchange"
+    peers: ClassVar[int] = 2
     layout: Layout
     axes: tuple[str, ...] = ()
     chunks: int = 1

@@ -195,7 +195,7 @@ def _factors(program: Program) -> Factors:
     }
     parts = {name: atoms for name, atoms in parts.items() if atoms}
     names = {n for t in program.types.values() for n in t.layout.used}
-    names |= {n for step in program.steps for n in getattr(step.op, "axes", ())}
+    names |= {n for step in program.steps for n in step.op.members(program.types[step.operands[0]])}
     whole = set(parts.values())
     for name in names:
         atoms = set(mesh.span(name).atoms)
