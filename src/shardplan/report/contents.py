@@ -96,18 +96,19 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
         if k >= MOST_VALUES:
             break
         before = operands[k] if moved(step) else None
-        kept = {} if before is None else _kept(step.op.received(before), before, u, devices)
-        made.append(Frame(f"step {number + 1}", text, note, name, u, _how(before, u), _holdings(u, devices, kept)))
+        got = step.op.received(before) if before else np.zeros(u.mesh.size)
+        kept = {} if before is None else _kept(got, before, u, devices)
+        made.append(Frame(f"step {number + 1}", text, note, name, u, _how(before, u, got), _holdings(u, devices, kept)))
     return made
 
 
-def _how(before: TensorType | None, after: TensorType) -> str:
+def _how(before: TensorType | None, after: TensorType, got: np.ndarray) -> str:
     """How what is new in a result's box came there, as a key of `LEGEND`."""
     if before is None:
         return "computed"
     addends = [math.prod(t.mesh.span(a).size for a in t.layout.partial) for t in (before, after)]
     values = [math.prod(t.mesh.span(a).size for a in (*t.layout.partial, *t.layout.root)) for t in (before, after)]
-    if values[1] > values[0]:  # devices that had one value are addends of one, or at a root or not
+    if values[1] > values[0] and not got.any():  # what was one value is addends of one, or is dropped but at a root
         return "filled"
     return "reduced" if addends[1] < addends[0] else "received"
 

@@ -188,7 +188,7 @@ class General(Collective):
         """The messages, all at once."""
         senders, receivers, _ = messages(t.whole, u.whole)
         home = np.ones(u.mesh.size, dtype=bool)
-        yield from deliver(t, u, devices, senders, receivers, home, getattr(self, "chunks", 1))
+        yield from deliver(t, u, devices, senders, receivers, home, self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
