@@ -33,6 +33,7 @@ from shardplan.core.expression_tree import (
     text_of,
     walk,
 )
+from shardplan.core.namespace import Dtype, Namespace, Tensor
 from shardplan.errors import ParseError, TypingError
 
 MOST_EXPONENT = 127  # of an integer: numpy takes an exponent in the dtype of its base, and i8 ends there
@@ -77,12 +78,9 @@ class Expression:
         """Return the canonical text, which `parse` reads back to an equal expression."""
         return text_of(self.root, LOOSEST)
 
-    def evaluate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the value on `arrays`, one per operand, broadcast as numpy does; constants take the arrays' dtype."""
-        kinds = [x.dtype for x in arrays if x.dtype.kind != "b"]
-        dtype = np.result_type(*kinds) if kinds else np.dtype(np.bool_)
-        with np.errstate(all="ignore"):
-            return np.asarray(evaluate(self.root, dict(zip(self.names, arrays, strict=True)), dtype))
+    def evaluate(self, xp: Namespace, arrays: Sequence[Tensor], dtype: Dtype) -> Tensor:
+        """Return the value on arrays of `dtype` (conditions: bool), one per operand, broadcast as numpy does."""
+        return evaluate(self.root, dict(zip(self.names, arrays, strict=True)), xp, dtype)
 
     def degree(self, names: Iterable[str]) -> int | None:
         """Return the degree in the operands `names` jointly: 0 if independent of them, 1 if linear and homogeneous.

@@ -86,7 +86,7 @@ class _Held:
 
 
 def infer(
-    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtype: str | None = None
+    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtypes: Sequence[str]
 ) -> tuple[TensorType, ...]:
     """Return the result types.
 
@@ -100,7 +100,7 @@ def infer(
 
     `linear(partial, reduction)` says whether the op may take exactly the operands `partial` (indices) as partial with
     `reduction` over an axis, its result then being partial too: for `sum`, whether it is linear and homogeneous in
-    them jointly. `op` opens every message. Results have the dtype of the first operand unless `dtype` is given.
+    them jointly. `op` opens every message. `dtypes` are those of the results.
 
     Raises `TypingError` for operands of another count, shape or mesh, `LayoutError` where layouts do not meet.
     """
@@ -119,10 +119,10 @@ def infer(
     root = _root(operands, op)
     names = mesh.fold(tuple(sorted(partial)))
     out: list[TensorType] = []
-    for dims in rule.results:
+    for dims, dtype in zip(rule.results, dtypes, strict=True):
         shape = tuple(math.prod(rule.factor(n).size for n in factors) for factors in dims)
         layout = Layout(_result_dims(rule, dims, carried, mesh, op), names, reduction, root)
-        out.append(TensorType(dtype or operands[0].dtype, shape, layout, mesh))
+        out.append(TensorType(dtype, shape, layout, mesh))
     return tuple(out)
 
 
