@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, assert_never
 
 import numpy as np
@@ -39,7 +39,7 @@ from shardplan.errors import ParseError, TypingError
 MOST_EXPONENT = 127  # of an integer: numpy takes an exponent in the dtype of its base, and i8 ends there
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is asked of every step's expression is worked out once
 class Expression:
     """A parsed expression.
 
@@ -55,22 +55,27 @@ class Expression:
         """Read an expression; raises `ParseError` pointing at the character."""
         return _parse(text)
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """What computes; see `walk`."""
+        return tuple(walk(self.root))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The operands, in order."""
-        return tuple(sorted({n.name for n in walk(self.root) if isinstance(n, Name)}))
+        return tuple(sorted({n.name for n in self.nodes if isinstance(n, Name)}))
 
     @property
     def arity(self) -> int:
         """The number of operands."""
         return len(self.names)
 
-    @property
+    @cached_property
     def conditions(self) -> frozenset[str]:
         """The operands that stand alone as the condition of a `where`: these are of dtype bool."""
         return frozenset(
             n.arguments[0].name
-            for n in walk(self.root)
+            for n in self.nodes
             if isinstance(n, Call) and n.function == "where" and isinstance(n.arguments[0], Name)
         )
 
@@ -108,12 +113,12 @@ class Expression:
         """Return the operations an element."""
         return sum(
             FUNCTIONS[n.function].flops if isinstance(n, Call) else int(isinstance(n, Binary | Negate))
-            for n in walk(self.root)
+            for n in self.nodes
         )
 
     def check(self, dtype: np.dtype[Any], shown: str) -> None:
         """Raise `TypingError` unless every operation is closed in `dtype`, whose short name is `shown`."""
-        for n in walk(self.root):
+        for n in self.nodes:
             bad = _unfit(n, dtype)
             if bad:
                 raise TypingError(f'"{self}": {bad[0]} is not defined for {shown}; legal is {bad[1]}')

@@ -32,11 +32,7 @@ class RuleText:
     results: tuple[Dims, ...]
     marks: tuple[tuple[str, str], ...]  # factor, mark
     sizes: tuple[tuple[str, int], ...]  # factor, size said in the text
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every factor once: those of the results, then the others."""
-        return tuple(dict.fromkeys(n for tensor in (*self.results, *self.operands) for dim in tensor for n in dim))
+    names: tuple[str, ...]  # every factor once: those of the results, then the others
 
 
 def rule_of(what: str, text: str, operands: Sequence[TensorType], **sizes: int) -> FactorRule:
@@ -115,7 +111,8 @@ def parse_rule(text: str) -> RuleText:
     lost = sorted(left - right - set(marks))
     if lost:
         raise ParseError(f"the factor {lost[0]} is in no result; legal is to mark it", text, len(text))
-    return RuleText(operands, results, tuple(marks.items()), tuple(sizes.items()))
+    names = tuple(dict.fromkeys(n for tensor in (*results, *operands) for dim in tensor for n in dim))
+    return RuleText(operands, results, tuple(marks.items()), tuple(sizes.items()), names)
 
 
 def _side(scanner: Scanner, sizes: dict[str, int]) -> tuple[Dims, ...]:
