@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression_tree import FUNCTIONS
+from shardplan.core.factor_rule import FactorRule
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
+from shardplan.core.namespace import Namespace
 from shardplan.core.ops import (
     Cast,
     Constant,
@@ -26,7 +29,9 @@ from shardplan.core.ops import (
     Reshape,
     ScatterAdd,
 )
-from shardplan.core.ops.compute import Compute
+from shardplan.core.ops.compute import At, Composed, Compute, Decomposition, Ruled, Size
+from shardplan.core.rule_text import rule_of
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -208,3 +213,41 @@ def of_functions() -> Iterator[tuple[str, np.ndarray]]:
     for name, function in FUNCTIONS.items():
         arguments = ("a < b", "a", "b") if name == "where" else ("a", "b")[: function.arity]
         yield f"{name}({', '.join(arguments)})", x if name in ("log", "sqrt", "rsqrt") else x - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(Ruled):
+    """An op from outside with two results of two dtypes: sums along dim 0, and where the largest values stand."""
+
+    name: ClassVar[str] = "moments"
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        return rule_of(self.name, "[n i] -> [i] [i] | fixed: n", operands)
+
+    def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
+        return operands[0].dtype, "i32"
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        return False
+
+    def local(self, xp: Namespace, arrays: Sequence[Any], at: At, size: Size) -> tuple[Any, ...]:
+        (x,) = arrays
+        n, i = size.operands[0]
+        most = xp.reduce("max", x, (0,), True, 0)
+        row = xp.where(x == most, xp.arange(n).reshape((n, 1)), xp.full((), n, np.dtype(np.int32)))
+        first = xp.reduce("min", row, (0,), False, n)
+        return xp.reduce("sum", x, (0,), False, 0), first * size.whole[0][1] + at.results[1][0] + xp.arange(i)
+
+    def flops(self, *operands: TensorType) -> float:
+        return 2.0 * math.prod(operands[0].local_shape(0))
+
+
+@dataclass(frozen=True, slots=True)
+class MeanSquare(Composed):
+    """An op from outside that says its decomposition alone."""
+
+    name: ClassVar[str] = "mean_square"
+
+    def decomposition(self, *operands: TensorType) -> Decomposition:
+        square, mean = Elementwise("a * a"), ReduceDims((1,), "mean")
+        return Decomposition((Step(square, ("0",), ("s",)), Step(mean, ("s",), ("m",))), ("m",))

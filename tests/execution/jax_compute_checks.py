@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import oracle
-from compute_examples import EVEN, EXAMPLES, numbers, of_dtype, of_functions
+from compute_examples import EVEN, EXAMPLES, MESH, MeanSquare, Moments, numbers, of_dtype, of_functions
 from execution.jax_child import main
 from shardplan.core import reference
 from shardplan.core.dtypes import NAMES
@@ -16,6 +16,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute
 from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
 
 
 def law() -> Any:
@@ -79,7 +80,24 @@ def functions() -> Any:
     return wrong
 
 
-CHECKS = (law, every_dtype, functions)
+def outside() -> Any:
+    """Ops that the package does not have: of two results, and a composed one."""
+    from shardplan.execution.jax.run import run_program
+
+    t = TensorType("f32", (6, 12), (None, "x"), MESH)
+    steps = [Step(Moments(), ("t",), ("s", "p")), Step(MeanSquare(), ("t",), ("m",))]
+    program = Program({"t": t}, steps, ("s", "p", "m"))
+    shards = [distribute(np.random.default_rng(4).integers(-9, 10, t.shape).astype(np.float32), t)]
+    found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+    return [
+        f"%{name}: {np.asarray(x)}, not {y}"
+        for name, got, want in zip(program.outputs, found, expected, strict=True)
+        for x, y in zip(got, want, strict=True)
+        if not np.allclose(np.asarray(x), y, rtol=1e-6)
+    ]
+
+
+CHECKS = (law, every_dtype, functions, outside)
 
 if __name__ == "__main__":
     main(CHECKS)

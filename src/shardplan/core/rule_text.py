@@ -93,6 +93,9 @@ def parse_rule(text: str) -> RuleText:
     results = _side(scanner, sizes)
     if not results:
         raise scanner.error("a rule has at least one result, as in [i j] -> [j i]")
+    for names in ([n for dim in tensor for n in dim] for tensor in results):
+        if twice := [n for n in names if names.count(n) > 1]:
+            raise scanner.error(f"the factor {twice[0]} is twice in a result")
     marks: dict[str, str] = {}
     left, right = ({n for tensor in side for dim in tensor for n in dim} for side in (operands, results))
     while scanner.take("|"):
@@ -123,7 +126,7 @@ def _side(scanner: Scanner, sizes: dict[str, int]) -> tuple[Dims, ...]:
             if not scanner.take("("):
                 dims.append((_factor(scanner, sizes),))
                 continue
-            names: list[str] = []
+            names = [_factor(scanner, sizes)]
             while not scanner.take(")"):
                 names.append(_factor(scanner, sizes))
             dims.append(tuple(names))

@@ -148,8 +148,10 @@ class Ruled(Compute):
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Apply the factor rule."""
-        rule = self.rule(*operands)
-        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, self.dtypes(*operands))
+        rule, kinds = self.rule(*operands), self.dtypes(*operands)
+        if len(kinds) != len(rule.results):
+            raise TypingError(f"{self.name}: its rule has {len(rule.results)} results, but it says {len(kinds)} dtypes")
+        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds)
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> Bound:
         """Work out starts and sizes, once."""
