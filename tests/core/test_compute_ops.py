@@ -57,6 +57,8 @@ def typed(*texts: str) -> list[TensorType]:
          "crop: (1,) to (5,) of f32[4]; legal are 0 <= start < stop <= size in each dim"),
         (Crop((0,), (1,)), ("f32[]",), "crop: (0,) to (1,) of f32[]; legal are 0 <= start < stop <= size in each dim"),
         (Cast("f32"), ("c64[4]",), "cast: c64[4] to f32 would lose imaginary parts; legal is a complex dtype"),
+        (Cast("f8e4m3"), ("f32[4]{max:x}",), "cast: exactly operand 0, f32[4]{max:x}, is partial (max) over x, and the "
+         "op does not pass that on; legal as partial there: no operand"),
         (Gather(), ("f32[4]", "f32[2]"), "gather: the ids are f32[2]; legal is an integer dtype"),
         (Gather(), ("bool[4]", "i32[2]"), "gather: sums are not defined for bool; legal is a numeric dtype"),
         (Gather(), ("f32[]", "i32[2]"), "gather: operand 0, f32[], has 0 dims; legal is 1"),

@@ -151,9 +151,8 @@ class Crop(Ruled):
         return True
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Slice; a dim that is kept whole is the shard's own."""
-        bounds = zip(self.start, self.stop, size.whole[0], strict=True)
-        return (arrays[0][tuple(slice(None) if b - a == n else slice(a, b) for a, b, n in bounds)],)
+        """Slice; of a dim that is kept all that is here lies in the bounds."""
+        return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -183,15 +182,14 @@ class Cast(Ruled):
         return (self.dtype,)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """Between floats: sums, up to rounding, and max and min where the fill of no addend leaves the range."""
+        """Between floats: sums, up to rounding, and max and min where the fill of no addend stays what it is."""
         kinds = [numpy_dtype(d) for d in (operands[0].dtype, self.dtype)]
         if not all(kind.kind in "fV" for kind in kinds):
             return kinds[0].kind == kinds[1].kind == "c" and reduction == "sum"
-        if reduction == "sum":
-            return True
-        return reduction in ("max", "min") and bool(np.isfinite(identity(reduction, kinds[0]))) == bool(
-            np.isfinite(identity(reduction, kinds[1]))
-        )
+        if reduction not in ("max", "min"):
+            return reduction == "sum"
+        infinite = [bool(np.isinf(identity(reduction, kind))) for kind in kinds]
+        return infinite[0] == infinite[1]
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """The caller rounds."""
