@@ -22,12 +22,13 @@ pytest.importorskip("torch")
 import torch
 
 from execution.threads import Network, Shards, played
+from shardplan.execution.drive import finish
 from shardplan.execution.lab import ring
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.torch import steps
 from shardplan.execution.torch.dtypes import to_numpy, to_torch
 from shardplan.execution.torch.pack import PeerPart, pack, staged
-from shardplan.execution.torch.run import Binder, TorchExecutable, finish
+from shardplan.execution.torch.run import Binder, TorchExecutable
 
 BINDERS = {"torch": steps.bind, "lab": ring.bind}
 

@@ -1,10 +1,11 @@
-"""Every operation, and the one table by which program text names them.
+"""Every operation of the package, in the one table by which program text names them.
 
 - `collective` `Collective`: what the ops that move or reduce share
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   those that compute: Einsum, Elementwise, ReduceDims
+- `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
@@ -12,14 +13,16 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
+from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.compute import Einsum, Elementwise, ReduceDims, matmul
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.registry import OPS
 
-OPS: dict[str, type[Op]] = {
-    op.name: op
+OPS.update(
+    (op.name, op)
     for op in (
         Slice,
         AllGather,
@@ -35,8 +38,10 @@ OPS: dict[str, type[Op]] = {
         Einsum,
         Elementwise,
         ReduceDims,
+        Repeat,
+        Together,
     )
-}
+)
 
 __all__ = [
     "OPS",
@@ -53,8 +58,10 @@ __all__ = [
     "Reduce",
     "ReduceDims",
     "ReduceScatter",
+    "Repeat",
     "Send",
     "Slice",
     "ToPartial",
+    "Together",
     "matmul",
 ]
