@@ -57,6 +57,11 @@ class Nested(Op):
         return (*found[: self.kept], *(rows(u, self.times) for u in found[self.kept :]))
 
 
+def nested(op: Op) -> Nested | None:
+    """Return an op where it has a body, else None."""
+    return op if isinstance(op, Nested) else None
+
+
 def depth(op: Op) -> int:
     """Return how deep bodies lie in an op; 0 where it has none."""
     return 1 + max((depth(step.op) for step in op.body.steps), default=0) if isinstance(op, Nested) else 0

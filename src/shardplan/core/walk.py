@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardplan.core.nested import Nested
+from shardplan.core.nested import Nested, nested
 from shardplan.core.op import Op
 from shardplan.core.ops.general import Send
 from shardplan.core.program import Program
@@ -30,7 +30,7 @@ class Visit(NamedTuple):
     @property
     def nested(self) -> Nested | None:
         """The op, where it has a body."""
-        return self.step.op if isinstance(self.step.op, Nested) else None
+        return nested(self.step.op)
 
     @property
     def relabels(self) -> bool:
@@ -47,6 +47,14 @@ def walk(program: Program) -> Iterator[Visit]:
     """Yield the steps of a program in order; bodies are not entered."""
     for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
         yield Visit(number, step, *program.step_types(step), freed)
+
+
+def programs(program: Program) -> Iterator[Program]:
+    """Yield a program and all bodies inside it."""
+    yield program
+    for step in program.steps:
+        if isinstance(step.op, Nested):
+            yield from programs(step.op.body)
 
 
 class LeafOp(NamedTuple):

@@ -142,9 +142,7 @@ class Together(Nested):
         given = {name for name, _ in body.inputs}
         for number, step in enumerate(body.steps):
             if not isinstance(step.op, Collective):
-                raise TypingError(
-                    f"together: step {number} ({step.op.name}) is no move; legal are ops that move values"
-                )
+                raise TypingError(f"together: step {number} ({step.op.name}) computes; legal are ops that move")
             if late := [o for o in step.operands if o not in given]:
                 raise TypingError(
                     f"together: step {number} ({step.op.name}) reads %{late[0]}, which another step makes; legal are "
