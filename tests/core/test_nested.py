@@ -152,7 +152,12 @@ def test_what_a_repeat_holds(program: Program) -> None:
     books, want = account(program), account(whole)
     ends = sum(t.local_bytes() for t in (*program.input_types, *program.output_types))
     assert books.workspace_bytes <= want.workspace_bytes + ends
-    if op.n > 2 and len(program.inputs) == 1 and op.body.steps and not any("repeat" in s.op.name for s in op.body.steps):
+    if (
+        op.n > 2
+        and len(program.inputs) == 1
+        and op.body.steps
+        and not any("repeat" in s.op.name for s in op.body.steps)
+    ):
         carried = program.input_types[0].local_bytes()
         assert want.workspace_bytes <= books.workspace_bytes <= want.workspace_bytes + carried
 
