@@ -527,7 +527,8 @@ def donated() -> Any:
 
 
 CHECKS: tuple[Callable[[], Any], ...] = (
-    every_op, bytes_of_ops, reductions, donated, sample, bodies, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+    every_op, bytes_of_ops, reductions, donated, sample, bodies, every_dtype, exact_bits, hlo, chunks, errors, records,
+    kept,
 )  # fmt: skip
 
 
