@@ -194,7 +194,7 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
     origin = {name: name for name, _ in program.inputs}
     for step in program.steps:
-        origin |= {r: origin[o] for o, r in moved(step) if o in origin}
+        origin |= {result: origin[operand] for operand, result in moved(step) if operand in origin}
     sums: list[str] = []
     equal: list[bool] = []
     for name, shards, t in zip(program.outputs, results, program.output_types, strict=True):

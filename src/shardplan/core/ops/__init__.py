@@ -4,7 +4,10 @@
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
-- `compute`   those that compute: Einsum, Elementwise, ReduceDims
+- `compute`   `Compute`: what the ops that compute share
+- `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
+- `placing`   those that place elements: Reshape, Pad, Crop, Cast
+- `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
 - `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
@@ -13,11 +16,14 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
+from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
 from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
-from shardplan.core.ops.compute import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
+from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.registry import OPS
 
@@ -38,6 +44,14 @@ OPS.update(
         Einsum,
         Elementwise,
         ReduceDims,
+        Reshape,
+        Pad,
+        Crop,
+        Cast,
+        Gather,
+        ScatterAdd,
+        Iota,
+        Constant,
         Repeat,
         Together,
     )
@@ -49,15 +63,24 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
+    "Cast",
     "Collective",
+    "Compute",
+    "Constant",
+    "Crop",
     "Einsum",
     "Elementwise",
     "Exchange",
+    "Gather",
+    "Iota",
     "Op",
+    "Pad",
     "Permute",
     "Reduce",
     "ReduceDims",
     "ReduceScatter",
+    "Reshape",
+    "ScatterAdd",
     "Repeat",
     "Send",
     "Slice",

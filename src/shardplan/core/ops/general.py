@@ -6,6 +6,7 @@ Partial and root axes pass through unchanged; only `Permute` may rename them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
+from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
@@ -43,6 +45,42 @@ from shardplan.core.tensor import TensorType, counter, live_reduction
 from shardplan.errors import TypingError
 
 
+def deliver(
+    t: TensorType, u: TensorType, devices: Ints, senders: Ints, receivers: Ints, home: Ints, chunks: int
+) -> Iterator[Round]:
+    """Yield the rounds of messages given by places: what the sender's shard and the receiver's new one have in common.
+
+    `home`, bool by place in `u`, says who keeps what it holds of its new shard.
+    """
+    before, after = Boxes.ends(t, u, devices)
+    own = Boxes(t, np.where((after.places >= 0) & home[after.places], own_places(t, u)[after.places], -1))
+    new = Boxes(u, np.where(own.places >= 0, after.places, -1))
+    copy = Copy(own.part("x", new), new.part("y", own))
+    puts = [(p, before.part("x", Boxes(u, p))) for p in _nth(before.places, senders, receivers)]
+    takes = [(p, after.part("y", Boxes(t, p))) for p in _nth(after.places, receivers, senders)]
+    for c in range(chunks):
+        yield Round.of(
+            (
+                *([copy] if not c else []),
+                *(Put(_ids(u, peer, part), part.cut(c, chunks)) for peer, part in puts),
+                *(Take(_ids(t, peer, part), part.cut(c, chunks)) for peer, part in takes),
+            )
+        )
+
+
+def _ids(t: TensorType, places: Ints, part: Region) -> Ints:
+    return np.where(part.elements() > 0, t.mesh.ids[places], -1)
+
+
+def _nth(places: Ints, ends: Ints, others: Ints) -> Iterator[Ints]:
+    """Yield the first, second, ... of `others` that each place meets among `ends`; -1 where it has no more."""
+    order = np.argsort(ends, kind="stable")
+    first, last = (np.searchsorted(ends[order], places, side=side) for side in ("left", "right"))
+    others = np.append(others[order], -1)
+    for k in range(int((last - first).max(initial=0))):
+        yield others[np.where((first + k < last) & (places >= 0), first + k, -1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Permute(Collective):
     """Every device sends one tile (or a part it cuts out of its tile) to one device: the type becomes `layout`.
@@ -52,12 +90,9 @@ class Permute(Collective):
     """
 
     name: ClassVar[str] = "permute"
+    peers: ClassVar[int] = 1
     layout: Layout
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
 
     def result(self, t: TensorType) -> TensorType:
         """Check that the pairs exist."""
@@ -101,6 +136,14 @@ class Permute(Collective):
         sent_contiguous = not cuts or (len(cuts) == 1 and major(before, cuts[0]))
         return Packed(math.prod(after), math.prod(after), sent_contiguous, True)
 
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """One message a pair; a device that holds its own tile copies it."""
+        pairs = permutation(t.whole, u.whole)
+        assert pairs is not None  # typed so
+        home = np.ones(u.mesh.size, dtype=bool)
+        home[pairs[1]] = False
+        yield from deliver(t, u, devices, *pairs, home, self.chunks)
+
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One tile each way."""
         return 1, 1
@@ -141,6 +184,12 @@ class General(Collective):
             for r in range(u.mesh.size)
         ]
 
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """The messages, all at once."""
+        senders, receivers, _ = messages(t.whole, u.whole)
+        home = np.ones(u.mesh.size, dtype=bool)
+        yield from deliver(t, u, devices, senders, receivers, home, self.chunks)
+
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
         return max(most_senders(t, typed(self, t)) for t in operands)
@@ -164,8 +213,7 @@ class General(Collective):
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        chunks: int = getattr(self, "chunks", 1)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
+        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +221,7 @@ class Exchange(General):
     """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
 
     name: ClassVar[str] = "exchange"
+    peers: ClassVar[int] = 2
     layout: Layout
     axes: tuple[str, ...] = ()
     chunks: int = 1
@@ -201,10 +250,6 @@ class Send(General):
     layout: Layout
     mesh: Mesh
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
 
     def result(self, t: TensorType) -> TensorType:
         """The same tensor on the other mesh; the operand may not be partial."""

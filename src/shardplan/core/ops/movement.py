@@ -7,13 +7,16 @@ contiguous minor run of the axes of a dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.group_rounds import Of, exchanges, gather, opened
 from shardplan.core.layout import Layout
+from shardplan.core.lowering import Boxes, Copy, Group, Ints, Round
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
@@ -142,6 +145,11 @@ class Slice(InPlace):
         """A view: no bytes."""
         return Local(0.0)
 
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Copy the part."""
+        before, after = Boxes.ends(t, u, devices)
+        yield Round.of((Copy(before.part("x", after), after.whole("y")),))
+
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Grouped):
@@ -149,6 +157,7 @@ class AllGather(Grouped):
 
     name: ClassVar[str] = "all_gather"
     kind: ClassVar[str] = "all_gather"
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
     dim: Dims
     axes: tuple[str, ...]
     chunks: int = 1
@@ -173,6 +182,13 @@ class AllGather(Grouped):
         shape = u.local_shape()
         return Packed(math.prod(t.local_shape()), math.prod(shape), True, len(dims) == 1 and major(shape, dims[0]))
 
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Pass the shards on whole."""
+        group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        block: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
+        own = before.whole("x")
+        yield from opened([Copy(own, block(group.me))], gather(group, own, block, self.chunks, algorithm))
+
 
 @dataclass(frozen=True, slots=True)
 class AllToAll(Grouped):
@@ -180,6 +196,7 @@ class AllToAll(Grouped):
 
     name: ClassVar[str] = "all_to_all"
     kind: ClassVar[str] = "all_to_all"
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
     src_dim: int
     dst_dim: int
     axes: tuple[str, ...]
@@ -217,3 +234,12 @@ class AllToAll(Grouped):
         natural = self.order in ((), self.axes)
         sent_contiguous = natural and major(before, self.dst_dim)
         return Packed(math.prod(before), math.prod(after), sent_contiguous, major(after, self.src_dim))
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Give every member its part; in a "ring" those one member further, then two, and so on."""
+        group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        given: Of = lambda k: before.part("x", Boxes(u, group.place(k)))  # noqa: E731
+        taken: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
+        yield from opened(
+            [Copy(given(group.me), taken(group.me))], exchanges(group, given, taken, self.chunks, algorithm)
+        )

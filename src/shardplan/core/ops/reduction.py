@@ -6,13 +6,16 @@ Typing rules and bytes: the table of `docs/concepts.md`; the five collectives of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
+from shardplan.core.group_rounds import Of, addends, binomial, double_tree, gather, passed_on, scatter_sums, tree_room
 from shardplan.core.layout import REDUCTIONS
+from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of, run_of
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
@@ -54,6 +57,7 @@ class ReduceScatter(Grouped):
 
     name: ClassVar[str] = "reduce_scatter"
     kind: ClassVar[str] = "reduce_scatter"
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
     dim: Dims
     axes: tuple[str, ...]
     reduction: str = "sum"
@@ -92,6 +96,19 @@ class ReduceScatter(Grouped):
         contiguous = len(dims) == 1 and major(shape, dims[0])
         return Packed(math.prod(shape), (q - 1) * math.prod(u.local_shape()), contiguous, False)
 
+    def _parts(self, t: TensorType, u: TensorType, devices: Ints) -> tuple[Group, Of, Region]:
+        """The groups, what a device adds to a member's part, and the part that is its own."""
+        group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        return group, lambda k: before.part("x", Boxes(u, group.place(k))), after.whole("y")
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Give every member its addends, and add up what comes."""
+        yield from scatter_sums(*self._parts(t, u, devices), self.reduction, self.chunks, algorithm)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for addends."""
+        return addends(*self._parts(t, u, devices), t.dtype, self.chunks, algorithm)
+
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Grouped):
@@ -99,6 +116,7 @@ class AllReduce(Grouped):
 
     name: ClassVar[str] = "all_reduce"
     kind: ClassVar[str] = "all_reduce"
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "tree")
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
@@ -129,6 +147,38 @@ class AllReduce(Grouped):
         size, q = math.prod(t.local_shape()), math.prod(t.mesh.span(a).size for a in self.axes)
         return Packed(size, (q - 1) * -(-size // q), True, False)
 
+    def _parts(self, t: TensorType, devices: Ints) -> tuple[Group, Of, Of]:
+        """The groups, and a member's part of the flat shard, cut by the tiling rule, before and after."""
+        group = Group(t, self.axes, devices)
+        n = Boxes(t, group.places).whole("x").elements()
+        room = -(-n // group.size)
+
+        def part(buffer: str, k: Ints | int) -> Region:
+            start = np.asarray(k) % group.size * room
+            return run_of(buffer, start, np.minimum(room, n - start))
+
+        return group, lambda k: part("x", k), lambda k: part("y", k)
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Every member adds up its part of the flat shard, which goes to all; or two trees do, half the shard each."""
+        group, given, made = self._parts(t, devices)
+        if algorithm == "tree":
+            held = Boxes(t, group.places)
+            rounds = double_tree(group, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, self.reduction)
+            yield from rounds
+            return
+        own = made(group.me)
+        yield from scatter_sums(group, given, own, self.reduction, self.chunks, algorithm)
+        yield from gather(group, own, made, self.chunks, algorithm)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for addends."""
+        group, given, made = self._parts(t, devices)
+        if algorithm == "tree":
+            held = Boxes(t, group.places).whole("x").elements()
+            return {"t": Buffer(tree_room(held, t.itemsize, self.chunks), t.dtype)}
+        return addends(group, given, made(group.me), t.dtype, self.chunks, algorithm)
+
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Grouped):
@@ -136,6 +186,7 @@ class Reduce(Grouped):
 
     name: ClassVar[str] = "reduce"
     kind: ClassVar[str] = "reduce"
+    algorithms: ClassVar[tuple[str, ...]] = ("chain", "tree")
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
@@ -165,6 +216,21 @@ class Reduce(Grouped):
         size = math.prod(t.local_shape())
         return Packed(size, size, True, False)
 
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """A chain, or a binomial tree, towards the first member."""
+        group = Group(t, self.axes, devices)
+        held = Boxes(t, group.places)  # a member away from the root takes sums in what will not be read
+        x, y = held.whole("x"), held.whole("y")
+        if algorithm == "tree":
+            yield from binomial(group, -1, x, y, self.reduction)
+        else:
+            yield from passed_on(group, -1, x, y, t.itemsize, self.chunks, self.reduction)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for one addend, in a tree."""
+        held = Boxes(t, places_of(t.mesh, devices)).whole("x").elements()
+        return {"t": Buffer(held, t.dtype)} if algorithm == "tree" else {}
+
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Grouped):
@@ -172,6 +238,7 @@ class Broadcast(Grouped):
 
     name: ClassVar[str] = "broadcast"
     kind: ClassVar[str] = "broadcast"
+    algorithms: ClassVar[tuple[str, ...]] = ("chain", "tree")
     axes: tuple[str, ...]
     chunks: int = 1
 
@@ -202,6 +269,16 @@ class Broadcast(Grouped):
         """Sent and received whole."""
         size = math.prod(t.local_shape())
         return Packed(size, size, True, True)
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """A chain, or a binomial tree, from the first member on."""
+        group = Group(u, self.axes, devices)
+        held = Boxes(u, group.places)
+        x, y = held.whole("x"), held.whole("y")
+        if algorithm == "tree":
+            yield from binomial(group, 1, x, y, None)
+        else:
+            yield from passed_on(group, 1, x, y, t.itemsize, self.chunks, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +342,16 @@ class ToPartial(InPlace):
     def pattern(self, *operands: TensorType) -> Pattern:
         """A local fill (dropping is free)."""
         return Local(0.0 if self.reduction == "root" else float(sum(self.result(t).local_bytes() for t in operands)))
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        """Keep, fill or drop."""
+        before, after = Boxes.ends(t, u, devices)
+        whole = after.whole("y")
+        if self._dim(t) is not None:
+            fill, keep = before.live, before.live
+        else:
+            first = t.mesh.index(self.axes)[before.places] == 0
+            keep = before.live & (first | (self.reduction in IDEMPOTENT))
+            fill = before.live & ~keep & (self.reduction != "root")
+        blank = Copy(None, whole.only(fill), None if self.reduction == "root" else self.reduction)
+        yield Round.of((blank, Copy(before.whole("x").only(keep), after.part("y", before).only(keep))))

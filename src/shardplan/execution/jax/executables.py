@@ -152,14 +152,14 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     program, _ = opened(program)
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
-        t = program.types[step.operands[0]]
+        mesh = _mesh_of(program, step)
         before = program.steps[number - 1] if number else None
         joins = (
             before is not None
             and not stepwise
             and not is_send(step.op)
             and not is_send(before.op)
-            and program.types[before.operands[0]].mesh == t.mesh
+            and _mesh_of(program, before) == mesh
         )
         if joins:
             runs[-1].append(number)
@@ -177,6 +177,11 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
 
 
+def _mesh_of(program: Program, step: Step) -> Mesh:
+    """The mesh on which a step starts; one without operands, where its results are."""
+    return program.types[(*step.operands, *step.results)[0]].mesh
+
+
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
@@ -191,7 +196,7 @@ def _part(
     held = tuple(kinds[n] for n in inputs)
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
-    (first,) = {program.types[step.operands[0]].mesh for step in steps}
+    (first,) = {_mesh_of(program, step) for step in steps}
     if isinstance(steps[0].op, Send):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
         devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))

@@ -1,0 +1,102 @@
+"""The rounds of a lowering as one rank goes through them: which parts of its buffers go to whom and come from whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.core.lowering import Copy, Put, Region, Take
+from shardplan.core.ops.collective import Collective
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, shape_of
+
+
+class Piece(NamedTuple):
+    """A part of a buffer: boxes that hold its elements one after another."""
+
+    buffer: str
+    shape: tuple[int, ...]  # of the buffer, or of the buffer made flat
+    boxes: tuple[Box, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return sum(map(box_elements, self.boxes))
+
+
+class PeerPiece(NamedTuple):
+    """A piece that goes to a device, or comes from it."""
+
+    peer: int  # device id
+    piece: Piece
+
+
+class PieceCopy(NamedTuple):
+    """A piece that is written, or folded, into another; without a source it is filled with the fold's identity."""
+
+    source: Piece | None
+    target: Piece
+    fold: str | None
+
+
+class RankRound(NamedTuple):
+    """What one rank does in a round; see `core.lowering.Round`."""
+
+    puts: tuple[PeerPiece, ...]
+    meanwhile: tuple[PieceCopy, ...]
+    takes: tuple[PeerPiece, ...]
+    then: tuple[PieceCopy, ...]
+    closes: bool
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The devices that it waits for."""
+        return tuple(sorted({one.peer for one in (*self.puts, *self.takes)}))
+
+
+class RankRounds(NamedTuple):
+    """A lowering on one rank: the shapes and dtypes (short names) of its buffers, and its rounds, made when asked."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    rounds: Iterator[RankRound]
+
+
+def rank_rounds(
+    op: Collective, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
+) -> RankRounds:
+    """Return what the device of that id does in a movement op; rounds in which it has nothing to do are left out."""
+    lowering = op.lowering(operands, np.array([device]), algorithm)
+    shapes = {name: (int(b.elements[0]),) for name, b in lowering.buffers.items()}
+    dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
+    for letter, side in (("x", operands), ("y", results)):
+        shapes |= {f"{letter}{k}": shape_of(t, device) for k, t in enumerate(side)}
+        dtypes |= {f"{letter}{k}": t.dtype for k, t in enumerate(side)}
+
+    def piece(region: Region) -> Piece:
+        box: Box = tuple((int(lo), int(hi)) for lo, hi in region.box[0])
+        shape = shapes[region.buffer]
+        if len(box) != len(shape):
+            shape = (math.prod(shape),)
+        run = chunk_of(box_elements(box), *region.chunk)
+        return Piece(region.buffer, shape, tuple(flat_boxes(box, *run)))
+
+    def pairs(moves: Sequence[Put] | Sequence[Take]) -> tuple[PeerPiece, ...]:
+        found = ((int(m.peer[0]), m.source if isinstance(m, Put) else m.target) for m in moves)
+        return tuple(PeerPiece(peer, piece(region)) for peer, region in found if region)
+
+    def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
+        return tuple(
+            PieceCopy(None if c.source is None else piece(c.source), piece(c.target), c.fold) for c in found if c.target
+        )
+
+    def rounds() -> Iterator[RankRound]:
+        for one in lowering.rounds():
+            mine = RankRound(pairs(one.puts), copies(one.meanwhile), pairs(one.takes), copies(one.then), one.closes)
+            if one.closes or any(mine[:4]):
+                yield mine
+
+    return RankRounds(shapes, dtypes, rounds())
