@@ -10,25 +10,14 @@ import pytest
 OPS = '''
 from dataclasses import dataclass
 from typing import ClassVar
-import numpy as np
-from shardplan.core.ops.collective import InPlace
-from shardplan.core.pattern import Local
 from shardplan.core.layout import Layout
+from shardplan.core.ops import Exchange
 from shardplan.core.ops.general import General
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing(InPlace):
+class Nothing(Exchange):
     name: ClassVar[str] = "nothing"
-
-    def result(self, t):
-        return t
-
-    def move(self, shards, t, u):
-        return list(shards)
-
-    def pattern(self, *operands):
-        return Local(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +59,7 @@ number = 3
 PROGRAM = """program
   mesh x=2
   input %0: f32[8@x]
-  %1 = {op}(%0): f32[8@x]
+  %1 = {op}(%0; layout=[@x]): f32[8@x]
   %2 = all_gather(%1; dim=0, axes=(x)): f32[8]
   output %2
 """
@@ -158,7 +147,7 @@ def test_a_topology_from_outside(package: Path) -> None:
     [
         ("small = brought_topologies:number", "gives 3; legal is a Topology or a file's path"),
         ("small = absent:x", "the entry point small = absent:x of shardplan.topologies cannot be loaded"),
-        ("dgx-h100 = brought_topologies:cluster", "is named like a preset; legal is a new name"),
+        ("dgx-h100 = brought_topologies:cluster", "is named like a preset; legal is another name"),
     ],
 )
 def test_what_is_no_topology_is_said(package: Path, point: str, says: str) -> None:

@@ -38,9 +38,7 @@ def outside() -> dict[str, Any]:
     """
     found = brought("shardplan.topologies")
     for name in set(found) & set(presets()):
-        raise TopologyError(
-            f"the entry point {name} of shardplan.topologies is named like a preset; legal is a new name"
-        )
+        raise TopologyError(f"entry point {name} of shardplan.topologies is named like a preset; legal is another name")
     return found
 
 
