@@ -18,26 +18,26 @@ from shardplan.core.reference import run_program
 from shardplan.core.tensor import Box
 from shardplan.execution.mpi import run as backend
 from shardplan.execution.mpi.binding import Binding
-from shardplan.execution.mpi.wire import Messages, Piece
+from shardplan.execution.mpi.wire import Buffers, Messages, Piece
 
 
 class Boxes:
     """Datatypes as what they stand for: a shape and boxes of it."""
 
-    def piece(self, array: int, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
+    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
         nbytes = itemsize * sum(int(np.prod([b - a for a, b in box])) for box in boxes)
-        return Piece(array, (shape, tuple(boxes)), nbytes)  # type: ignore[arg-type]
+        return Piece(array, 0, 1, (shape, tuple(boxes)), nbytes)  # type: ignore[arg-type]
 
     def free(self) -> None:
         pass
 
 
-def places(arrays: Sequence[np.ndarray], message: tuple[Piece, ...]) -> list[np.ndarray]:
+def places(buffers: Buffers, message: tuple[Piece, ...]) -> list[np.ndarray]:
     """The parts of arrays that a message is sent from, or received into."""
     found: list[np.ndarray] = []
     for piece in message:
         shape, boxes = piece.datatype  # type: ignore[misc]
-        found += [arrays[piece.array].reshape(shape)[(*(slice(*pair) for pair in box), ...)] for box in boxes]
+        found += [buffers[piece.array].reshape(shape)[(*(slice(*pair) for pair in box), ...)] for box in boxes]
     return found
 
 
@@ -50,28 +50,18 @@ class QueueWire:
     received: int = 0
     watch: Any = field(default_factory=SimpleNamespace)
 
-    def messages(self, out: Any, sends: Messages, into: Any, receives: Messages) -> list[Any]:
+    def messages(self, buffers: Buffers, sends: Messages, receives: Messages) -> tuple[list[Any], list[Any]]:
         for peer, message in sends.items():
-            self.network.send(self.me, peer, b"".join(x.tobytes() for x in places(out, message)))
+            self.network.send(self.me, peer, b"".join(x.tobytes() for x in places(buffers, message)))
         self.received += sum(piece.nbytes for message in receives.values() for piece in message)
-        return [(peer, places(into, message)) for peer, message in receives.items()]
+        return [(peer, places(buffers, message)) for peer, message in receives.items()], []
 
-    def all_to_all(self, members: Sequence[int], out: Any, sends: Messages, into: Any, receives: Messages) -> list[Any]:
+    def all_to_all(self, members: Sequence[int], buffers: Buffers, sends: Messages, receives: Messages) -> list[Any]:
         assert self.me in members and {*sends, *receives} <= {*members}
-        return self.messages(out, sends, into, receives)
-
-    def receive(self, peer: int, x: np.ndarray) -> Any:
-        self.received += x.nbytes
-        return peer, [x]
-
-    def send(self, peer: int, x: np.ndarray) -> Any:
-        self.network.send(self.me, peer, x.tobytes())
-        return peer, []
+        return self.messages(buffers, sends, receives)[0]
 
     def wait(self, pending: Sequence[Any], group: Sequence[int]) -> None:
         for peer, parts in pending:
-            if not parts:
-                continue
             came, start = self.network.receive(peer, self.me), 0
             for x in parts:
                 x[...] = np.frombuffer(came[start : start + x.nbytes], x.dtype).reshape(x.shape)
