@@ -50,15 +50,15 @@ class QueueWire:
     received: int = 0
     watch: Any = field(default_factory=SimpleNamespace)
 
-    def messages(self, buffers: Buffers, sends: Messages, receives: Messages) -> tuple[list[Any], list[Any]]:
+    def messages(self, buffers: Buffers, sends: Messages, receives: Messages) -> list[Any]:
         for peer, message in sends.items():
             self.network.send(self.me, peer, b"".join(x.tobytes() for x in places(buffers, message)))
         self.received += sum(piece.nbytes for message in receives.values() for piece in message)
-        return [(peer, places(buffers, message)) for peer, message in receives.items()], []
+        return [(peer, places(buffers, message)) for peer, message in receives.items()]
 
     def all_to_all(self, members: Sequence[int], buffers: Buffers, sends: Messages, receives: Messages) -> list[Any]:
         assert self.me in members and {*sends, *receives} <= {*members}
-        return self.messages(buffers, sends, receives)[0]
+        return self.messages(buffers, sends, receives)
 
     def wait(self, pending: Sequence[Any], group: Sequence[int]) -> None:
         for peer, parts in pending:

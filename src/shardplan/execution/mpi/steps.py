@@ -54,7 +54,8 @@ def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[Tens
     device, place = binding.device, place_of(operands[0], binding.device)
     near = [] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
     members = together(op, operands, near)
-    if device in members:
+    native = device in members
+    if native:
         binding.groups.append(members)
     given, made = ([f"{letter}{k}" for k in range(len(operands))] for letter in "xy")
 
@@ -75,52 +76,56 @@ def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[Tens
         group = tuple(sorted({device, *near, *one.peers}))
         return MpiRound(messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group)
 
-    rounds = _bound_rounds(lambda: start().rounds, with_types, binding.types)
+    stretches = _stretches(lambda: start().rounds, with_types, binding.types)
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
         held = dict(zip(given, arrays, strict=True)) | {name: np.empty(*what) for name, what in new.items()}
-        unsent: list[Pending] = []
-        for one in rounds():
-            if device in members:  # they run all rounds, empty ones too
-                coming = wire.all_to_all(members, held, one.sends, one.receives)
-            else:
-                coming, sent = wire.messages(held, one.sends, one.receives)
-                unsent += sent
-            for copy in one.meanwhile:
-                write(held, copy)
-            wire.wait(coming, one.group)
-            for copy in one.then:
-                write(held, copy)
-            if one.closes:
-                wire.wait(unsent, one.group)
-                unsent.clear()
-        wire.wait(unsent, near)  # nothing that is under way outlives its buffers, though no round has closed
+        for stretch in stretches():
+            coming = [[] if native else wire.messages(held, {}, one.receives) for one in stretch]
+            unsent: list[Pending] = []
+            for one, pending in zip(stretch, coming, strict=True):
+                if native:  # all members run all rounds, empty ones too
+                    pending += wire.all_to_all(members, held, one.sends, one.receives)
+                else:
+                    unsent += wire.messages(held, one.sends, {})
+                for copy in one.meanwhile:
+                    write(held, copy)
+                wire.wait(pending, one.group)
+                for copy in one.then:
+                    write(held, copy)
+            wire.wait(unsent, stretch[-1].group)
         return [held[name] for name in made]
 
     return run
 
 
-def _bound_rounds(
+def _stretches(
     start: Callable[[], Iterator[RankRound]], with_types: Callable[[RankRound, Types], MpiRound], types: Types
-) -> Callable[[], Iterator[MpiRound]]:
-    """Return how a run goes through the rounds of an op, which `start` yields."""
-    first: list[RankRound] = []
+) -> Callable[[], Iterator[Sequence[MpiRound]]]:
+    """Return how a run goes through the rounds that `start` yields, in stretches up to one that closes.
+
+    What a stretch takes lands where nothing else writes meanwhile, so that all its takes may be under way from its
+    start on. Rounds that are made in their turn are stretches of their own.
+    """
+    kept: list[list[MpiRound]] = [[]]
     actions = 0
     for one in start():
-        first.append(one)
         actions += sum(map(len, one[:4]))
         if actions > MOST_KEPT:
-            break
-    else:
-        kept = [with_types(one, types) for one in first]
-        return lambda: iter(kept)
+            return lambda: _in_turn(start(), with_types)
+        kept[-1].append(with_types(one, types))
+        if one.closes:
+            kept.append([])
+    found = [stretch for stretch in kept if stretch]
+    return lambda: iter(found)
 
-    def in_turn() -> Iterator[MpiRound]:
-        for one in start():
-            own = Types()
-            try:
-                yield with_types(one, own)  # its datatypes are freed once the next is asked for; MPI keeps what it uses
-            finally:
-                own.free()
 
-    return in_turn
+def _in_turn(
+    rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types], MpiRound]
+) -> Iterator[Sequence[MpiRound]]:
+    for one in rounds:
+        own = Types()
+        try:
+            yield [with_types(one, own)]  # its datatypes are freed once the next is asked for
+        finally:
+            own.free()

@@ -123,23 +123,20 @@ class MpiWire:
         self._count(sends, receives)
         return [Pending(request, tuple(d for d in members if d in sends or d in receives))]
 
-    def messages(
-        self, buffers: Buffers, sends: Messages, receives: Messages
-    ) -> tuple[list[Pending], list[Pending]]:
-        """Start one message from each peer of `receives`, and one to each of `sends`; return both, in this order."""
-        coming: list[Pending] = []
-        going: list[Pending] = []
+    def messages(self, buffers: Buffers, sends: Messages, receives: Messages) -> list[Pending]:
+        """Start one message from each peer of `receives`, and one to each of `sends`."""
+        pending: list[Pending] = []
         if not (sends or receives):
-            return coming, going  # a device that is alone has no communicator
+            return pending  # a device that is alone has no communicator
         comm = self.communicators[self.ranks]
-        for pending, start, messages in ((coming, comm.Irecv, receives), (going, comm.Isend, sends)):
+        for start, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
             for peer, message in messages.items():
                 with _handed(buffers, {peer: message}) as (base, handed):
                     count, offset, datatype = handed[peer]
                     request = start([base, (count, offset), datatype], self._index[peer], DATA)
                 pending.append(Pending(request, (peer,)))
         self._count(sends, receives)
-        return coming, going
+        return pending
 
     def wait(self, pending: Sequence[Pending], group: Sequence[int]) -> None:
         """Wait until all of `pending` are done; `group`, device ids, is for the message of a failure.
