@@ -1,18 +1,28 @@
 """The lowering of every movement op, interpreted, is what the op means; its bytes are those that the op counts."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests import strategies
 
+import shardplan as sp
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
+from shardplan.core.lowering import Boxes, Copy, Group, Put, Round, Take
 from shardplan.core.messages import at_root
+from shardplan.core.ops import Send
 from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.movement import with_dims, without_suffix
+from shardplan.core.part import Part, run_part
+from shardplan.core.pattern import Messages
+from shardplan.core.program import Program
 from shardplan.core.reference import distribute
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
 
@@ -39,7 +49,7 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
     received = np.zeros(len(ids), dtype=np.int64)
     for one in lowering.rounds():
         for take in one.takes:
-            received += take.target.elements() * types[0].itemsize
+            received += take.target.elements() * types[int(take.target.buffer[-1])].itemsize
     outs = [[arrays[f"y{k}"][rows[d]] for d in u.mesh.devices] for k, u in enumerate(results)]
     return outs, received[[rows[d] for d in results[0].mesh.devices]]
 
@@ -65,3 +75,93 @@ def test_a_lowering_does_what_the_op_means(applied: tuple[Collective, TensorType
     if chunks > 1 and hasattr(op, "chunks"):
         op = replace(op, chunks=chunks)  # type: ignore[call-arg]
     check(op, [t])
+
+
+@dataclass(frozen=True, slots=True)
+class GatherToFirst(Collective):
+    """An op from outside: the first member of every group gets the tiles of `dim`."""
+
+    name: ClassVar[str] = "gather_to_first"
+    dim: int
+    axes: tuple[str, ...]
+
+    def result(self, t: TensorType) -> TensorType:
+        left = without_suffix(self.name, t, self.dim, self.axes)
+        layout = with_dims(t.layout, t.mesh, {self.dim: left})
+        return t.with_layout(replace(layout, root=(*layout.root, *self.axes)))
+
+    def lower(self, t: TensorType, u: TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
+        group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        own, first = before.whole("x"), group.me == 0
+        actions: list[Put | Take | Copy] = [Copy(own.only(first), after.part("y", before))]
+        actions.append(group.put(0, own.only(~first)))
+        actions += [group.take(k, after.part("y", Boxes(t, group.place(k)))) for k in range(1, group.size)]
+        yield Round.of(actions)
+
+
+def test_an_op_that_says_its_type_and_its_lowering_has_every_facet() -> None:
+    mesh = sp.Mesh(x=2, y=3)
+    t = TensorType("i32", (5, 12), ("x", "y"), mesh)
+    op = GatherToFirst(1, ("y",))
+    (u,) = op.infer(t)
+    assert str(u) == "i32[5@x, 12]{root:y}"
+    check(op, [t])
+    (out,) = op.reference([shards_of(t)], [t])
+    assert np.array_equal(sp.collect(out, u), np.arange(60, dtype=np.int32).reshape(5, 12))
+    assert op.received(t).tolist() == [96, 0, 0, 64, 0, 0]  # 3 or 2 rows of 8 numbers from the two others
+    assert (op.rounds(t), op.members(t)) == (2, ())
+    assert op.staging(t) == (3 * 4 + 3 * 8) * 4
+    pattern = op.pattern(t)
+    assert isinstance(pattern, Messages)
+    found = zip(pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True)
+    assert sorted(found) == [(1, 0, 48.0), (2, 0, 48.0), (4, 3, 32.0), (5, 3, 32.0)]
+
+
+@pytest.mark.parametrize("missing", ["result", "lower"])
+def test_an_op_without_a_type_or_a_lowering_is_refused_when_it_is_made(missing: str) -> None:
+    cls = type("Half", (GatherToFirst,), {missing: getattr(Collective, missing), "__slots__": ()})
+    with pytest.raises(TypeError, match=missing):
+        cls(1, ("y",))
+
+
+@dataclass(frozen=True, slots=True)
+class Careless(GatherToFirst):
+    """As above, but that the first member takes one tile too few."""
+
+    def lower(self, t: TensorType, u: TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
+        for one in GatherToFirst.lower(self, t, u, devices, algorithm):
+            yield one._replace(takes=one.takes[:-1])
+
+
+def test_a_lowering_that_does_not_match_is_refused() -> None:
+    t = TensorType("i32", (6,), ("x",), sp.Mesh(x=3))
+    with pytest.raises(sp.TypingError, match=r"^gather_to_first: device 2 puts what device 0 does not take$"):
+        Careless(0, ("x",)).reference([shards_of(t)], [t])
+
+
+@given(strategies.cross_pairs(), st.integers(1, 3))
+def test_a_send_between_meshes_does_what_it_means(pair: tuple[TensorType, TensorType], chunks: int) -> None:
+    s, t = pair
+    op = Send(t.layout, t.mesh, chunks=chunks)
+    assume(not s.layout.partial and not t.layout.partial and not t.layout.root)
+    check(op, [s])
+
+
+@given(strategies.applied(), st.sampled_from(["i32", "u8"]))
+def test_operands_go_side_by_side(applied: tuple[Collective, TensorType], dtype: str) -> None:
+    op, t = applied
+    assume(t.layout.reduction in (None, "sum", "max"))
+    check(op, [t, TensorType(dtype, t.shape, t.layout, t.mesh)])
+
+
+def test_what_an_op_from_outside_moves_is_run_in_parts() -> None:
+    t = TensorType("i32", (5, 12), ("x", "y"), sp.Mesh(x=2, y=3))
+    program = Program({"0": t}, [Step(GatherToFirst(1, ("y",)), ("0",), ("1",))], ("1",))
+    positions = np.array([0, 4]), np.array([1, 5, 6, 11])
+    whole = np.arange(60, dtype=np.int32).reshape(5, 12)
+    part = whole[np.ix_(*positions)]
+    boxes = Part(t, positions).boxes()
+    shards = [part[tuple(slice(a, b) for a, b in box)] for box in boxes]
+    out = run_part(program, "0", shards, positions)["1"]
+    assert np.array_equal(out[0], part[:1])
+    assert np.array_equal(out[3], part[1:])

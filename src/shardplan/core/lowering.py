@@ -94,7 +94,11 @@ Action = Put | Take | Copy
 
 
 class Round(NamedTuple):
-    """What devices do at once. Nothing writes what a put reads until a round closes, nor twice where a take lands."""
+    """What devices do at once.
+
+    Nothing writes what a put reads until a round closes, or until something comes that was made of it; nothing else of
+    the round reads or writes where a take lands before `then`.
+    """
 
     puts: tuple[Put, ...] = ()
     meanwhile: tuple[Copy, ...] = ()  # in order, while messages travel
@@ -173,7 +177,6 @@ class Boxes:
 
     def __init__(self, t: TensorType, places: Ints) -> None:
         """Take the devices by place, int64 [devices]; -1 for one that is not on the mesh."""
-        self.type = t
         self.places = places
         self.live = (places >= 0) & at_root(t)[places]
         self.boxes = t.boxes()[places]  # of the whole array; a place of -1 reads some row, which no one uses
@@ -185,7 +188,7 @@ class Boxes:
 
     def whole(self, buffer: str) -> Region:
         """Return the shards."""
-        n = np.where(self.live, self.type.elements()[self.places], 0).astype(np.int64)
+        n = np.prod(self.boxes[:, :, 1] - self.boxes[:, :, 0], axis=1, dtype=np.int64) * self.live
         return run_of(buffer, np.zeros_like(n), n)
 
     def part(self, buffer: str, other: Boxes) -> Region:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import abc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.counted import Counted, count
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.messages import Packed, at_root
-from shardplan.core.op import Array, Op, Shards
+from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -23,7 +27,8 @@ from shardplan.errors import TypingError
 class Collective(Op):
     """An op that moves or reduces each operand by itself, all operands packed into one transfer.
 
-    What it costs has no default: a class says it itself, or by being `InPlace` or `Grouped`.
+    A class says its typing (`result`) and its lowering (`lower`); what it means and what it costs follow from these,
+    unless the class says it shorter.
     """
 
     algorithms: ClassVar[tuple[str, ...]] = ("direct",)  # those it has a lowering for, the usual one first
@@ -32,9 +37,18 @@ class Collective(Op):
     def result(self, t: TensorType) -> TensorType:
         """Return the type of one operand after the op."""
 
-    @abc.abstractmethod
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
-        """Return the shards of one operand after the op."""
+        """Return the shards of one operand after the op: what the lowering makes of them."""
+        ids = np.unique(np.concatenate([t.mesh.ids, u.mesh.ids]))
+        dtype = numpy_dtype(t.dtype)
+        given = dict(zip(t.mesh.devices, shards, strict=True))
+        made = {d: poison(u.local_shape(k), dtype) for k, d in enumerate(u.mesh.devices)}
+        absent = np.empty(0, dtype)
+        arrays = {"x": [given.get(d, absent) for d in ids.tolist()], "y": [made.get(d, absent) for d in ids.tolist()]}
+        chosen = self.algorithms[0]
+        rounds = lambda: self.lower(t, u, ids, chosen)  # noqa: E731
+        interpret(Lowering(ids, self.buffers(t, u, ids, chosen), rounds), arrays, self.name)
+        return [made[d] for d in u.mesh.devices]
 
     @abc.abstractmethod
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
@@ -75,17 +89,35 @@ class Collective(Op):
         parts = [self.received_one(t, typed(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
-    @abc.abstractmethod
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the bytes each device receives for one operand, int64 [devices]."""
+        return counted(self, t, u).received_by(u) * u.itemsize
 
-    @abc.abstractmethod
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the groups, major to minor; none where there are no groups."""
+        return ()
 
-    @abc.abstractmethod
+    def rounds(self, *operands: TensorType) -> int:
+        """Return the most peers that a device hears from, in all rounds of a chunk."""
+        return max(counted(self, t, typed(self, t)).rounds for t in operands)
+
     def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Return what the worst device packs of one operand, on either side."""
+        found = counted(self, t, u)
+        return Packed(found.sent_at_once, found.staged_at_once, not found.sent_at_once, not found.staged_at_once)
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Return the messages of all rounds, those of all operands between two devices together; or what is copied."""
+        pairs: Counter[tuple[int, int]] = Counter()
+        for t in operands:
+            for sender, receiver, n in zip(*counted(self, t, typed(self, t)).messages, strict=True):
+                pairs[int(sender), int(receiver)] += int(n) * t.itemsize
+        if not pairs:
+            return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
+        senders, receivers = np.array(list(pairs), dtype=np.int64).T
+        return Messages(
+            senders, receivers, np.array(list(pairs.values()), dtype=np.float64), getattr(self, "chunks", 1)
+        )
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
@@ -115,9 +147,8 @@ class Collective(Op):
         return nbytes
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
-        """Return the largest number of parts that a device sends, and that it receives: here one a member."""
-        q = math.prod(t.mesh.span(a).size for a in self.members(t))
-        return q, q
+        """Return the largest number of parts that a device sends, and that it receives, in a round."""
+        return counted(self, t, u).pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +158,6 @@ class InPlace(Collective):
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Nothing moves."""
         return np.zeros(t.mesh.size, dtype=np.int64)
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
 
     def rounds(self, *operands: TensorType) -> int:
         """None."""
@@ -150,6 +177,11 @@ class Grouped(Collective):
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return its axes."""
         return self.axes  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+
+    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
+        """One a member."""
+        q = math.prod(t.mesh.span(a).size for a in self.members(t))
+        return q, q
 
     def rounds(self, *operands: TensorType) -> int:
         """ceil(log2 q) for gathers and reductions over q devices."""
@@ -172,6 +204,16 @@ class Grouped(Collective):
 def moving(op: Op) -> Collective | None:
     """Return the op if it moves or reduces its operands, each to one result of its own; None of one that computes."""
     return op if isinstance(op, Collective) else None
+
+
+@lru_cache(maxsize=256)
+def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
+    """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
+    whole = replace(op, chunks=1) if getattr(op, "chunks", 1) > 1 else op
+    chosen = whole.algorithms[0]
+    return count(
+        t, u, lambda ids: Lowering(ids, whole.buffers(t, u, ids, chosen), lambda: whole.lower(t, u, ids, chosen))
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -93,10 +93,6 @@ class Permute(Collective):
     layout: Layout
     chunks: int = 1
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
-
     def result(self, t: TensorType) -> TensorType:
         """Check that the pairs exist."""
         check_chunks(self.name, self.chunks)
@@ -253,10 +249,6 @@ class Send(General):
     layout: Layout
     mesh: Mesh
     chunks: int = 1
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """No groups."""
-        return ()
 
     def result(self, t: TensorType) -> TensorType:
         """The same tensor on the other mesh; the operand may not be partial."""

@@ -76,56 +76,52 @@ def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[Tens
         group = tuple(sorted({device, *near, *one.peers}))
         return MpiRound(messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group)
 
-    stretches = _stretches(lambda: start().rounds, with_types, binding.types)
+    rounds = _bound_rounds(lambda: start().rounds, with_types, binding.types)
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
         held = dict(zip(given, arrays, strict=True)) | {name: np.empty(*what) for name, what in new.items()}
-        for stretch in stretches():
-            coming = [[] if native else wire.messages(held, {}, one.receives) for one in stretch]
-            unsent: list[Pending] = []
-            for one, pending in zip(stretch, coming, strict=True):
-                if native:  # all members run all rounds, empty ones too
-                    pending += wire.all_to_all(members, held, one.sends, one.receives)
-                else:
-                    unsent += wire.messages(held, one.sends, {})
-                for copy in one.meanwhile:
-                    write(held, copy)
-                wire.wait(pending, one.group)
-                for copy in one.then:
-                    write(held, copy)
-            wire.wait(unsent, stretch[-1].group)
+        unsent: list[Pending] = []
+        for one in rounds():
+            if native:  # all members run all rounds, empty ones too
+                coming = wire.all_to_all(members, held, one.sends, one.receives)
+            else:
+                coming = wire.messages(held, {}, one.receives)
+                unsent += wire.messages(held, one.sends, {})
+            for copy in one.meanwhile:
+                write(held, copy)
+            wire.wait(coming, one.group)
+            for copy in one.then:
+                write(held, copy)
+            if one.closes:
+                wire.wait(unsent, one.group)
+                unsent.clear()
+        wire.wait(unsent, near)  # the last round may leave them open
         return [held[name] for name in made]
 
     return run
 
 
-def _stretches(
+def _bound_rounds(
     start: Callable[[], Iterator[RankRound]], with_types: Callable[[RankRound, Types], MpiRound], types: Types
-) -> Callable[[], Iterator[Sequence[MpiRound]]]:
-    """Return how a run goes through the rounds that `start` yields, in stretches up to one that closes.
-
-    What a stretch takes lands where nothing else writes meanwhile, so that all its takes may be under way from its
-    start on. Rounds that are made in their turn are stretches of their own.
-    """
-    kept: list[list[MpiRound]] = [[]]
+) -> Callable[[], Iterator[MpiRound]]:
+    """Return how a run goes through the rounds that `start` yields."""
+    kept: list[RankRound] = []
     actions = 0
     for one in start():
         actions += sum(map(len, one[:4]))
         if actions > MOST_KEPT:
             return lambda: _in_turn(start(), with_types)
-        kept[-1].append(with_types(one, types))
-        if one.closes:
-            kept.append([])
-    found = [stretch for stretch in kept if stretch]
-    return lambda: iter(found)
+        kept.append(one)
+    made = [with_types(one, types) for one in kept]
+    return lambda: iter(made)
 
 
 def _in_turn(
     rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types], MpiRound]
-) -> Iterator[Sequence[MpiRound]]:
+) -> Iterator[MpiRound]:
     for one in rounds:
         own = Types()
         try:
-            yield [with_types(one, own)]  # its datatypes are freed once the next is asked for
+            yield with_types(one, own)  # its datatypes are freed once the next is asked for: MPI keeps those in use
         finally:
             own.free()
