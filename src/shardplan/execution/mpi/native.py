@@ -13,15 +13,15 @@ import numpy as np
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
 
-# By the algorithm of a lowering: of all pairs of members that send or receive, the part from which on all-to-alls are
+# By the algorithm of a lowering: from which part on, of all pairs of members that send or receive, an all-to-all is
 # taken to be worth an entry, mostly of no bytes, for each pair that has no message.
 NATIVE = {"direct": 0.5}
 
 
 def together(op: Collective, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
-    """Return the members of a group, device ids, whose rounds are all-to-alls: those with messages, where most pairs do.
+    """Return the members of a group, device ids, whose rounds are all-to-alls; nothing where all is messages.
 
-    All members find the same, since all look at the lowering of the whole group.
+    All members of the group find the same, since all look at the lowering of the whole group.
     """
     least = NATIVE.get(op.algorithms[0])
     if least is None or len(group) < 2:

@@ -116,9 +116,7 @@ def _bound_rounds(
     return lambda: iter(made)
 
 
-def _in_turn(
-    rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types], MpiRound]
-) -> Iterator[MpiRound]:
+def _in_turn(rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types], MpiRound]) -> Iterator[MpiRound]:
     for one in rounds:
         own = Types()
         try:

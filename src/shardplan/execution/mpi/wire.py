@@ -8,10 +8,9 @@ itself is imported on the first call, since importing it starts it. A wire belon
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
 DATA = 1  # the tag of point-to-point messages: one is enough, since a communicator is one program's
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Parts of one array, as MPI takes them: `count` of a datatype, from `offset` bytes after its first one on."""
 
     array: str  # which buffer of the step
@@ -118,8 +118,11 @@ class MpiWire:
         self, members: tuple[int, ...], buffers: Buffers, sends: Messages, receives: Messages
     ) -> list[Pending]:
         """Start one `Ialltoallw` among `members`, all of whom come here."""
-        with _handed(buffers, sends) as (base, out), _handed(buffers, receives) as (target, into):
-            request = self.communicators[members].Ialltoallw(_rows(base, out, members), _rows(target, into, members))
+        base, out, made = _typed(buffers, sends)
+        target, into, more = _typed(buffers, receives)
+        request = self.communicators[members].Ialltoallw(_rows(base, out, members), _rows(target, into, members))
+        for datatype in (*made, *more):
+            datatype.Free()  # MPI keeps them until the request is done
         self._count(sends, receives)
         return [Pending(request, tuple(d for d in members if d in sends or d in receives))]
 
@@ -131,10 +134,11 @@ class MpiWire:
         comm = self.communicators[self.ranks]
         for start, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
             for peer, message in messages.items():
-                with _handed(buffers, {peer: message}) as (base, handed):
-                    count, offset, datatype = handed[peer]
-                    request = start([base, (count, offset), datatype], self._index[peer], DATA)
-                pending.append(Pending(request, (peer,)))
+                base, typed, made = _typed(buffers, {peer: message})
+                count, offset, datatype = typed[peer]
+                pending.append(Pending(start([base, (count, offset), datatype], self._index[peer], DATA), (peer,)))
+                for one in made:
+                    one.Free()
         self._count(sends, receives)
         return pending
 
@@ -162,36 +166,32 @@ def _memory(x: np.ndarray) -> Any:
     return MPI.buffer.fromaddress(x.ctypes.data, x.nbytes)
 
 
-Handed = dict[int, tuple[int, int, Any]]  # by peer: count, offset in bytes from the base, datatype
+Typed = dict[int, tuple[int, int, Any]]  # by peer: count, offset in bytes from the base, datatype
 
 
-@contextlib.contextmanager
-def _handed(buffers: Buffers, messages: Messages) -> Generator[tuple[Any, Handed]]:
-    """Give the base of one side of a transfer, and every peer's message, with datatypes that last until it has begun.
+def _typed(buffers: Buffers, messages: Messages) -> tuple[Any, Typed, list[MPI.Datatype]]:
+    """Return the base and every peer's message of one side of a transfer, and the datatypes that are of this run only.
 
-    Where each is one piece, and all of one array, they are relative to it, with the types of the program; other
-    messages are absolute addresses.
+    Where each message is one piece, and all of one array, they are relative to it, with the types of the program; else
+    they are absolute addresses.
     """
     from mpi4py import MPI
 
     pieces = [piece for message in messages.values() for piece in message]
     if len({piece.array for piece in pieces}) <= 1 and len(pieces) == len(messages):
         base = _memory(buffers[pieces[0].array]) if pieces else None
-        yield base, {peer: (one.count, one.offset, one.datatype) for peer, (one,) in messages.items()}
-        return
-    made: Handed = {}
+        return base, {peer: (one.count, one.offset, one.datatype) for peer, (one,) in messages.items()}, []
+    made: dict[int, MPI.Datatype] = {}
     for peer, message in messages.items():
         addresses = [buffers[piece.array].ctypes.data + piece.offset for piece in message]
         counts, types = [piece.count for piece in message], [piece.datatype for piece in message]
-        made[peer] = 1, 0, MPI.Datatype.Create_struct(counts, addresses, types).Commit()
-    yield MPI.BOTTOM, made
-    for _, _, datatype in made.values():
-        datatype.Free()  # MPI keeps them until the request is done
+        made[peer] = MPI.Datatype.Create_struct(counts, addresses, types).Commit()
+    return MPI.BOTTOM, {peer: (1, 0, datatype) for peer, datatype in made.items()}, list(made.values())
 
 
-def _rows(base: Any, handed: Handed, members: tuple[int, ...]) -> Any:
+def _rows(base: Any, typed: Typed, members: tuple[int, ...]) -> Any:
     """Return a side of `Ialltoallw`: a buffer with the counts, displacements and datatypes of all members."""
     from mpi4py import MPI
 
-    counts, offsets, types = zip(*(handed.get(d, (0, 0, MPI.BYTE)) for d in members), strict=True)
+    counts, offsets, types = zip(*(typed.get(d, (0, 0, MPI.BYTE)) for d in members), strict=True)
     return [base, counts, offsets, types]
