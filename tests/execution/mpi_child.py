@@ -1,4 +1,7 @@
-"""Run under mpiexec: `cases` compares with the reference, `memory` traces allocations; rank 0 prints a JSON object."""
+"""Run under mpiexec; rank 0 prints a JSON object.
+
+`cases` compares with the reference, `messages` does so without all-to-alls, `memory` traces allocations.
+"""
 
 import json
 import random
@@ -21,6 +24,7 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.program import Program  # noqa: E402
 from shardplan.core.step import Step  # noqa: E402
 from shardplan.execution.mpi import agreed_programs as mpi_agreed  # noqa: E402
+from shardplan.execution.mpi import native  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
 from shardplan.execution.mpi import steps as mpi_steps  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
@@ -199,6 +203,9 @@ def memory() -> None:
 def main() -> None:
     match sys.argv[1:]:
         case "cases", seed, count:
+            compare(int(seed), int(count))
+        case "messages", seed, count:
+            native.NATIVE.clear()
             compare(int(seed), int(count))
         case ("memory",):
             memory()
