@@ -34,5 +34,7 @@ def together(op: Collective, operands: Sequence[TensorType], group: Sequence[int
         for put in one.puts:
             there = put.source.elements() > 0
             pairs |= set(zip(ids[there].tolist(), put.peer[there].tolist(), strict=True))
+        if len(pairs) == len(group) * (len(group) - 1):
+            break  # most often after one round
     busy = {d for pair in pairs for d in pair}
     return tuple(d for d in group if d in busy) if len(pairs) >= least * len(busy) * (len(busy) - 1) else ()
