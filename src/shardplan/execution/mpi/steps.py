@@ -52,7 +52,7 @@ def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], 
 
 def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
     device, place = binding.device, place_of(operands[0], binding.device)
-    near = [] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
+    near = [device] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
     members = together(op, operands, near)
     native = device in members
     if native:
