@@ -52,7 +52,7 @@ PENDING = {
     "execution/lab/gloo.py",
     "execution/lab/ring.py",
     "execution/lower.py",
-    "execution/mpi/steps.py",
+    "execution/mpi/compute.py",
     "execution/rounds.py",
     "execution/torch/steps.py",
     "simulation/ring.py",

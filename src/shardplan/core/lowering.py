@@ -38,9 +38,9 @@ class Region:
 
     def elements(self) -> Ints:
         """Return the number of elements, int64 [devices]."""
-        n = np.prod(self.box[:, :, 1] - self.box[:, :, 0], axis=1, dtype=np.int64)
+        n = np.multiply.reduce(self.box[:, :, 1] - self.box[:, :, 0], axis=1)
         c, count = self.chunk
-        return n * (c + 1) // count - n * c // count
+        return n * (c + 1) // count - n * c // count if count > 1 else n
 
     def only(self, rows: Ints) -> Region:
         """Return the region of the devices that `rows`, bool [devices], says."""

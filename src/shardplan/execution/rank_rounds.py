@@ -77,7 +77,7 @@ def rank_rounds(
         dtypes |= {f"{letter}{k}": t.dtype for k, t in enumerate(side)}
 
     def piece(region: Region) -> Piece:
-        box: Box = tuple((int(lo), int(hi)) for lo, hi in region.box[0])
+        box: Box = tuple((lo, hi) for lo, hi in region.box[0].tolist())
         shape = shapes[region.buffer]
         if len(box) != len(shape):
             shape = (math.prod(shape),)
@@ -85,8 +85,8 @@ def rank_rounds(
         return Piece(region.buffer, shape, tuple(flat_boxes(box, *run)))
 
     def pairs(moves: Sequence[Put] | Sequence[Take]) -> tuple[PeerPiece, ...]:
-        found = ((int(m.peer[0]), m.source if isinstance(m, Put) else m.target) for m in moves)
-        return tuple(PeerPiece(peer, piece(region)) for peer, region in found if region)
+        found = ((int(m.peer[0]), piece(m.source if isinstance(m, Put) else m.target)) for m in moves)
+        return tuple(PeerPiece(peer, one) for peer, one in found if one.boxes)
 
     def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
         return tuple(
