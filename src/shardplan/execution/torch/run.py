@@ -29,8 +29,7 @@ from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
-from shardplan.execution.torch.steps import bind
-from shardplan.execution.torch.sums import Bound, Running
+from shardplan.execution.torch.steps import Bound, Running, bind
 from shardplan.execution.torch.wire import TorchWire
 
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors

@@ -27,7 +27,7 @@ from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
-from shardplan.execution.torch.sums import Running
+from shardplan.execution.torch.steps import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import Holding, Run, holdings, reduction_of
 from shardplan.movement.redistribute import plan_kept

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.run import agreed, finish, launch
-from shardplan.execution.torch.sums import Running
+from shardplan.execution.torch.steps import Running
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import normal, ordered, respec

@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import (
 )
 
 from shardplan.execution.torch.run import finish
-from shardplan.execution.torch.sums import Running
+from shardplan.execution.torch.steps import Running
 
 
 class _Started:
