@@ -44,48 +44,65 @@ def raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+Sent = tuple[torch.Tensor, bytes]  # a message that is not waited for yet: its buffer, and what it held
+
+
 @dataclass
 class QueueWire:
     """The traffic of one device, as `TorchWire` has it; a message has the size of the buffer it is received into."""
 
     network: Network
     me: int
-    received: int = 0
     batched: bool = False
+    received: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     awaited: dict[int, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
+    posted: list[tuple[int, int]] = field(default_factory=list)  # how many receives and sends, at once
+    pending: int = 0  # sends
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
 
     def post(self, receives: list[tuple[int, torch.Tensor]], sends: list[tuple[int, torch.Tensor]]) -> Any:
+        self.posted.append((len(receives), len(sends)))
+        self.pending += len(sends)
         for peer, x in receives:
             self.awaited[peer].append(x)
             self.received += x.nbytes
+        outs: list[tuple[int, Sent]] = []
         for peer, x in sends:
-            self.network.send(self.me, peer, raw(x).numpy().tobytes())
-        return receives, [(peer, None) for peer, _ in sends]
+            outs.append((peer, (x, raw(x).numpy().tobytes())))
+            self.network.send(self.me, peer, outs[-1][1][1])
+        return receives, outs
 
     def wait(self, pending: list[tuple[int, Any]]) -> None:
         for peer, x in pending:
             self.wait_one(peer, x)
 
-    def wait_one(self, peer: int, x: torch.Tensor | None) -> None:
-        while any(x is y for y in self.awaited[peer]):
+    def wait_one(self, peer: int, work: torch.Tensor | Sent) -> None:
+        if isinstance(work, tuple):
+            self.pending -= 1
+            assert raw(work[0]).numpy().tobytes() == work[1]  # nothing was written into it meanwhile
+            return
+        while any(work is y for y in self.awaited[peer]):
             into = raw(self.awaited[peer].popleft())
             came = self.network.receive(peer, self.me)
             assert len(into) == len(came)
             into.copy_(torch.frombuffer(bytearray(came), dtype=torch.uint8))
 
 
-def driven(bind: Binder) -> Any:
-    """What runs a program on a device with the steps of an engine."""
+def driven(bind: Binder, wires: list[QueueWire] | None = None, batched: bool = False) -> Any:
+    """What runs a program on a device with the steps of an engine; `wires` gets one a device."""
 
     def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:
         values = {name: to_torch(own[name]) if name in own else torch.empty(0) for name, _ in program.inputs}
-        watch, wire = SimpleNamespace(begin_step=lambda _: None), QueueWire(network, device)
+        watch, wire = SimpleNamespace(begin_step=lambda _: None), QueueWire(network, device, batched)
         running: Any = TorchExecutable(program, device, bind).drive(values, wire, watch)  # type: ignore[arg-type]
-        return [to_numpy(x) for x in finish(running)]
+        results = [to_numpy(x) for x in finish(running)]
+        assert not wire.pending
+        if wires is not None:
+            wires.append(wire)
+        return results
 
     return drive
 
@@ -153,6 +170,16 @@ def test_the_lab_says_what_its_script_says(name: str) -> None:
     assert {pair: sizes for pair, sizes in network.sent.items() if sizes} == said
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_stage_begins_with_its_receives(batched: bool) -> None:
+    """All of a ring's; but a batch ends as a whole, so that in one there is nothing of a later round."""
+    program, wires = TALKS["all_gather"], list[QueueWire]()
+    shards = [np.ones(program.input_types[0].local_shape(k), np.int8) for k in range(4)]
+    played(program, [shards], driven(BINDERS["lab"], wires, batched))
+    for wire in wires:
+        assert wire.posted == 3 * ([(1, 1)] * 3 if batched else [(3, 1), (0, 1), (0, 1)])
+
+
 def test_the_lab_counts_all_that_a_device_is_sent_and_sends_it_to_a_rank() -> None:
     sent: list[tuple[int, int]] = []
     group = SimpleNamespace(send=lambda xs, rank, tag: sent.append((rank, xs[0].nbytes)), recv=lambda *_: None)
@@ -190,9 +217,9 @@ def same(program: Program, engine: str) -> Network:
 
 
 def test_many_chunks_are_made_in_their_turn() -> None:
-    network = same(program_of(ReduceScatter(0, ("x",), chunks=MOST_KEPT + 1), X, "i32[2000]{+x}", "i8[4]{+x}"), "torch")
+    network = same(program_of(ReduceScatter(0, ("x",), chunks=MOST_KEPT + 2), X, "i32[2000]{+x}", "i8[4]{+x}"), "torch")
     assert sum(network.sent[2, 0]) == 500 * 4 + 1
-    assert len([n for n in network.sent[2, 0] if n > 1]) == MOST_KEPT + 1
+    assert len([n for n in network.sent[2, 0] if n > 1]) == MOST_KEPT + 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.execution.rank_rounds import RankRound, rank_rounds
 from shardplan.execution.torch.compute import bind_compute
 from shardplan.execution.torch.dtypes import torch_dtype
-from shardplan.execution.torch.pack import Packing, Stage, copy, landings, maker, seen
+from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
 from shardplan.execution.torch.wire import Pending, TorchWire
 
 Running = Generator[None, None, list[torch.Tensor]]  # yields while messages travel; its value is the results
@@ -53,11 +53,9 @@ def bind(
     ends = {f"{letter}{k}" for letter, side in (("x", operands), ("y", results)) for k in range(len(side))}
     staged = {name: shape for name, shape in first.shapes.items() if name not in ends}
     packing = Packing(staged, first.dtypes, landings(again(), staged))
-    kept: list[Stage] = []
-    for rounds in again():  # also those that are not kept: the largest says how much is staged
-        stage = packing.stage(rounds)
-        if len(few) <= MOST_KEPT:
-            kept.append(stage)
+    stages = map(packing.stage, again())
+    kept = tuple(stages) if len(few) <= MOST_KEPT else ()
+    deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
     makers = [maker(u, device) for u in results]
     staging = [(name, n, torch_dtype(packing.dtypes[name])) for name, n in packing.room.items()]
 
