@@ -25,8 +25,8 @@ from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.lower import View, members_of, shape_of, view_of
-from shardplan.execution.rank_rounds import Piece, rank_rounds
+from shardplan.execution.lower import View, members_of, shape_of
+from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import Bound, Running
 from shardplan.execution.torch.steps import bind as bind_direct
@@ -176,15 +176,15 @@ def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mappi
     if native is None or len(members) < 2:
         return bind_direct(op, [t], [u], device)
     make, ids = maker(u, device), tuple(ranks[d] for d in members)
-    gives, takes = _parts(op, t, u, device)
+    gives, takes = _parts(replace(op, chunks=1), t, u, device)  # pyright: ignore[reportCallIssue]
     blocks = u if native.reduces else t
     call = GlooCall(
         _groups[ids],
         ids,
         members.index(device),
         getattr(dist.ReduceOp, getattr(op, "reduction", "sum").upper()),
-        [_view(gives.get(d)) for d in members],
-        [_view(takes.get(d)) for d in members],
+        [gives.get(d) for d in members],
+        [takes.get(d) for d in members],
         max(math.prod(shape_of(blocks, d)) for d in members),
         timedelta(seconds=timeout),
     )
@@ -198,22 +198,15 @@ def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mappi
     return run
 
 
-def _parts(op: Collective, t: TensorType, u: TensorType, device: int) -> tuple[dict[int, Piece], dict[int, Piece]]:
-    """By device id, what the first round gives of the operand, and takes of the result; its own part is copied."""
-    whole = replace(op, chunks=1)  # pyright: ignore
-    gives: dict[int, Piece] = {}
-    takes: dict[int, Piece] = {}
-    for one in itertools.islice(rank_rounds(whole, [t], [u], device).rounds, 1):
-        gives |= dict(one.puts)
-        takes |= dict(one.takes)
-        for source, target, _ in (*one.meanwhile, *one.then):
-            if source is not None and source.buffer == "x0":
-                gives[device], takes[device] = source, target
+def _parts(op: Collective, t: TensorType, u: TensorType, device: int) -> tuple[dict[int, View], dict[int, View]]:
+    """By device id, what the first round gives of the operand, and takes of the result; the own part is copied."""
+    gives: dict[int, View] = {}
+    takes: dict[int, View] = {}
+    for one in itertools.islice(rank_rounds(op, [t], [u], device).rounds, 1):
+        copies = [(c.source, c.target) for c in (*one.meanwhile, *one.then) if c.source and c.source.buffer == "x0"]
+        gives |= {peer: piece.views[0] for peer, piece in (*one.puts, *((device, x) for x, _ in copies))}
+        takes |= {peer: piece.views[0] for peer, piece in (*one.takes, *((device, y) for _, y in copies))}
     return gives, takes
-
-
-def _view(piece: Piece | None) -> View | None:
-    return view_of(piece.shape, piece.boxes[0]) if piece is not None else None
 
 
 def _unpack(blocks: Sequence[torch.Tensor], views: Sequence[View | None], out: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shardplan.core.tensor import TensorType
-from shardplan.execution.lower import View, shape_of, strides, view_of
+from shardplan.execution.lower import View, shape_of, strides
 from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankRound
 from shardplan.execution.torch.dtypes import fold, identity_of, torch_dtype
 from shardplan.execution.torch.wire import TorchWire
@@ -57,9 +57,6 @@ class SpotRound(NamedTuple):
     then: tuple[SpotCopy, ...]
 
 
-Stage = tuple[SpotRound, ...]
-
-
 class Packing:
     """Lays out the stages of a step, one after another, and says which staging buffers it takes.
 
@@ -73,11 +70,10 @@ class Packing:
         self._landing = landing
         self._used: Counter[str] = Counter()  # elements of the staging buffers, in this stage
         self._landed: dict[Piece, Spot] = {}
-        self._packed: dict[tuple[Spot, ...], Spot] = {}
 
-    def stage(self, rounds: Sequence[RankRound]) -> Stage:
+    def stage(self, rounds: Sequence[RankRound]) -> tuple[SpotRound, ...]:
         """Return the rounds of one stage as messages and copies."""
-        self._used, self._landed, self._packed = Counter(), {}, {}
+        self._used, self._landed = Counter(), {}
         found = tuple(
             SpotRound(
                 tuple(self._sends(one.puts)),
@@ -94,7 +90,7 @@ class Packing:
         if piece in self._landed:
             return (self._landed[piece],)
         dtype = self.dtypes[piece.buffer]
-        return tuple(Spot(piece.buffer, dtype, view_of(piece.shape, box)) for box in piece.boxes)
+        return tuple(Spot(piece.buffer, dtype, view) for view in piece.views)
 
     def _staged(self, way: str, parts: Sequence[Spot]) -> Spot:
         """A new run of a staging buffer, with room for some parts."""
@@ -114,14 +110,15 @@ class Packing:
             yield key[1], found[key]
 
     def _sends(self, puts: Iterable[PeerPiece]) -> Iterator[Message]:
+        packed: dict[tuple[Spot, ...], Spot] = {}
         for peer, pieces in self._by_peer(puts):
             parts = tuple(spot for piece in pieces for spot in self._spots(piece))
             if is_run(parts):
                 yield Message(peer, flat(parts[0]), ())
-            elif parts in self._packed:  # several peers get what is packed once
-                yield Message(peer, self._packed[parts], ())
+            elif parts in packed:  # several peers get what is packed once
+                yield Message(peer, packed[parts], ())
             else:
-                run = self._packed[parts] = self._staged("sent", parts)
+                run = packed[parts] = self._staged("sent", parts)
                 yield Message(peer, run, tuple(map(SpotCopy, parts, cut(run, parts))))
 
     def _takes(self, takes: Iterable[PeerPiece]) -> Iterator[Message]:
