@@ -192,3 +192,4 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "reduce": {"ring": ring, "tree": tree},
     "broadcast": {"ring": ring, "tree": tree},
 }
+PRICED = (*ALGORITHMS, "all_to_all", "permute")  # what traffic may name; a permute sends to the next member

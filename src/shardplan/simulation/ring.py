@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from shardplan.core.accounting import relabels
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.lowering import Ints, Region
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import turns
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.script import Message, Script, ScriptRound, Stage
 
@@ -25,11 +25,10 @@ from shardplan.simulation.script import Message, Script, ScriptRound, Stage
 def script_of(program: Program, title: str = "") -> Script:
     """Return what the ring engine sends when it runs a program."""
     stages: list[Stage] = []
-    for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
-        operands, results = program.step_types(step)
-        op = moving(step.op)
-        if op is not None and not relabels(step, operands, results, freed):
-            stages += stages_of(op, operands, number)
+    for number, visit in turns(program):
+        op = moving(visit.step.op)
+        if op is not None and not visit.relabels:
+            stages += stages_of(op, visit.operands, number)
     return Script(tuple(stages), step_names(program), tuple(s.op.name for s in program.steps), title)
 
 

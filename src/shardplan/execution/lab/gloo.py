@@ -24,11 +24,12 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import program_leaves
 from shardplan.errors import BackendError
+from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, members_of, shape_of
 from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.torch.pack import at, maker
-from shardplan.execution.torch.steps import Bound, Running
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.wire import TorchWire
 
@@ -130,11 +131,11 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
     """
     ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"sort_ranks": False} if ordered else {}
-    for step in program.steps:
-        op = moving(step.op)
+    for _, leaf, operands in program_leaves(program):
+        op = moving(leaf)
         if op is None or type(op) not in NATIVE:
             continue
-        operand = program.step_types(step)[0][0]
+        operand = operands[0]
         for places in operand.mesh.group_places(op.members(operand)).tolist():
             members = tuple(ranks[operand.mesh.devices[p]] for p in places)
             if len(members) < 2 or members in _groups:
@@ -149,10 +150,10 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
             )
 
 
-def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
+def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound[TorchWire]]:
     """Return what binds steps to gloo's collectives; `ranks` by device id, waits of `timeout` seconds at most."""
 
-    def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
+    def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound[TorchWire]:
         found = moving(op)
         if found is None or type(op) not in NATIVE:
             return bind_direct(op, operands, results, device)
@@ -169,7 +170,9 @@ def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
     return bind
 
 
-def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float) -> Bound:
+def _one(
+    op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float
+) -> Bound[TorchWire]:
     """The step of one operand; a group of one, and what gloo has no collective for, go as the lowering says."""
     native = _native(op, t)
     members = members_of(op, t, device) or members_of(op, u, device)

@@ -14,7 +14,7 @@ messages go in batches, which end as a whole, a round posts its own receives and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -24,20 +24,19 @@ from shardplan.core.op import Op
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
+from shardplan.execution.drive import Bound, Running
 from shardplan.execution.rank_rounds import RankRound, rank_rounds
 from shardplan.execution.torch.compute import bind_compute
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
 from shardplan.execution.torch.wire import Pending, TorchWire
 
-Running = Generator[None, None, list[torch.Tensor]]  # yields while messages travel; its value is the results
-Bound = Callable[[list[torch.Tensor], TorchWire], Running]  # a step bound to a rank
 MOST_KEPT = 256  # stages of a step that are worked out in advance; of more, each is made when its turn comes
 
 
 def bind(
     op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
-) -> Bound:
+) -> Bound[TorchWire]:
     """Return the step of the device of that id, a movement op by that algorithm where it has it."""
     found = moving(op)
     if found is None:
