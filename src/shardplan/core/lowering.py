@@ -96,8 +96,8 @@ Action = Put | Take | Copy
 class Round(NamedTuple):
     """What devices do at once.
 
-    Nothing writes what a put reads until a round closes, or until something comes that was made of it; nothing else of
-    the round reads or writes where a take lands before `then`.
+    From one round that closes to the next, nothing writes what a put has read, and nothing uses where a take lands
+    before its `then`, but what is done before something comes that was made of it: receives can be posted that early.
     """
 
     puts: tuple[Put, ...] = ()

@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.core.lowering import Copy, Put, Region, Take
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, shape_of
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
 
 
 class Piece(NamedTuple):
@@ -25,6 +25,11 @@ class Piece(NamedTuple):
     def elements(self) -> int:
         """The number of elements."""
         return sum(map(box_elements, self.boxes))
+
+    @property
+    def views(self) -> list[View]:
+        """The boxes as views of the buffer."""
+        return [view_of(self.shape, box) for box in self.boxes]
 
 
 class PeerPiece(NamedTuple):
