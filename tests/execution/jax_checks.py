@@ -9,6 +9,7 @@ import itertools
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from benchmarks.peers.hlo import largest_bytes, parse_hlo
@@ -42,6 +43,7 @@ from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
+from shardplan.execution.jax.cache import BoundedCache
 from shardplan.execution.record import Record
 
 SAMPLE = 60
@@ -292,7 +294,8 @@ KINDS = {
 def hlo() -> Any:
     """Plans of two suites, compiled: their collectives, bytes and largest arrays beside what the program says."""
     from shardplan.execution.jax.run import compiled_memory
-    from shardplan.execution.rounds import moved_bytes, rounds_of
+    from shardplan.execution.jax.lower import moved_bytes
+    from shardplan.execution.rounds import permute_rounds
     from shardplan.interop.jax import plan_of
 
     wrong: list[str] = []
@@ -313,8 +316,8 @@ def hlo() -> Any:
                     says[d] += n
                 if step.op.name == "exchange":
                     exact = False
-                    for one in rounds_of(operands[0], results[0], step.op.chunks).rounds:
-                        wanted += ["collective-permute"] if one.pairs else []
+                    for one in itertools.chain(*permute_rounds(step.op, operands).batches):
+                        wanted += ["collective-permute"] if one.travels else []
                 elif step.op.name in KINDS and step.op.rounds(*operands):
                     wanted.append(KINDS[step.op.name])
             name = f"{suite}: {s} -> {t} on {s.mesh}"
@@ -339,7 +342,7 @@ def hlo() -> Any:
 
 def bytes_of_ops() -> Any:
     """Each op alone, compiled: bytes received against `moved_bytes`, which is what the op says but where it differs."""
-    from shardplan.execution.rounds import moved_bytes
+    from shardplan.execution.jax.lower import moved_bytes
 
     wrong: list[str] = []
     more: dict[str, int] = {}
@@ -465,6 +468,16 @@ def kept() -> Any:
     ]
 
 
+def interpreted() -> Any:
+    """Every op, random programs and every reduction again, with an empty table of native collectives."""
+    from shardplan.execution.jax import executables
+    from shardplan.execution.jax.native import NATIVE
+
+    with patch.dict(NATIVE, clear=True), patch.object(executables, "EXECUTABLES", BoundedCache(2**28)):
+        return {"every_op": every_op()["differences"], "bytes": bytes_of_ops()["wrong"], "sample": sample(),
+                "reductions": reductions(), "every_bit": exact_bits()}  # fmt: skip
+
+
 def donated() -> Any:
     """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
     from shardplan.execution.jax.run import _placed, run_placed
@@ -489,6 +502,7 @@ def donated() -> Any:
 
 CHECKS: tuple[Callable[[], Any], ...] = (
     every_op, bytes_of_ops, reductions, donated, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+    interpreted,
 )  # fmt: skip
 
 

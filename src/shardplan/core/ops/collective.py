@@ -206,10 +206,16 @@ def moving(op: Op) -> Collective | None:
     return op if isinstance(op, Collective) else None
 
 
+def in_one_chunk(op: Collective) -> tuple[Collective, int]:
+    """Return the op without chunks, and how many it has."""
+    chunks: int = getattr(op, "chunks", 1)
+    return (replace(op, chunks=1) if chunks > 1 else op), chunks
+
+
 @lru_cache(maxsize=256)
 def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
-    whole = replace(op, chunks=1) if getattr(op, "chunks", 1) > 1 else op
+    whole, _ = in_one_chunk(op)
     chosen = whole.algorithms[0]
     return count(
         t, u, lambda ids: Lowering(ids, whole.buffers(t, u, ids, chosen), lambda: whole.lower(t, u, ids, chosen))

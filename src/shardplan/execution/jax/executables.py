@@ -17,7 +17,6 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
@@ -29,7 +28,7 @@ from shardplan.execution.jax.header import headed
 from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
-FLAT = "device"  # the one axis on which a `Send` runs, over the devices of both meshes
+FLAT = "device"  # the one axis on which a move from one mesh to another runs, over the devices of both meshes
 WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX has none unless it is told so
 
 
@@ -103,7 +102,7 @@ class CompiledPart:
         for shards, t, kind in zip(inputs, self.sources, self.kinds, strict=True):
             shape = t.local_shape() or (1,)
             mine = [x.reshape(shape) for x in shards] if t.ndim == 0 else shards
-            if t.mesh.devices != self.devices:  # of a `Send`: devices off the source's mesh put in zeros
+            if t.mesh.devices != self.devices:  # of a move to another: devices off the source's mesh put in zeros
                 held = dict(zip((d.id for d in local_devices(t.mesh.devices)), mine, strict=True))
                 mine = [
                     held[d.id] if d.id in held else jax.device_put(np.zeros(shape, kind), d)
@@ -146,8 +145,8 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
         joins = (
             before is not None
             and not stepwise
-            and not isinstance(step.op, Send)
-            and not isinstance(before.op, Send)
+            and not _crosses(program, step)
+            and not _crosses(program, before)
             and program.types[before.operands[0]].mesh == t.mesh
         )
         if joins:
@@ -166,6 +165,11 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
 
 
+def _crosses(program: Program, step: Step) -> bool:
+    """Whether a step moves to another mesh; it is then a part of its own."""
+    return len({program.types[name].mesh for name in (*step.operands, *step.results)}) > 1
+
+
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
@@ -181,9 +185,9 @@ def _part(
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
     (first,) = {program.types[step.operands[0]].mesh for step in steps}
-    if isinstance(steps[0].op, Send):
+    if _crosses(program, steps[0]):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
-        devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))
+        devices = tuple(sorted({d for move in moves for t in move for d in t.mesh.devices}))
         if all(same(t, u) for t, u in moves):
             ends = tuple(t for t, _ in moves), tuple(u for _, u in moves)
             return CompiledPart(
@@ -269,7 +273,7 @@ def lower_steps(
         values = {n: x.reshape(program.types[n].local_shape()) for n, x in zip(inputs, shards, strict=True)}
         for step in steps:
             types, _ = program.step_types(step)
-            found = lower(step.op, [values[o] for o in step.operands], types, wire)  # type: ignore[arg-type]
+            found = lower(step.op, [values[o] for o in step.operands], types, wire)
             values.update(zip(step.results, found, strict=True))
         return tuple(values[n].reshape(program.types[n].local_shape() or (1,)) for n in outputs)
 

@@ -23,9 +23,8 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.jax.agree import agree
 from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
-from shardplan.execution.jax.lower import refusal
+from shardplan.execution.jax.lower import moved_bytes, refusal
 from shardplan.execution.record import Record, StepSpan
-from shardplan.execution.rounds import moved_bytes
 
 
 def run_program(
