@@ -248,24 +248,16 @@ def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
     return out
 
 
-def chunk_boxes(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements).
+def chunk_boxes(shape: Shape, chunks: int) -> list[Box]:
+    """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements), longest dims first.
 
     >>> chunk_boxes((2, 5), 3)
     [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]
     """
-    cuts: list[list[tuple[int, int]]] = []
-    for n, count in zip(shape, chunk_counts(shape, chunks), strict=True):
-        step = -(-n // count)
-        cuts.append([(a, min(a + step, n)) for a in range(0, n, step)])
-    return list(itertools.product(*cuts))
-
-
-def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
-    """Return how many parts each local dim is cut into for at least `chunks` parts: longest dims first."""
-    counts = [1] * len(shape)
-    left = chunks
+    cuts: dict[int, list[tuple[int, int]]] = {}
     for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
-        counts[d] = max(1, min(shape[d], left))
-        left = -(-left // counts[d])
-    return tuple(counts)
+        count = max(1, min(shape[d], chunks))
+        chunks = -(-chunks // count)
+        step = -(-shape[d] // count)
+        cuts[d] = [(a, min(a + step, shape[d])) for a in range(0, shape[d], step)]
+    return list(itertools.product(*(cuts[d] for d in range(len(shape)))))

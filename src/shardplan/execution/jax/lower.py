@@ -10,6 +10,7 @@ from shardplan.core.op import Op
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.tensor import TensorType
+from shardplan.execution.jax.bits import carried, restored
 from shardplan.execution.jax.compute import compute
 from shardplan.execution.jax.interpret import interpret
 from shardplan.execution.jax.native import NATIVE
@@ -36,7 +37,10 @@ def lower(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxW
     native = NATIVE.get(type(moved))
     if native is None:
         return interpret(moved, arrays, types, wire)
-    return native.run(moved, [wire.varying(x) for x in arrays], wire) if _group_size(moved, types) > 1 else list(arrays)
+    if _group_size(moved, types) == 1:
+        return list(arrays)
+    found = native.run(moved, [wire.varying(carried(x) if native.moves else x) for x in arrays], wire)
+    return [restored(y, x.dtype) for x, y in zip(arrays, found, strict=True)]
 
 
 def _group_size(op: Collective, types: Sequence[TensorType]) -> int:
