@@ -113,7 +113,7 @@ def chain(rng: random.Random, devices: int, kinds: Sequence[str], steps: int) ->
         if not legal:
             break
         op: Any = rng.choice(legal)
-        if hasattr(op, "chunks") and rng.random() < 0.3:
+        if op.cuttable and rng.random() < 0.3:
             op = replace(op, chunks=rng.randint(2, 5))
         if not suitable(op, here):
             continue

@@ -60,7 +60,7 @@ def main():
                     except sp.Infeasible as error:
                         limit = error.least_bytes + int(share * s.local_bytes())
                 plan = sp.redistribute(s, t, memory_limit=limit)
-                chunked += any(getattr(step.op, "chunks", 1) > 1 for step in plan.program.steps)
+                chunked += any(step.op.chunks > 1 for step in plan.program.steps)
                 shards = sp.distribute(torch.zeros(s.shape).numpy(), s)
                 peak = measured(plan.program, own(plan.program, [shards], rank))
                 if peak > plan.certificate.workspace_bytes:

@@ -7,10 +7,10 @@ stores types; they follow from its operands. No facet has a default that an op c
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -26,6 +26,21 @@ class Op(abc.ABC):
     """An operation of a program."""
 
     name: ClassVar[str]
+    peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
+    chunks = 1  # parts that it runs in one after another; unannotated, so that it is no field before an op's own
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether its chunks can be set."""
+        return any(field.name == "chunks" for field in fields(self))
+
+    def in_chunks(self, chunks: int) -> Self:
+        """Return it in so many chunks, itself where they cannot be set."""
+        return replace(self, chunks=chunks) if self.cuttable else self
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return the axes of the groups that an operand's devices form, major to minor; none where they form none."""
+        return ()
 
     @abc.abstractmethod
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -46,6 +61,11 @@ class Op(abc.ABC):
     @abc.abstractmethod
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
+
+    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+        """Return the staging as a function of the number of chunks; from 2 on it never rises."""
+        need = self.staging(*operands)
+        return lambda chunks: need
 
     @abc.abstractmethod
     def pattern(self, *operands: TensorType) -> Pattern:

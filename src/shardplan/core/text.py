@@ -115,6 +115,8 @@ def _any(value: object, _: object) -> bool:
 # By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
     "int": _whole,
+    "bool": lambda value, _: isinstance(value, bool),
+    "float": lambda value, _: isinstance(value, float) or _whole(value),
     "str": lambda value, _: isinstance(value, str),
     "Dims": lambda value, _: _whole(value) or _tuple_of(_whole)(value, _),
     "tuple[int, ...]": _tuple_of(_whole),
@@ -267,7 +269,7 @@ class _Parser:
                 key = s.name("an attribute")
                 if key not in fields:
                     s.position = at
-                    raise s.error(f"{name} has no attribute {key!r}; legal are {', '.join(fields)}")
+                    raise s.error(f"{name} has no attribute {key!r}; legal are {', '.join(fields) or 'none'}")
                 s.expect("=", "an attribute")
                 s.skip()
                 value, end = self.attribute(), s.position

@@ -1,4 +1,4 @@
-"""A lowering as rounds of padded permutes: what a backend runs that has no messages but one from each device to another.
+"""A lowering as rounds of padded permutes: what a backend runs that has no other messages.
 
 A permute takes at most one piece from every device to at most one, so it is one partial permutation. The messages of a
 lowering's round are edges between senders and receivers; König's theorem colours them with as many colours as the
@@ -19,7 +19,7 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize
 from shardplan.core.lowering import Copy, Region, Round
-from shardplan.core.ops.collective import Collective, in_one_chunk
+from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
 
@@ -124,8 +124,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
     meshes = {t.mesh for t in (*operands, *results)}
     devices = operands[0].mesh.devices if len(meshes) == 1 else tuple(sorted({d for m in meshes for d in m.devices}))
     index = {d: k for k, d in enumerate(devices)}
-    op, chunks = in_one_chunk(op)
-    lowering = op.lowering(operands, np.array(devices))
+    lowering = op.in_chunks(1).lowering(operands, np.array(devices))
     shapes: dict[str, Shape] = {name: (int(b.elements.max()),) for name, b in lowering.buffers.items()}
     dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
     for letter, side in (("x", operands), ("y", results)):
@@ -148,8 +147,8 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
 
     batches: list[tuple[PermuteRound, ...]] = []
     for one in lowering.rounds():
-        sent = [part for p in permutes(_messages(one, index), None) for part in _parts(p, chunks)]
-        first = 1 if chunks > 1 else len(sent)
+        sent = [part for p in permutes(_messages(one, index), None) for part in _parts(p, op.chunks)]
+        first = 1 if op.chunks > 1 else len(sent)
         batches.append((*copied(one.meanwhile), *sent[:first]))
         batches += [(p,) for p in sent[first:]]
         batches[-1] += tuple(copied(one.then))
@@ -249,7 +248,7 @@ def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
 
 
 def chunk_boxes(shape: Shape, chunks: int) -> list[Box]:
-    """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements), longest dims first.
+    """Return the boxes of at least `chunks` parts of a local array, longest dims cut first (fewer if it has fewer elements).
 
     >>> chunk_boxes((2, 5), 3)
     [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]

@@ -12,8 +12,7 @@ DESCRIPTION = "nominal switch, 50 GB/s, 5 us"
 
 def nominal_step(op: Op, rounds: int, received: int) -> float:
     """Return the seconds of a step of so many rounds, which every chunk takes again, and bytes at the worst device."""
-    chunks: int = getattr(op, "chunks", 1)
-    return chunks * rounds * LATENCY + received / BANDWIDTH
+    return op.chunks * rounds * LATENCY + received / BANDWIDTH
 
 
 def nominal_bound(nbytes: int) -> float:

@@ -105,7 +105,7 @@ def remarks(c: Certificate) -> list[str]:
             f"order      peak {format_bytes(c.peak_bytes - c.bound_bytes)} above the bound: no order found of these "
             "moves keeps it, and this is the least peak found"
         )
-    chunks = max((getattr(step.op, "chunks", 1) for step in c.program.steps), default=1)
+    chunks = max((step.op.chunks for step in c.program.steps), default=1)
     if chunks > MANY_CHUNKS:
         lines.append(f"chunks     {chunks} in the largest step, more than {MANY_CHUNKS}: each pays its latency again")
     return lines

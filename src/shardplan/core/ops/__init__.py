@@ -4,7 +4,10 @@
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
-- `compute`   those that compute: Einsum, Elementwise, ReduceDims
+- `compute`   `Compute`: what the ops that compute share
+- `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
+- `placing`   those that place elements: Reshape, Pad, Crop, Cast
+- `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
@@ -12,10 +15,13 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
+from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
 from shardplan.core.ops.collective import Collective
-from shardplan.core.ops.compute import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
+from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 
 OPS: dict[str, type[Op]] = {
@@ -35,6 +41,14 @@ OPS: dict[str, type[Op]] = {
         Einsum,
         Elementwise,
         ReduceDims,
+        Reshape,
+        Pad,
+        Crop,
+        Cast,
+        Gather,
+        ScatterAdd,
+        Iota,
+        Constant,
     )
 }
 
@@ -44,15 +58,24 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
+    "Cast",
     "Collective",
+    "Compute",
+    "Constant",
+    "Crop",
     "Einsum",
     "Elementwise",
     "Exchange",
+    "Gather",
+    "Iota",
     "Op",
+    "Pad",
     "Permute",
     "Reduce",
     "ReduceDims",
     "ReduceScatter",
+    "Reshape",
+    "ScatterAdd",
     "Send",
     "Slice",
     "ToPartial",

@@ -90,6 +90,7 @@ class Permute(Collective):
     """
 
     name: ClassVar[str] = "permute"
+    peers: ClassVar[int] = 1
     layout: Layout
     chunks: int = 1
 
@@ -187,7 +188,7 @@ class General(Collective):
         """The messages, all at once."""
         senders, receivers, _ = messages(t.whole, u.whole)
         home = np.ones(u.mesh.size, dtype=bool)
-        yield from deliver(t, u, devices, senders, receivers, home, getattr(self, "chunks", 1))
+        yield from deliver(t, u, devices, senders, receivers, home, self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
@@ -212,8 +213,7 @@ class General(Collective):
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        chunks: int = getattr(self, "chunks", 1)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
+        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,7 @@ class Exchange(General):
     """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
 
     name: ClassVar[str] = "exchange"
+    peers: ClassVar[int] = 2
     layout: Layout
     axes: tuple[str, ...] = ()
     chunks: int = 1

@@ -140,14 +140,14 @@ def compiled(program: Program, stepwise: bool = False, kinds: Kinds | None = Non
 def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
-        t = program.types[step.operands[0]]
+        mesh = _mesh_of(program, step)
         before = program.steps[number - 1] if number else None
         joins = (
             before is not None
             and not stepwise
             and not _crosses(program, step)
             and not _crosses(program, before)
-            and program.types[before.operands[0]].mesh == t.mesh
+            and _mesh_of(program, before) == mesh
         )
         if joins:
             runs[-1].append(number)
@@ -163,6 +163,11 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     with alone(program):
         parts = tuple(_part(program, tuple(run), last, kinds) for run in runs)
     return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
+
+
+def _mesh_of(program: Program, step: Step) -> Mesh:
+    """The mesh on which a step starts; one without operands, where its results are."""
+    return program.types[(*step.operands, *step.results)[0]].mesh
 
 
 def _crosses(program: Program, step: Step) -> bool:
@@ -184,7 +189,7 @@ def _part(
     held = tuple(kinds[n] for n in inputs)
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
-    (first,) = {program.types[step.operands[0]].mesh for step in steps}
+    (first,) = {_mesh_of(program, step) for step in steps}
     if _crosses(program, steps[0]):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
         devices = tuple(sorted({d for move in moves for t in move for d in t.mesh.devices}))

@@ -1,4 +1,4 @@
-"""Lowers the ops of a program to what one device does inside a `shard_map`: native collectives, lowerings, computation."""
+"""What one device does in an op inside a `shard_map`: a native collective, the op's lowering, or its computation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardplan.core.op import Op
-from shardplan.core.ops import Einsum, Elementwise, ReduceDims
 from shardplan.core.ops.collective import Collective, moving
+from shardplan.core.ops.compute import computing
 from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import carried, restored
 from shardplan.execution.jax.compute import compute
@@ -22,7 +22,7 @@ def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
     """Return why JAX cannot run an op on these types, or None."""
     moved = moving(op)
     if moved is None:
-        return None if isinstance(op, Einsum | Elementwise | ReduceDims) else "it has no lowering to JAX"
+        return None if computing(op) else "it has no lowering to JAX"
     for t in (*types, *moved.infer(*types)):
         if t.dtype.startswith("c") and t.layout.reduction in ("max", "min"):
             return f"{t.layout.reduction} is not defined for {t.dtype}; legal is a real dtype"
@@ -31,9 +31,11 @@ def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
 
 def lower(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
     """Return this device's shards of the results of an op, given those of its operands; all types are even."""
+    local = computing(op)
+    if local is not None:
+        return compute(local, arrays, types, wire)
     moved = moving(op)
-    if moved is None:
-        return [compute(op, arrays, types)]  # type: ignore[arg-type]
+    assert moved is not None  # checked before anything runs
     native = NATIVE.get(type(moved))
     if native is None:
         return interpret(moved, arrays, types, wire)
