@@ -205,7 +205,9 @@ def _permute(source: str | None, target: str, fold: str | None, group: Sequence[
     for s, r, here, there in group:
         start[s], at[r], extent[r] = ([lo for lo, _ in here], [lo for lo, _ in there], _extents(there))
     pairs = tuple((s, r) for s, r, _, _ in group)
-    shape, end = (tuple(map(max, zip(*(_extents(e[k]) for e in group), strict=True))) for k in (2, 3))
+    shape, end = (
+        tuple(map(max, zip(*map(_extents, boxes), strict=True))) for boxes in list(zip(*group, strict=True))[2:]
+    )
     return PermuteRound(source, target, fold, pairs, shape, end, start, at, extent)
 
 
@@ -218,7 +220,7 @@ def _grouped(edges: list[Edge]) -> list[list[Edge]]:
     for e in edges:
         shapes.setdefault((_extents(e[2]), _extents(e[3])), []).append(e)
     large_first = sorted(shapes, key=lambda ends: (-math.prod(ends[0]), ends))
-    apart = [group for same in shapes.values() for group in _by_colour(same)]
+    apart = [group for ends in large_first for group in _by_colour(shapes[ends])]
     if len({len(here) for here, _ in shapes}) > 1 or any(here != there for here, there in shapes):
         return apart
     together = _by_colour([e for ends in large_first for e in shapes[ends]])
