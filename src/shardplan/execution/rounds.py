@@ -198,6 +198,10 @@ def _extents(box: Box) -> Shape:
     return tuple(hi - lo for lo, hi in box)
 
 
+def _largest(boxes: Sequence[Box]) -> Shape:
+    return tuple(map(max, zip(*map(_extents, boxes), strict=True)))
+
+
 def _permute(source: str | None, target: str, fold: str | None, group: Sequence[Edge], devices: int) -> PermuteRound:
     _, _, first, into = group[0]
     start = np.zeros((devices, len(first)), dtype=np.int32)
@@ -205,9 +209,7 @@ def _permute(source: str | None, target: str, fold: str | None, group: Sequence[
     for s, r, here, there in group:
         start[s], at[r], extent[r] = ([lo for lo, _ in here], [lo for lo, _ in there], _extents(there))
     pairs = tuple((s, r) for s, r, _, _ in group)
-    shape, end = (
-        tuple(map(max, zip(*map(_extents, boxes), strict=True))) for boxes in list(zip(*group, strict=True))[2:]
-    )
+    shape, end = _largest([e[2] for e in group]), _largest([e[3] for e in group])
     return PermuteRound(source, target, fold, pairs, shape, end, start, at, extent)
 
 
@@ -250,7 +252,7 @@ def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
 
 
 def chunk_boxes(shape: Shape, chunks: int) -> list[Box]:
-    """Return the boxes of at least `chunks` parts of a local array, longest dims cut first (fewer if it has fewer elements).
+    """Return the boxes of at least `chunks` parts of a local array, or fewer of fewer elements; longest dims first.
 
     >>> chunk_boxes((2, 5), 3)
     [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]
