@@ -126,6 +126,11 @@ def counted(what: str, operands: Sequence[TensorType], count: int) -> Sequence[T
     return operands
 
 
+def computing(op: Op) -> Compute | None:
+    """Return the op if it computes on every device alone."""
+    return op if isinstance(op, Compute) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Ruled(Compute):
     """An op that is typed by a factor rule, and says what it does to the shards of one device."""
