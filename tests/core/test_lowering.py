@@ -12,10 +12,11 @@ from tests import strategies
 
 import shardplan as sp
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.group_rounds import FILLED
 from shardplan.core.interpret import interpret
-from shardplan.core.lowering import Boxes, Copy, Group, Put, Round, Take
+from shardplan.core.lowering import SEGMENT, Boxes, Copy, Group, Put, Round, Take
 from shardplan.core.messages import at_root
-from shardplan.core.ops import Send
+from shardplan.core.ops import Broadcast, Send
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.part import Part, run_part
@@ -163,3 +164,15 @@ def test_what_an_op_from_outside_moves_is_run_in_parts() -> None:
     out = run_part(program, "0", shards, positions)["1"]
     assert np.array_equal(out[0], part[:1])
     assert np.array_equal(out[3], part[1:])
+
+
+@given(st.integers(1, 2**21), st.sampled_from(("i8", "i32", "c128")), st.integers(1, 9), st.integers(2, 5))
+def test_segments_are_as_few_as_they_may_be(n: int, dtype: str, chunks: int, members: int) -> None:
+    """They cover all elements; there are no more than the chunks ask for, or than segments of one size fill a chain."""
+    t = TensorType(dtype, (n,), (), sp.Mesh(x=members), root=("x",))
+    lowering = Broadcast(("x",), chunks).lowering([t], np.array([0]))
+    found = [put.source.box[0, 0].tolist() for one in lowering.rounds() for put in one.puts]
+    assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])]
+    assert found[-1][1] == n
+    assert max(b - a for a, b in found) - min(b - a for a, b in found) <= 1
+    assert len(found) == min(n, max(chunks, min(-(-n * t.itemsize // SEGMENT), FILLED * members)))

@@ -205,7 +205,8 @@ def _parts(op: Collective, t: TensorType, u: TensorType, device: int) -> tuple[d
     """By device id, what the first round gives of the operand, and takes of the result; the own part is copied."""
     gives: dict[int, View] = {}
     takes: dict[int, View] = {}
-    for one in itertools.islice(rank_rounds(op, [t], [u], device).rounds, 1):
+    found = rank_rounds(op, [t], [u], device)
+    for one in itertools.islice(found.rounds(), 1) if found else ():
         copies = [(c.source, c.target) for c in (*one.meanwhile, *one.then) if c.source and c.source.buffer == "x0"]
         gives |= {peer: piece.views[0] for peer, piece in (*one.puts, *((device, x) for x, _ in copies))}
         takes |= {peer: piece.views[0] for peer, piece in (*one.takes, *((device, y) for _, y in copies))}
