@@ -101,7 +101,7 @@ class Repeat(Nested):
         """Those of the body, n times."""
         return self.n * books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 
@@ -160,7 +160,7 @@ class Together(Nested):
         """Those of all moves."""
         return books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 
