@@ -80,9 +80,9 @@ class Op(abc.ABC):
         """
         return None
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return the ids of its devices: those of the first result's mesh, in mesh order; int64 [devices]."""
-        return results_of(self, operands)[0].mesh.ids
+        return results[0].mesh.ids
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:

@@ -102,7 +102,7 @@ class Repeat(Nested):
         """Those of the body, n times."""
         return self.n * books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 
@@ -174,7 +174,7 @@ class Together(Nested):
         """Those of all moves."""
         return books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 
