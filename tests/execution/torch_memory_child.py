@@ -15,8 +15,9 @@ from storages import Storages  # noqa: E402
 import shardplan as sp  # noqa: E402
 from conformance import cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
+from shardplan.execution.drive import finish  # noqa: E402
 from shardplan.execution.torch.dtypes import to_torch  # noqa: E402
-from shardplan.execution.torch.run import executable, finish, launch  # noqa: E402
+from shardplan.execution.torch.run import executable, launch  # noqa: E402
 
 
 def measured(program, values):

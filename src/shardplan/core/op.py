@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.tensor import TensorType
 
@@ -52,7 +53,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def received(self, *operands: TensorType) -> np.ndarray:
-        """Return the bytes that each device of the result's mesh receives, int64 [devices]."""
+        """Return the bytes that each of its `devices` receives, int64 [devices]."""
 
     @abc.abstractmethod
     def rounds(self, *operands: TensorType) -> int:
@@ -70,6 +71,20 @@ class Op(abc.ABC):
     @abc.abstractmethod
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""
+
+    def devices(self, *operands: TensorType) -> np.ndarray:
+        """Return the ids of its devices: those of the first result's mesh, in mesh order; int64 [devices]."""
+        return results_of(self, operands)[0].mesh.ids
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The meshes that it uses inside, beside those of its operands and results."""
+        return ()
+
+    @classmethod
+    def moves(cls, source: TensorType, destination: TensorType) -> Sequence[Op]:
+        """Return ops of this class that the planner may try on the way from one type to another; by default none."""
+        return ()
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Every operation, and the one table by which program text names them.
+"""Every operation of the package, in the one table by which program text names them.
 
 - `collective` `Collective`: what the ops that move or reduce share
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
@@ -8,6 +8,7 @@
 - `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
+- `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
@@ -23,9 +25,10 @@ from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.registry import OPS
 
-OPS: dict[str, type[Op]] = {
-    op.name: op
+OPS.update(
+    (op.name, op)
     for op in (
         Slice,
         AllGather,
@@ -49,8 +52,10 @@ OPS: dict[str, type[Op]] = {
         ScatterAdd,
         Iota,
         Constant,
+        Repeat,
+        Together,
     )
-}
+)
 
 __all__ = [
     "OPS",
@@ -76,8 +81,10 @@ __all__ = [
     "ReduceScatter",
     "Reshape",
     "ScatterAdd",
+    "Repeat",
     "Send",
     "Slice",
     "ToPartial",
+    "Together",
     "matmul",
 ]

@@ -15,8 +15,9 @@ import numpy as np
 
 from shardplan.core import border, ops
 from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Local, Pattern
+from shardplan.core.pattern import Groups, Local, Pattern, in_turn
 from shardplan.core.program import Program
+from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.hardware.algorithms import PRICED
 from shardplan.hardware.units import format_bytes, parse_bytes
@@ -150,16 +151,15 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[P
     mesh = meshes[0]
     found: dict[tuple[tuple[str, ...], str, float], float] = {}
     others: list[Pattern] = []
-    for step in program.steps:
-        operands = program.step_types(step)[0]
-        pattern = step.op.pattern(*operands)
+    for times, op, operands in program_leaves(program):
+        pattern = op.pattern(*operands)
         if isinstance(pattern, Local):
             continue
-        axes = step.op.members(operands[0])
+        axes = op.members(operands[0])
         whole = all(a in mesh.axes for a in axes) and not any(t.layout.root for t in operands)
         if whole and isinstance(pattern, Groups) and len(set(pattern.nbytes.tolist())) == 1:
             key = tuple(a for a in mesh.axes if a in axes), pattern.kind, float(pattern.nbytes[0])
-            found[key] = found.get(key, 0.0) + 1
+            found[key] = found.get(key, 0.0) + times
         else:
-            others.append(pattern)
+            others.append(in_turn(times, [pattern]))
     return mesh, tuple(Demand(axes, op, nbytes, n) for (axes, op, nbytes), n in found.items()), tuple(others)
