@@ -403,7 +403,7 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
     wrong: list[str] = []
     more: dict[str, int] = {}
     for op, types in alone():
-        if nested(op) or not isinstance(op, tuple(kinds)):  # the text of one that is nested counts its body once
+        if nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
             continue
         program = single(op, types)
         _, got, _ = moved(program)

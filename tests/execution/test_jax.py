@@ -53,16 +53,6 @@ def test_random_programs(seen: dict[str, Any]) -> None:
     assert seen["sample"] == []
 
 
-def test_without_native_collectives(seen: dict[str, Any]) -> None:
-    """With an empty table every op, and random programs, run as their lowerings, and move what these say."""
-    assert seen["interpreted"] == {"every_op": {}, "bytes": [], "sample": []}
-
-
-def test_ops_from_outside(seen: dict[str, Any]) -> None:
-    """An op that says its typing and its lowering does what these say, and moves what it counts."""
-    assert seen["outside"] == {"gather": [0, 1, 2, 3], "backwards": [3, 2, 1, 0], "wrong": []}
-
-
 def test_bodies(seen: dict[str, Any]) -> None:
     """Repeats and swaps equal the reference; a swap is recorded as its two halves, each with its own bytes."""
     assert seen["bodies"]["differences"] == []
@@ -71,6 +61,16 @@ def test_bodies(seen: dict[str, Any]) -> None:
         "as a whole"
     )
     assert {s[0] for s in seen["bodies"]["spans"]} == {0} and len(seen["bodies"]["spans"]) == 8
+
+
+def test_without_native_collectives(seen: dict[str, Any]) -> None:
+    """With an empty table every op, and random programs, run as their lowerings, and move what these say."""
+    assert seen["interpreted"] == {"every_op": {}, "bytes": [], "sample": []}
+
+
+def test_ops_from_outside(seen: dict[str, Any]) -> None:
+    """An op that says its typing and its lowering does what these say, and moves what it counts."""
+    assert seen["outside"] == {"gather": [0, 1, 2, 3], "backwards": [3, 2, 1, 0], "wrong": []}
 
 
 def test_every_dtype(seen: dict[str, Any]) -> None:

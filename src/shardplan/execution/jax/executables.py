@@ -18,7 +18,6 @@ import numpy as np
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, nested
-from shardplan.core.op import Op, results_of
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
@@ -55,11 +54,6 @@ def at_once() -> AbstractContextManager[Any]:
     from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
 
     return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
-
-
-def crosses(op: Op, operands: Sequence[TensorType]) -> bool:
-    """Say whether an op moves to another mesh: it runs on one flat axis over the devices of both, and so by itself."""
-    return len({t.mesh for t in (*operands, *results_of(op, tuple(operands)))}) > 1
 
 
 def local_devices(ids: Sequence[int]) -> list[Any]:
@@ -156,8 +150,8 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
         joins = (
             before is not None
             and not stepwise
-            and not crosses(step.op, program.step_types(step)[0])
-            and not crosses(before.op, program.step_types(before)[0])
+            and not _crosses(program, step)
+            and not _crosses(program, before)
             and _mesh_of(program, before) == mesh
         )
         if joins:
@@ -181,6 +175,11 @@ def _mesh_of(program: Program, step: Step) -> Mesh:
     return program.types[(*step.operands, *step.results)[0]].mesh
 
 
+def _crosses(program: Program, step: Step) -> bool:
+    """Whether a step moves to another mesh; it is then a part of its own."""
+    return len({program.types[name].mesh for name in (*step.operands, *step.results)}) > 1
+
+
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
@@ -196,7 +195,7 @@ def _part(
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
     (first,) = {_mesh_of(program, step) for step in steps}
-    if crosses(steps[0].op, program.step_types(steps[0])[0]):
+    if _crosses(program, steps[0]):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
         devices = tuple(sorted({d for move in moves for t in move for d in t.mesh.devices}))
         if all(same(t, u) for t, u in moves):

@@ -67,9 +67,10 @@ def check(program: Program, placed: bool = True) -> None:
                 f"of one size: legal are dims that the product of their axes divides"
             )
     for number, step in enumerate(program.steps):
-        found = [refusal(op, types) for _, op, types in leaves(step.op, program.step_types(step)[0])]
+        inside = list(leaves(step.op, program.step_types(step)[0]))
+        found = [refusal(op, types) for _, op, types in inside]
         body = nested(step.op)
-        if body is not None and not body.at_once and any(len(p.meshes) > 1 for p in programs(body.body)):
+        if body is not None and not body.at_once and len(body.meshes) > 1:
             found.append("its body sends between meshes; legal is a body on one, which JAX compiles as a whole")
         if reason := next(filter(None, found), None):
             raise BackendError(f"jax: step {number} ({step.op.name}): {reason}")
