@@ -16,7 +16,7 @@ from shardplan.core.group_rounds import FILLED
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import SEGMENT, Boxes, Copy, Group, Put, Round, Take
 from shardplan.core.messages import at_root
-from shardplan.core.ops import Broadcast, Send
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.part import Part, run_part
@@ -27,9 +27,9 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
 
-def shards_of(t: TensorType) -> list[np.ndarray]:
-    array = np.arange(int(np.prod(t.shape)), dtype=np.int64).reshape(t.shape).astype(numpy_dtype(t.dtype))
-    return distribute(array, t)
+def shards_of(t: TensorType, first: int = 0) -> list[np.ndarray]:
+    array = first + np.arange(int(np.prod(t.shape)), dtype=np.int64)
+    return distribute(array.reshape(t.shape).astype(numpy_dtype(t.dtype)), t)
 
 
 def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[list[list[np.ndarray]], np.ndarray]:
@@ -42,7 +42,7 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
     for k, (t, u) in enumerate(zip(types, results, strict=True)):
         arrays[f"x{k}"] = [np.zeros(0, numpy_dtype(t.dtype)) for _ in ids]
         arrays[f"y{k}"] = [np.zeros(0, numpy_dtype(u.dtype)) for _ in ids]
-        for d, x in zip(t.mesh.devices, shards_of(t), strict=True):
+        for d, x in zip(t.mesh.devices, shards_of(t, k), strict=True):
             arrays[f"x{k}"][rows[d]] = x
         for place, d in enumerate(u.mesh.devices):
             arrays[f"y{k}"][rows[d]] = np.full(u.local_shape(place), 77).astype(numpy_dtype(u.dtype))
@@ -57,7 +57,7 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
 
 def check(op: Collective, types: Sequence[TensorType]) -> None:
     results = op.infer(*types)
-    expected = op.reference([shards_of(t) for t in types], types)
+    expected = op.reference([shards_of(t, k) for k, t in enumerate(types)], types)
     for algorithm in op.algorithms:
         outs, received = run(op, types, algorithm)
         for u, found, want in zip(results, outs, expected, strict=True):
@@ -176,3 +176,18 @@ def test_segments_are_as_few_as_they_may_be(n: int, dtype: str, chunks: int, mem
     assert found[-1][1] == n
     assert max(b - a for a, b in found) - min(b - a for a, b in found) <= 1
     assert len(found) == min(n, max(chunks, min(-(-n * t.itemsize // SEGMENT), FILLED * members)))
+
+
+@pytest.mark.parametrize("members", range(2, 10))
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_groups_of_every_size(members: int, chunks: int) -> None:
+    for text, op in (
+        ("i32[13, 3]{+x}", AllReduce(("x",), chunks=chunks)),
+        ("i32[13, 3]{max:x}", AllReduce(("x",), "max", chunks)),
+        ("i32[13, 3]{+x}", Reduce(("x",), chunks=chunks)),
+        ("i32[13, 3]{root:x}", Broadcast(("x",), chunks)),
+        ("i32[13, 3]{+x}", ReduceScatter(0, ("x",), chunks=chunks)),
+        ("i32[13@x, 3]", AllGather(0, ("x",), chunks)),
+        ("i32[13@x, 3]", AllToAll(0, 1, ("x",), chunks=chunks)),
+    ):
+        check(op, [TensorType.parse(text, sp.Mesh(x=members))])

@@ -58,7 +58,7 @@ class GlooCall:
 Do = Callable[[GlooCall, torch.Tensor, torch.Tensor], None]  # of an operand, into the result
 
 
-class Native(NamedTuple):
+class GlooCollective(NamedTuple):
     """A collective of gloo."""
 
     do: Do
@@ -108,17 +108,17 @@ def _all_to_all(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
     _unpack(came.split([n // width for n in ins]), c.takes, out)
 
 
-NATIVE: dict[type[Op], Native] = {  # all else goes as its lowering says
-    AllReduce: Native(_all_reduce, reduces=True),
-    Reduce: Native(_reduce, reduces=True),
-    Broadcast: Native(_broadcast),
-    AllGather: Native(_all_gather),
-    ReduceScatter: Native(_reduce_scatter, reduces=True),
-    AllToAll: Native(_all_to_all),
+NATIVE: dict[type[Op], GlooCollective] = {  # all else goes as its lowering says
+    AllReduce: GlooCollective(_all_reduce, reduces=True),
+    Reduce: GlooCollective(_reduce, reduces=True),
+    Broadcast: GlooCollective(_broadcast),
+    AllGather: GlooCollective(_all_gather),
+    ReduceScatter: GlooCollective(_reduce_scatter, reduces=True),
+    AllToAll: GlooCollective(_all_to_all),
 }
 
 
-def _native(op: Op, t: TensorType) -> Native | None:
+def _native(op: Op, t: TensorType) -> GlooCollective | None:
     """The collective of gloo for an operand, where it has one for its dtype."""
     found = NATIVE.get(type(op))
     return None if found is None or (found.reduces and t.dtype not in SUMMED) else found
