@@ -16,6 +16,7 @@ import numpy as np
 
 from shardplan.core.pattern import Pattern
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 
 Array = np.ndarray
 Shards = Sequence[Array]  # one array a device, in mesh order
@@ -26,6 +27,7 @@ class Op(abc.ABC):
     """An operation of a program."""
 
     name: ClassVar[str]
+    boxed: ClassVar[bool] = False  # whether operands may lie in a table of boxes
 
     @abc.abstractmethod
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -55,6 +57,9 @@ class Op(abc.ABC):
 @lru_cache(maxsize=4096)
 def results_of(op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """Return the result types of an op; remembered, since the layers of a model repeat the same few thousand."""
+    for t in operands:
+        if t.layout.boxes is not None and not op.boxed:
+            raise TypingError(f"{op.name}: {t} lies in a table of boxes, which no axes say; move it to a layout first")
     return op.infer(*operands)
 
 

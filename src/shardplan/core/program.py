@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardplan.core import border
+from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.text import meshes_of, parse_text, program_text
+from shardplan.core.text import meshes_of, parse_text, program_text, tables_of
 from shardplan.errors import ShardplanError, TypingError, shown
 
 
@@ -98,6 +99,11 @@ class Program:
     def meshes(self) -> tuple[Mesh, ...]:
         """The distinct meshes, in order of appearance."""
         return meshes_of(self.types.values())
+
+    @property
+    def tables(self) -> tuple[BoxTable, ...]:
+        """The distinct tables of boxes, in order of appearance."""
+        return tables_of(self.types.values())
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -6,8 +6,9 @@
       %1 = all_gather(%0; dim=0, axes=(data)): f32[64, 48@tensor]
       output %1
 
-With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). The type after a step
-is a claim that `Program.parse` checks. Comments run from '#' to the end of the line.
+With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). Behind the meshes stand
+the tables of boxes, a line a row, each under its hash (`boxes#1a2b3c4d`), by which types and ops name it. The type
+after a step is a claim that `Program.parse` checks. Comments run from '#' to the end of the line.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardplan.core import border
+from shardplan.core.box_table import NAME, BoxTable, scan_row
 from shardplan.core.layout import Layout, scan_layout
 from shardplan.core.mesh import Mesh, scan_mesh
 from shardplan.core.notation import AXIS, MOST_DIGITS, Scanner
 from shardplan.core.ops import OPS, Op
 from shardplan.core.step import Step
-from shardplan.core.tensor import TensorType, scan_type
-from shardplan.errors import ParseError, ShardplanError, shown
+from shardplan.core.tensor import TensorType, scan_table_name, scan_type
+from shardplan.errors import LayoutError, ParseError, ShardplanError, shown
 
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORDS = {"True": True, "False": False, "None": None}
 _MESH_NAME = re.compile(r"m\d+")
+_COMMENT = re.compile(r"(?<!\bboxes)#[^\n]*")
+_NEXT_ROW = re.compile(r"\s*\n\s*\d")
 _ON_MESH = re.compile(r"[^;\n]*?\son\s+(m\d+)")
 # What a parser has read once it knows again: all of a type but its mesh, and an op's attributes with the bracket at the
 # end. Either is a guess, right where reading ends at the same character; what is guessed wrong is read every time.
@@ -42,11 +46,11 @@ ALIGNED = 110  # characters: comments stand behind the longest step up to here; 
 
 
 def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None) -> str:
-    """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default are left out."""
+    """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default, or None, are left out."""
     shown: list[str] = []
     for item in dataclasses.fields(op):
         value = getattr(op, item.name)
-        if item.default is dataclasses.MISSING or value != item.default:
+        if value is not None and (item.default is dataclasses.MISSING or value != item.default):
             shown.append(f"{item.name}={_value_text(value, meshes or {})}")
     attributes = f"; {', '.join(shown)}" if shown else ""
     return f"{op.name}({', '.join('%' + o for o in operands)}{attributes})"
@@ -55,7 +59,7 @@ def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = 
 def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
     if isinstance(value, Mesh):
         return meshes.get(value, f"<{value}>")
-    if isinstance(value, Layout):
+    if isinstance(value, (Layout, BoxTable)):
         return str(value)
     if isinstance(value, tuple):
         return f"({','.join(_value_text(v, meshes) for v in value)})"  # pyright: ignore[reportUnknownVariableType]
@@ -81,6 +85,8 @@ def program_text(
 
     lines = ["program"]
     lines += [f"  mesh {names[m]}: {m}" if several else f"  mesh {m}" for m in meshes]
+    for table in tables_of(types.values()):
+        lines += [f"  {table}", *(f"    {row}" for row in table.rows)]
     lines += [f"  input %{name}: {typed(t)}" for name, t in inputs]
     body: list[tuple[str, str]] = []
     for number, step in enumerate(steps):
@@ -98,6 +104,11 @@ def program_text(
 def meshes_of(types: Iterable[TensorType]) -> tuple[Mesh, ...]:
     """Return the distinct meshes of types, in order of appearance."""
     return tuple(dict.fromkeys(t.mesh for t in types))
+
+
+def tables_of(types: Iterable[TensorType]) -> tuple[BoxTable, ...]:
+    """Return the distinct tables of boxes of types, in order of appearance."""
+    return tuple(dict.fromkeys(t.layout.boxes for t in types if t.layout.boxes is not None))
 
 
 def _whole(value: object, _: object = None) -> bool:
@@ -120,6 +131,8 @@ _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
     "tuple[int, ...]": _tuple_of(_whole),
     "tuple[str, ...]": _tuple_of(lambda x: isinstance(x, str)),
     "Layout": lambda value, _: isinstance(value, Layout),
+    "Layout | None": lambda value, _: isinstance(value, Layout),
+    "BoxTable | None": lambda value, _: isinstance(value, BoxTable),
     "Mesh": lambda value, meshes: isinstance(value, str) and value in meshes,
 }
 
@@ -152,9 +165,10 @@ class Written:
 class _Parser:
     def __init__(self, text: str) -> None:
         border.text("the text of a program", text, ParseError)
-        self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
+        self.text = _COMMENT.sub(lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
         self.scanner = Scanner(self.text)
         self.meshes: dict[str, Mesh] = {}
+        self.tables: dict[str, BoxTable] = {}
         self.inputs: list[tuple[str, TensorType]] = []
         self.steps: list[Step] = []
         self.claims: list[Claim] = []
@@ -191,7 +205,7 @@ class _Parser:
         if guess and t is not None:
             s.position = guess.end()
         else:
-            t = scan_type(s, self.meshes[name])
+            t = scan_type(s, self.meshes[name], self.tables)
             if guess and guess.end() == s.position:
                 self.known_types[key] = t
         if s.take("on "):
@@ -202,6 +216,8 @@ class _Parser:
         s = self.scanner
         if s.peek("["):
             return scan_layout(s)
+        if s.peek("boxes#"):
+            return scan_table_name(s, self.tables)
         if s.take("("):
             items: list[Any] = []
             while not s.take(")"):
@@ -259,7 +275,7 @@ class _Parser:
         """Read the attributes of an op, and the bracket behind them."""
         s = self.scanner
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        attributes: dict[str, Any] = {}
+        attributes: dict[str, Any] = {f.name: None for f in fields.values() if str(f.type).endswith("| None")}
         if s.take(";"):
             while True:
                 s.skip()
@@ -289,6 +305,8 @@ class _Parser:
             self.meshes[name] = scan_mesh(s)
             self.known_types.clear()  # what was read so far stands for this name's other mesh
             self.known_ops.clear()
+        elif s.peek("boxes#"):
+            self.table()
         elif s.take("input "):
             name = self.value()
             s.expect(":", "an input")
@@ -308,6 +326,23 @@ class _Parser:
             self.steps.append(Step(op, operands, results))
         else:
             raise s.error("expected 'mesh', 'input', 'output' or a step (%name = op(...))")
+
+    def table(self) -> None:
+        """Read the name of a table, and the lines of its rows."""
+        s = self.scanner
+        s.skip()
+        at, name, rows = s.position, s.match(NAME), []
+        while _NEXT_ROW.match(s.text, s.position):
+            self.newline()
+            rows.append(scan_row(s))
+        end, s.position = s.position, at
+        try:
+            table = BoxTable(rows)
+        except LayoutError as error:
+            raise s.error(str(error)) from None
+        if table.name != name or name in self.tables:
+            raise s.error(f"these are the rows of {table}" if table.name != name else f"{name} is listed twice")
+        self.tables[table.name], s.position = table, end
 
     def values(self) -> tuple[str, ...]:
         found = [self.value()]

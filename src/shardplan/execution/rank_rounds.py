@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.box_table import runs
 from shardplan.core.lowering import Copy, Put, Region, Take
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import Box, TensorType
@@ -79,6 +80,9 @@ def rank_rounds(
     def piece(region: Region) -> Piece:
         box: Box = tuple((int(lo), int(hi)) for lo, hi in region.box[0])
         shape = shapes[region.buffer]
+        if region.strides is not None:
+            found = _strided(box, region.strides[0].tolist(), region.chunk)
+            return Piece(region.buffer, (math.prod(shape),), found)
         if len(box) != len(shape):
             shape = (math.prod(shape),)
         run = chunk_of(box_elements(box), *region.chunk)
@@ -100,3 +104,12 @@ def rank_rounds(
                 yield mine
 
     return RankRounds(shapes, dtypes, rounds())
+
+
+def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:
+    """The runs of storage that hold a chunk of a box with strides, in row-major order of the box."""
+    at = sum(lo * stride for (lo, _), stride in zip(box, strides, strict=True))
+    starts, length = runs(at, [hi - lo for lo, hi in box], strides)
+    first, last = (end - np.arange(len(starts)) * length for end in chunk_of(length * len(starts), *chunk))
+    begin, end = starts + np.maximum(first, 0), starts + np.minimum(last, length)
+    return tuple(((lo, hi),) for lo, hi in zip(begin.tolist(), end.tolist(), strict=True) if lo < hi)

@@ -56,9 +56,9 @@ def save_plan(certificate: Certificate, path: Path) -> None:
         raise ShardplanError(f"cannot write the plan file {line(path)}: {error.strerror}") from None
 
 
-def _type(text: str) -> TensorType:
+def _type(text: str, program: Program) -> TensorType:
     kind, _, mesh = text.partition(" on ")
-    return TensorType.parse(kind, Mesh.parse(mesh))
+    return TensorType.parse(kind, Mesh.parse(mesh), program.tables)
 
 
 def load_plan(path: Path) -> Certificate:
@@ -68,16 +68,16 @@ def load_plan(path: Path) -> Certificate:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:  # pyright: ignore
             found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
             raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
+        program = Program.parse(raw["program"])
         claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
         for name in TYPES:
-            claims[name] = tuple(_type(t) for t in claims[name])
+            claims[name] = tuple(_type(t, program) for t in claims[name])
         for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
             claims[name] = tuple(claims[name])
         where: dict[str, str] | None = claims["where"]
         if where is not None:
             kind, text = next(iter(where.items()))
             claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
-        program = Program.parse(raw["program"])
         unknown = set(claims) - set(CLAIMS)
         if unknown:
             raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")
