@@ -68,10 +68,10 @@ def load_plan(path: Path) -> Certificate:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:  # pyright: ignore
             found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
             raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
-        program = Program.parse(raw["program"])
         claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
-        for name in TYPES:
-            claims[name] = tuple(_type(t, program) for t in claims[name])
+        texts = {name: claims[name] for name in TYPES}
+        program = Program.parse(raw["program"])
+        claims |= {name: tuple(_type(t, program) for t in found) for name, found in texts.items()}
         for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
             claims[name] = tuple(claims[name])
         where: dict[str, str] | None = claims["where"]
