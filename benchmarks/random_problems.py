@@ -215,7 +215,7 @@ def least_plan(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], refusal
             "exception", f"refuses a limit of {keywords['memory_limit']}, states {absolute} and {least} as least"
         )
     plan = sp.redistribute(s, t, **keywords | {"memory_limit": least})
-    if any(getattr(step.op, "chunks", 1) > MANY_CHUNKS for step in plan.program.steps):
+    if any(step.op.chunks > MANY_CHUNKS for step in plan.program.steps):
         raise Fault("exception", f"states that {least} bytes need no more than {MANY_CHUNKS} chunks a step")
     sp.redistribute(s, t, **keywords | {"memory_limit": absolute})
     with contextlib.suppress(sp.Infeasible):

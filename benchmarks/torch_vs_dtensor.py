@@ -121,7 +121,8 @@ def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
 
 def _direct(program: Any, local: Any) -> Any:
     """The plan on this rank; its first run compares the programs of the ranks, as the drop-in's does."""
-    from shardplan.execution.torch.run import executable, finish, launch
+    from shardplan.execution.drive import finish
+    from shardplan.execution.torch.run import executable, launch
 
     bound = executable(program, _rank())
     return finish(launch(bound, {bound.input_name: local}, 300.0))[0]

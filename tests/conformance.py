@@ -15,15 +15,27 @@ import numpy as np
 
 import shardplan as sp
 from benchmarks import suites
+from shardplan.core import walk
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
-from shardplan.core.ops import AllGather, AllReduce, Einsum, Elementwise, Op, ReduceDims, ReduceScatter
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    Einsum,
+    Elementwise,
+    Op,
+    ReduceDims,
+    ReduceScatter,
+    Repeat,
+    Send,
+    Together,
+)
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from strategies import draw_type, legal_ops
+from strategies import draw_type, legal_ops, operand_types, repeat_of
 
 SIZES = {
     1: ((1,),),
@@ -113,7 +125,7 @@ def chain(rng: random.Random, devices: int, kinds: Sequence[str], steps: int) ->
         if not legal:
             break
         op: Any = rng.choice(legal)
-        if hasattr(op, "chunks") and rng.random() < 0.3:
+        if op.cuttable and rng.random() < 0.3:
             op = replace(op, chunks=rng.randint(2, 5))
         if not suitable(op, here):
             continue
@@ -254,6 +266,32 @@ def cases(seed: int, count: int, devices: int, even: bool = False) -> Iterator[C
             continue
         found += 1
         yield case
+
+
+def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[Case]:
+    """Yield a swap over two meshes, alone and again and again, and `count` random repeats, some inside others."""
+    rng = random.Random(f"bodies {seed} {devices} {even}")
+    here, there = sp.Mesh(x=2), sp.Mesh({"y": 3}, devices=[2, 3, 1])
+    ends = {"a": TensorType("i32", (12,), ("x",), here), "b": TensorType("i32", (12,), ("y",), there)}
+    sends = [Step(Send(ends[t].layout, ends[t].mesh), (o,), (r,)) for o, r, t in (("a", "c", "b"), ("b", "d", "a"))]
+    swap = Step(Together(Program(ends, sends, ("c", "d"))), ("a", "b"), ("c", "d"))
+    back = [Step(Send(ends[t].layout, ends[t].mesh), (o,), (r,)) for o, r, t in (("c", "e", "a"), ("d", "f", "b"))]
+    programs = [Program(ends, [swap], ("d", "c"))]
+    if not even:  # on JAX a body that is compiled as a whole stays on one mesh
+        twice = Repeat(2, Program(ends, [swap, *back], ("e", "f")), 2)
+        programs.append(Program(ends, [Step(twice, ("a", "b"), ("c", "d"))], ("d", "c")))
+    while len(programs) < count:
+        t = random_type(rng, mesh_of(rng, devices), "even" if even else rng.choice(("even", "uneven")), ("i32",))
+        op = repeat_of(rng, t, 2)
+        given, results = (
+            {f"i{k}": u for k, u in enumerate(operand_types(op))},
+            tuple(f"r{k}" for k in range(len(op.body.outputs))),
+        )
+        program = Program(given, [Step(op, tuple(given), results)], results)
+        if not even or all(u.all_even for p in walk.programs(program) for u in p.types.values()):
+            programs.append(program)
+    for k, program in enumerate(programs):
+        yield Case(f"body {k}", program, tuple(data(rng, t) for t in program.input_types))
 
 
 def differences(

@@ -11,19 +11,24 @@ from hypothesis import strategies as st
 
 from benchmarks import suites
 from shardplan.core.mesh import Mesh
+from shardplan.core.nested import rows
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
+    Elementwise,
     Exchange,
     Op,
     Permute,
     Reduce,
     ReduceScatter,
+    Repeat,
     Slice,
     ToPartial,
 )
+from shardplan.core.program import Program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 
@@ -196,3 +201,67 @@ def applied(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> tuple[Op, Tensor
     if not ops:
         return Slice(0, ()), TensorType("i32", (2,), (None,), t.mesh)
     return draw(st.sampled_from(ops)), t
+
+
+def chain_back(rng: random.Random, t: TensorType, steps: int) -> list[Op]:
+    """Legal ops that lead from a type through others and back to it; none where these do not."""
+    ops: list[Op] = []
+    here = t
+    for _ in range(steps):
+        if legal := legal_ops(rng, here):
+            ops.append(rng.choice(legal))
+            (here,) = ops[-1].infer(here)
+    if here.layout.partial:
+        ops.append(AllReduce(here.layout.partial, here.layout.reduction or "sum"))
+        (here,) = ops[-1].infer(here)
+    last = Broadcast(here.layout.root) if here.layout.root else Exchange(t.layout)
+    if here != t and _types(last, here):
+        ops.append(last)
+        (here,) = last.infer(here)
+    return ops if here == t else []
+
+
+def repeat_of(rng: random.Random, t: TensorType, depth: int) -> Repeat:
+    """A repeat that carries `t`, of it alone or with invariants and a slice; at times with another inside it."""
+    n = rng.randint(0, 4)
+    inputs = {"x": t}
+    steps: list[Step] = []
+    here = "x"
+
+    def add(op: Op, operands: list[str], results: int = 1) -> str:
+        names = tuple(f"{len(steps)}.{k}" for k in range(results))
+        steps.append(Step(op, tuple(operands), names))
+        return names[0]
+
+    for op in chain_back(rng, t, rng.randint(0, 2)):
+        here = add(op, [here])
+    if depth and rng.random() < 0.7:
+        inner = repeat_of(rng, t, depth - 1)
+        operands = [here]
+        for u in operand_types(inner)[1:]:
+            operands.append(rng.choice([here, "x"]) if u == t else f"w{len(inputs)}")
+            inputs |= {} if u == t else {operands[-1]: u}
+        here = add(inner, operands, len(inner.body.outputs))
+    if not n or rng.random() < 0.3:
+        return Repeat(n, Program(inputs, steps, (here,)), 1)
+    here = add(Elementwise("a+2*b-c"), [here, "v", "s"])
+    stacked = rng.choice(((), ("x",), (here,), ("s",)))
+    return Repeat(n, Program(inputs | {"v": t, "s": t}, steps, (here, *stacked)), 1, 1)
+
+
+def operand_types(op: Repeat) -> list[TensorType]:
+    """The types of the operands that a repeat takes."""
+    whole = len(op.body.inputs) - op.sliced
+    return [u if k < whole else rows(u, op.n) for k, u in enumerate(op.body.input_types)]
+
+
+@st.composite
+def repeats(draw: st.DrawFn, most: int = 8, kinds: tuple[str, ...] = ("even", "uneven")) -> Program:
+    """Programs around one repeat, whose inputs are its operands and at times kept."""
+    rng = draw(rngs())
+    t = draw(types(kinds, most))
+    op = repeat_of(rng, t, draw(st.integers(0, 2)))
+    given = {f"i{k}": u for k, u in enumerate(operand_types(op))}
+    results = tuple(f"r{k}" for k in range(len(op.body.outputs)))
+    kept = draw(st.sampled_from(((), ("i0",))))
+    return Program(given, [Step(op, tuple(given), results)], (*results, *kept))

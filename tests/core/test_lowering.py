@@ -72,9 +72,7 @@ def check(op: Collective, types: Sequence[TensorType]) -> None:
 @given(strategies.applied(), st.integers(1, 3))
 def test_a_lowering_does_what_the_op_means(applied: tuple[Collective, TensorType], chunks: int) -> None:
     op, t = applied
-    if chunks > 1 and hasattr(op, "chunks"):
-        op = replace(op, chunks=chunks)  # type: ignore[call-arg]
-    check(op, [t])
+    check(op.in_chunks(chunks), [t])
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def test_axes_named_like_words_stay_names() -> None:
     ("old", "new", "message", "at"),
     [
         ("program\n", "programme\n", "unexpected text at the end of the line", "me"),
-        ("all_gather", "gather", "unknown op 'gather'; legal are ", "gather"),
+        ("all_gather", "collect", "unknown op 'collect'; legal are ", "collect"),
         ("dim=0", "dims=0", "all_gather has no attribute 'dims'; legal are dim, axes, chunks", "dims"),
         ("%0; dim", "%0 dim", "expected ')' in the op all_gather", "dim=0"),
         ("48@tensor]\n  output", "48]\n  output", "%1 has the type f32[64, 48@tensor], not f32[64, 48]", None),

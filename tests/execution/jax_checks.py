@@ -21,20 +21,31 @@ from shardplan.core.accounting import account
 from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.messages import at_root
+from shardplan.core.nested import nested
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
+    Cast,
+    Constant,
+    Crop,
     Einsum,
     Elementwise,
     Exchange,
+    Gather,
+    Iota,
+    Pad,
     Permute,
     Reduce,
     ReduceDims,
     ReduceScatter,
+    Repeat,
+    Reshape,
+    ScatterAdd,
     Send,
     Slice,
+    Together,
     ToPartial,
 )
 from shardplan.core.program import Program
@@ -56,6 +67,13 @@ THREE = sp.Mesh({"p": 3}, devices=[2, 0, 7])
 
 def typed(text: str, mesh: sp.Mesh = MESH) -> TensorType:
     return TensorType.parse(text, mesh)
+
+
+def layer() -> Program:
+    """A product whose sum is taken over devices; what it is made of is stacked."""
+    inputs = {"x": typed("i32[4@a, 6]"), "w": typed("i32[6, 6@b]")}
+    steps = [Step(Einsum("bi,io->bo"), ("x", "w"), ("y",)), Step(AllGather(1, ("b",)), ("y",), ("z",))]
+    return Program(inputs, steps, ("z", "y"))
 
 
 def alone() -> list[tuple[Any, list[TensorType]]]:
@@ -138,7 +156,20 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (ReduceDims((0,), "max"), [typed("f8e5m2[8@a, 4@b]")]),
         (ReduceDims((1,), "mean", keep=True), [typed("f32[8@a, 4@b]")]),
         (ReduceDims((0, 1)), [typed("u8[8@(a,c), 4@b]")]),
-    ]
+        (Reshape("(i=4 j) k -> i j k"), [typed("f32[8@(a,c), 4@b]")]),
+        (Pad((0, 1), (0, 2), 3), [typed("i8[8@(a,c), 4]")]),
+        (Crop((0, 1), (8, 3)), [typed("f32[8@(a,c), 4]")]),
+        (Cast("bf16"), [typed("f32[8@(a,c), 4]{root:b}")]),
+        (Gather(), [typed("f32[8@(a,c), 4@b]"), typed("i32[6]")]),
+        (ScatterAdd(8, ("b",)), [typed("f32[6@a, 4@c]"), typed("i32[6@a]")]),
+        (Iota("i32", (8, 4), 0, layout("i32[8@(a,c), 4@b]"), MESH), []),
+        (Constant(2, "f32", (8, 4), layout("f32[8@(a,c), 4@b]"), MESH), []),
+        (Repeat(3, layer(), 1, 1), [typed("i32[4@a, 6]"), typed("i32[3, 6, 6@b]")]),
+        (Repeat(0, Program({"x": two}, [], ("x",)), 1), [two]),
+        (Together(Program({"x": two, "y": partial}, [
+            Step(AllGather(0, ("b",)), ("x",), ("0",)), Step(AllReduce(("a",)), ("y",), ("1",))
+        ], ("1", "0"))), [two, partial]),
+    ]  # fmt: skip
     return out
 
 
@@ -216,6 +247,21 @@ def sample() -> Any:
         except Exception:
             out.append(f"{case.name}: {traceback.format_exc()[-600:]}")
     return out[:5]
+
+
+def bodies() -> Any:
+    """Repeats inside each other, swaps, and a body that JAX cannot compile as a whole."""
+    out: list[str] = []
+    for case in conformance.bodies(7, 12, 8, even=True):
+        got = jax_run(case.program, case.inputs())
+        out += conformance.differences(case, lambda m: range(m.size), got, case.expected())
+    record, swap = Record(), next(conformance.bodies(7, 1, 8, even=True))
+    jax_run(swap.program, swap.inputs(), record)
+    return {
+        "differences": out[:5],
+        "refused": told(lambda: jax_run(single(sends(2), [typed("f32[8@a, 4]")]), [])),
+        "spans": sorted((s.step, s.device, s.received) for s in record.spans),
+    }
 
 
 def every_dtype() -> Any:
@@ -344,6 +390,8 @@ def bytes_of_ops() -> Any:
     wrong: list[str] = []
     more: dict[str, int] = {}
     for op, types in alone():
+        if nested(op):  # its text counts the bytes of a body once
+            continue
         program = single(op, types)
         _, got, _ = moved(program)
         says = moved_bytes(op, *types)
@@ -395,6 +443,13 @@ def told(call: Callable[[], Any]) -> str:
     except ShardplanError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def sends(n: int) -> Repeat:
+    """A body that leaves its mesh and comes back."""
+    t, to = typed("f32[8@a, 4]"), typed("f32[8@p, 4]", HALF)
+    steps = [Step(Send(to.layout, HALF), ("x",), ("y",)), Step(Send(t.layout, MESH), ("y",), ("z",))]
+    return Repeat(n, Program({"x": t}, steps, ("z",)), 1)
 
 
 def errors() -> Any:
@@ -488,7 +543,8 @@ def donated() -> Any:
 
 
 CHECKS: tuple[Callable[[], Any], ...] = (
-    every_op, bytes_of_ops, reductions, donated, sample, every_dtype, exact_bits, hlo, chunks, errors, records, kept,
+    every_op, bytes_of_ops, reductions, donated, sample, bodies, every_dtype, exact_bits, hlo, chunks, errors, records,
+    kept,
 )  # fmt: skip
 
 

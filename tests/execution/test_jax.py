@@ -49,6 +49,16 @@ def test_random_programs(seen: dict[str, Any]) -> None:
     assert seen["sample"] == []
 
 
+def test_bodies(seen: dict[str, Any]) -> None:
+    """Repeats and swaps equal the reference; a swap is recorded as its two halves, each with its own bytes."""
+    assert seen["bodies"]["differences"] == []
+    assert seen["bodies"]["refused"] == (
+        "BackendError: jax: step 0 (repeat): its body sends between meshes; legal is a body on one, which JAX compiles "
+        "as a whole"
+    )
+    assert {s[0] for s in seen["bodies"]["spans"]} == {0} and len(seen["bodies"]["spans"]) == 8
+
+
 def test_every_dtype(seen: dict[str, Any]) -> None:
     assert seen["every_dtype"] == {}
 

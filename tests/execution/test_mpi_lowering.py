@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from conformance import cases, differences
+from conformance import bodies, cases, differences
 from execution.threads import Network, Shards, played
 from shardplan.core.accounting import account
 from shardplan.core.ops import Reduce
@@ -93,7 +93,7 @@ def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network:
 def test_programs_equal_the_reference() -> None:
     """And every device receives the bytes that the ops say."""
     wrong: list[str] = []
-    for case in cases(5, 40, 4):
+    for case in (*cases(5, 40, 4), *bodies(5, 20, 4)):
         got, network = played(case.program, case.inputs(), drive)
         wrong += differences(case, lambda mesh: range(mesh.size), got, case.expected())
         assert [network.received(d) for d in case.program.devices] == account(case.program).received.tolist()

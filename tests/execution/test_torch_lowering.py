@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from conformance import cases, differences
+from conformance import bodies, cases, differences
 from shardplan.core.accounting import account
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Reduce, ReduceScatter
@@ -22,12 +22,13 @@ pytest.importorskip("torch")
 import torch
 
 from execution.threads import Network, Shards, played
+from shardplan.execution.drive import finish
 from shardplan.execution.lab import ring
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.torch import steps
 from shardplan.execution.torch.dtypes import to_numpy, to_torch
 from shardplan.execution.torch.pack import PeerPart, pack, staged
-from shardplan.execution.torch.run import Binder, TorchExecutable, finish
+from shardplan.execution.torch.run import Binder, TorchExecutable
 
 BINDERS = {"torch": steps.bind, "lab": ring.bind}
 
@@ -89,7 +90,7 @@ def one(text: str, op: Op, mesh: sp.Mesh) -> Program:
 def test_programs_equal_the_reference(engine: str) -> None:
     """And every byte that the ops say is received, no more: by each device, and in rings by all together."""
     wrong: list[str] = []
-    for case in cases(5, 40, 4):
+    for case in (*cases(5, 40, 4), *bodies(5, 20, 4)):
         got, network = played(case.program, case.inputs(), driven(BINDERS[engine]))
         wrong += differences(case, lambda mesh: range(mesh.size), got, case.expected())
         said = account(case.program).received.tolist()

@@ -15,8 +15,9 @@ from storages import Storages  # noqa: E402
 import shardplan as sp  # noqa: E402
 from conformance import cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
+from shardplan.execution.drive import finish  # noqa: E402
 from shardplan.execution.torch.dtypes import to_torch  # noqa: E402
-from shardplan.execution.torch.run import executable, finish, launch  # noqa: E402
+from shardplan.execution.torch.run import executable, launch  # noqa: E402
 
 
 def measured(program, values):
@@ -60,7 +61,7 @@ def main():
                     except sp.Infeasible as error:
                         limit = error.least_bytes + int(share * s.local_bytes())
                 plan = sp.redistribute(s, t, memory_limit=limit)
-                chunked += any(getattr(step.op, "chunks", 1) > 1 for step in plan.program.steps)
+                chunked += any(step.op.chunks > 1 for step in plan.program.steps)
                 shards = sp.distribute(torch.zeros(s.shape).numpy(), s)
                 peak = measured(plan.program, own(plan.program, [shards], rank))
                 if peak > plan.certificate.workspace_bytes:

@@ -45,7 +45,7 @@ def least(s: sp.TensorType, t: sp.TensorType, portable: bool = False) -> int:
 
 
 def most_chunks(plan: sp.Plan) -> int:
-    return max([1, *(getattr(step.op, "chunks", 1) for step in plan.program.steps)])
+    return max([1, *(step.op.chunks for step in plan.program.steps)])
 
 
 def tall(t: sp.TensorType, n: int) -> sp.TensorType:
@@ -223,7 +223,7 @@ def test_staging_is_one_buffer_each_way() -> None:
     absolute = refusal(s, t, 1).absolute_least_bytes
     assert absolute is not None and 2 * shard < absolute <= least(s, t) < free.workspace_bytes
     plan = sp.redistribute(s, t, memory_limit=absolute + 16)  # below it a detour over narrower tiles stages a bit less
-    assert any(getattr(step.op, "chunks", 1) > 1 for step in plan.program.steps)
+    assert any(step.op.chunks > 1 for step in plan.program.steps)
     assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
 
 

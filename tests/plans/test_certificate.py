@@ -117,7 +117,7 @@ def tampered_ops(rng: random.Random, program: sp.Program) -> list[sp.Program]:
                 ops += [Slice(dim, tuple(reversed(axes))), Slice((dim + 1) % t.ndim, axes)]
             case _:
                 pass
-        if hasattr(step.op, "chunks"):
+        if step.op.cuttable:
             ops.append(dataclasses.replace(step.op, chunks=step.op.chunks + 1))
         for op in ops:
             if op == step.op:

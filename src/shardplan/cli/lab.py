@@ -150,7 +150,7 @@ def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str) -> list[Su
     ]
     timed = sorted(every, key=lambda s: s.predict(cluster).seconds)
     best = timed[0]
-    flat = [s for s in every if [x.op.name for x in s.program.steps] == ["all_reduce"] and s is not best]
+    flat = [s for s in every if len(s.program.steps) == 1 and s is not best]
     return [Subject(f"best of {len(every)}: {best.title}", best.program, placement),
             *(Subject("flat all_reduce", s.program, placement) for s in flat[:1])]  # fmt: skip
 

@@ -13,10 +13,15 @@ Reading order:
 - `factor_rule`     how the dims of a compute op hang together, and its typing rule
 - `expression_tree` the tree of an elementwise expression, its text and its meaning
 - `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
-- `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
+- `op`              `Op`: what every operation must say of itself
+- `registry`        the table by which text names ops; those that other packages bring
 - `step`            `Step`: one op applied to named values
-- `text`            programs as text, and back
+- `text`            programs as text
+- `parse`           programs from text
 - `program`         `Program`: inputs, SSA steps, outputs; verified on construction
+- `nested`          `Nested`: an op with a program in it
+- `walk`            the walk over a program's steps and the bodies inside them
+- `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program
@@ -35,3 +40,5 @@ Words, here and in every room:
 
 This room imports numpy, ml_dtypes and the errors, and nothing else of the package.
 """
+
+from shardplan.core.ops import OPS as OPS  # so that text names every op

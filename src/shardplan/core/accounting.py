@@ -2,22 +2,25 @@
 
 A value is live from its definition (inputs: from the start) to its last use, outputs to the end. During a step its
 operands, its results, every other live value and its staging exist at once: that is the workspace. An input that is
-an output too is *kept*: its storage belongs to the caller, and counts to the end.
+an output too is *kept*: its storage belongs to the caller, and counts to the end. A body's invariants and slices are
+storage of the operands of the op that it is in, which live as long as that step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.messages import at_root, kept
-from shardplan.core.ops import Op, Send
+from shardplan.core.nested import Nested
+from shardplan.core.op import Op
 from shardplan.core.program import Program
-from shardplan.core.step import Step
-from shardplan.core.tensor import TensorType, live_reduction, same
+from shardplan.core.tensor import TensorType, live_reduction
+from shardplan.core.walk import walk
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
 # A step in more chunks than these pays its latency so often that a plan says so; `Infeasible.least_bytes` is what works
@@ -35,8 +38,9 @@ class Account:
     workspace_bytes: int  # largest sum of live values, results and staging during a step
     step_workspaces: tuple[int, ...]
     received: np.ndarray  # int64 [devices]
-    step_received: tuple[int, ...]  # bytes at the worst device, per step
+    step_received: tuple[int, ...]  # bytes at the worst device, per step; of a body's steps in turn the sum
     rounds: tuple[int, ...]
+    latencies: tuple[int, ...]  # rounds, each as often as there are chunks
 
 
 class _Ledger:
@@ -46,34 +50,21 @@ class _Ledger:
         self.devices = devices
         self.ids = np.asarray(devices, dtype=np.int64)
 
-    def rows(self, t: TensorType) -> np.ndarray:
-        return np.searchsorted(self.ids, t.mesh.ids)
-
-    def spread(self, t: TensorType, values: np.ndarray) -> np.ndarray:
-        if t.mesh.devices == self.devices:
+    def spread(self, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if np.array_equal(ids, self.ids):
             return values
         out = np.zeros(len(self.devices), dtype=values.dtype)
-        out[self.rows(t)] = values
+        out[np.searchsorted(self.ids, ids)] = values
         return out
 
     def size(self, t: TensorType) -> Bytes:
         if t.all_even and t.mesh.size == len(self.devices):
             return t.local_bytes()
-        return self.spread(t, t.elements() * t.itemsize)
+        return self.spread(t.mesh.ids, t.elements() * t.itemsize)
 
 
 def _worst(value: Bytes) -> int:
     return value if isinstance(value, int) else int(value.max())
-
-
-def relabels(step: Step, operands: Sequence[TensorType], results: Sequence[TensorType], freed: set[str]) -> bool:
-    """Say whether a step gives values another type and leaves every byte where it is, its operands not used again."""
-    return (
-        isinstance(step.op, Send)
-        and set(step.operands) <= freed
-        and not set(step.results) & freed
-        and all(same(t, u) for t, u in zip(operands, results, strict=True))
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +75,14 @@ class Hold:
     after: Bytes
 
 
-def holds(program: Program, devices: tuple[int, ...]) -> tuple[Bytes, list[Hold]]:
-    """Return the live bytes at the start of a program, and of every step, on `devices` (ascending ids)."""
+def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = ()) -> tuple[Bytes, list[Hold]]:
+    """Return the live bytes at the start of a program, and of every step, on `devices` (ascending ids).
+
+    The inputs named in `outside` are not counted.
+    """
     ledger = _Ledger(devices)
-    sizes = {name: ledger.size(t) for name, t in program.types.items()}
+    sizes: dict[str, Bytes] = {name: ledger.size(t) for name, t in program.types.items()}
+    sizes |= dict.fromkeys(outside, 0)
     used = {o for step in program.steps for o in step.operands} | set(program.outputs)
     start: Bytes = sum((sizes[name] for name, _ in program.inputs), 0)
     live: Bytes = start
@@ -95,9 +90,11 @@ def holds(program: Program, devices: tuple[int, ...]) -> tuple[Bytes, list[Hold]
         if name not in used:
             live = live - sizes[name]
     found: list[Hold] = []
-    for step, freed in zip(program.steps, program.last_uses(), strict=True):
-        if relabels(step, *program.step_types(step), freed):  # the result is the operand's storage
+    for visit in walk(program):
+        step, freed = visit.step, visit.freed
+        if visit.relabels:  # the result is the operand's storage
             freed = freed - set(step.operands)
+            sizes |= zip(step.results, [sizes[o] for o in step.operands], strict=True)
         else:
             for name in step.results:
                 live = live + sizes[name]
@@ -115,13 +112,20 @@ class _Entry(NamedTuple):
     received: Bytes
     most_received: int
     rounds: int
+    latencies: int
 
 
-def _entry(op: Op, operands: tuple[TensorType, ...], result: TensorType, ledger: _Ledger) -> _Entry:
-    got = op.received(*operands)
-    most = int(got.max(initial=0))
-    alike = bool((got == most).all()) and result.mesh.devices == ledger.devices
-    return _Entry(op.staging(*operands), most if alike else ledger.spread(result, got), most, op.rounds(*operands))
+def _entry(op: Op, operands: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
+    ids, got = op.devices(*operands), op.received(*operands)
+    most, rounds = int(got.max(initial=0)), op.rounds(*operands)
+    alike = len(ids) == len(ledger.devices) and bool((got == most).all())
+    received = most if alike else ledger.spread(ids, got)
+    latencies = rounds * getattr(op, "chunks", 1)
+    if isinstance(op, Nested):
+        inner = books_of(op.body)
+        latencies = max(inner.latencies) if op.at_once else op.times * sum(inner.latencies)
+        most = most if op.at_once else op.times * sum(inner.step_received)
+    return _Entry(op.staging(*operands), received, most, rounds, latencies)
 
 
 def account(program: Program) -> Account:
@@ -134,16 +138,18 @@ def account(program: Program) -> Account:
     workspaces: list[int] = []
     step_received: list[int] = []
     rounds: list[int] = []
+    latencies: list[int] = []
     for step, hold in zip(program.steps, found, strict=True):
-        operands, results = program.step_types(step)
+        operands, _ = program.step_types(step)
         entry = known.get((step.op, operands))
         if entry is None:
-            entry = known[step.op, operands] = _entry(step.op, operands, results[0], ledger)
+            entry = known[step.op, operands] = _entry(step.op, operands, ledger)
         workspaces.append(_worst(hold.during) + entry.staging)
         peak = max(peak, _worst(hold.after))
         received = received + entry.received
         step_received.append(entry.most_received)
         rounds.append(entry.rounds)
+        latencies.append(entry.latencies)
     return Account(
         devices=program.devices,
         input_bytes=_worst(start),
@@ -153,7 +159,29 @@ def account(program: Program) -> Account:
         received=np.zeros(len(program.devices), dtype=np.int64) + received,
         step_received=tuple(step_received),
         rounds=tuple(rounds),
+        latencies=tuple(latencies),
     )
+
+
+@lru_cache(maxsize=256)
+def books_of(body: Program) -> Account:
+    """Return the account of the body of an op; remembered."""
+    return account(body)
+
+
+@lru_cache(maxsize=256)
+def held_inside(body: Program, carried: int) -> int:
+    """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
+
+    Operands are its invariants and slices; what it carries is its own from the second run on. Of the results, those
+    carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied.
+    """
+    ledger = _Ledger(body.devices)
+    start, found = holds(body, body.devices, [name for name, _ in body.inputs[carried:]])
+    staged = [step.op.staging(*body.step_types(step)[0]) for step in body.steps]
+    results = sum((ledger.size(t) for t in body.output_types[:carried]), 0)
+    moments = [start, *(hold.during + n for hold, n in zip(found, staged, strict=True))]
+    return max(0, *(_worst(moment - results) for moment in moments))
 
 
 def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -> int:
@@ -179,4 +207,4 @@ def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.nd
         needs = np.zeros_like(needs)
     elif not source:
         needs = np.where(needs > 0, needs - kept(s, t), 0)
-    return ledger.spread(t, needs * t.itemsize)
+    return ledger.spread(t.mesh.ids, needs * t.itemsize)

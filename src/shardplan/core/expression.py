@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, assert_never
 
 import numpy as np
@@ -33,12 +33,13 @@ from shardplan.core.expression_tree import (
     text_of,
     walk,
 )
+from shardplan.core.namespace import Dtype, Namespace, Tensor
 from shardplan.errors import ParseError, TypingError
 
 MOST_EXPONENT = 127  # of an integer: numpy takes an exponent in the dtype of its base, and i8 ends there
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is asked of every step's expression is worked out once
 class Expression:
     """A parsed expression.
 
@@ -54,22 +55,27 @@ class Expression:
         """Read an expression; raises `ParseError` pointing at the character."""
         return _parse(text)
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """What computes; see `walk`."""
+        return tuple(walk(self.root))
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The operands, in order."""
-        return tuple(sorted({n.name for n in walk(self.root) if isinstance(n, Name)}))
+        return tuple(sorted({n.name for n in self.nodes if isinstance(n, Name)}))
 
     @property
     def arity(self) -> int:
         """The number of operands."""
         return len(self.names)
 
-    @property
+    @cached_property
     def conditions(self) -> frozenset[str]:
         """The operands that stand alone as the condition of a `where`: these are of dtype bool."""
         return frozenset(
             n.arguments[0].name
-            for n in walk(self.root)
+            for n in self.nodes
             if isinstance(n, Call) and n.function == "where" and isinstance(n.arguments[0], Name)
         )
 
@@ -77,12 +83,9 @@ class Expression:
         """Return the canonical text, which `parse` reads back to an equal expression."""
         return text_of(self.root, LOOSEST)
 
-    def evaluate(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the value on `arrays`, one per operand, broadcast as numpy does; constants take the arrays' dtype."""
-        kinds = [x.dtype for x in arrays if x.dtype.kind != "b"]
-        dtype = np.result_type(*kinds) if kinds else np.dtype(np.bool_)
-        with np.errstate(all="ignore"):
-            return np.asarray(evaluate(self.root, dict(zip(self.names, arrays, strict=True)), dtype))
+    def evaluate(self, xp: Namespace, arrays: Sequence[Tensor], dtype: Dtype) -> Tensor:
+        """Return the value on arrays of `dtype` (conditions: bool), one per operand, broadcast as numpy does."""
+        return evaluate(self.root, dict(zip(self.names, arrays, strict=True)), xp, dtype)
 
     def degree(self, names: Iterable[str]) -> int | None:
         """Return the degree in the operands `names` jointly: 0 if independent of them, 1 if linear and homogeneous.
@@ -110,12 +113,12 @@ class Expression:
         """Return the operations an element."""
         return sum(
             FUNCTIONS[n.function].flops if isinstance(n, Call) else int(isinstance(n, Binary | Negate))
-            for n in walk(self.root)
+            for n in self.nodes
         )
 
     def check(self, dtype: np.dtype[Any], shown: str) -> None:
         """Raise `TypingError` unless every operation is closed in `dtype`, whose short name is `shown`."""
-        for n in walk(self.root):
+        for n in self.nodes:
             bad = _unfit(n, dtype)
             if bad:
                 raise TypingError(f'"{self}": {bad[0]} is not defined for {shown}; legal is {bad[1]}')

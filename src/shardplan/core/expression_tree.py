@@ -1,4 +1,4 @@
-"""The tree of an elementwise expression: its nodes, the functions it may call, its text and its meaning in numpy."""
+"""The tree of an elementwise expression: its nodes, the functions it may call, its text and its meaning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-import numpy as np
+from shardplan.core.namespace import Dtype, Namespace, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class Call:
 Node = Name | Number | Negate | Binary | Call
 
 
-def _sigmoid(x: Any) -> Any:
-    small = np.exp(-np.abs(x))  # never overflows
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+def _sigmoid(xp: Namespace, x: Tensor) -> Tensor:
+    small = xp.exp(-xp.abs(x))  # never overflows
+    return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
 
 CUBIC = 0.044715  # of the usual approximation of GELU by a tanh: Hendrycks and Gimpel, arXiv 1606.08415, section 2
 
 
-def _gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + CUBIC * x * x * x)))
+def _gelu(xp: Namespace, x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + CUBIC * x * x * x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,23 @@ class Function:
 
 
 FUNCTIONS: dict[str, Function] = {
-    "exp": Function(1, np.exp, increasing=True),
-    "log": Function(1, np.log),
-    "sqrt": Function(1, np.sqrt),
-    "rsqrt": Function(1, lambda x: 1 / np.sqrt(x), 2),
-    "tanh": Function(1, np.tanh, increasing=True),
-    "relu": Function(1, lambda x: np.maximum(x, 0), increasing=True, integers=True, complex=False),
+    "exp": Function(1, lambda xp, x: xp.exp(x), increasing=True),
+    "log": Function(1, lambda xp, x: xp.log(x)),
+    "sqrt": Function(1, lambda xp, x: xp.sqrt(x)),
+    "rsqrt": Function(1, lambda xp, x: 1 / xp.sqrt(x), 2),
+    "tanh": Function(1, lambda xp, x: xp.tanh(x), increasing=True),
+    "relu": Function(
+        1, lambda xp, x: xp.maximum(x, xp.full((), 0, xp.dtype(x))), increasing=True, integers=True, complex=False
+    ),
     "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False),
     "gelu": Function(1, _gelu, 9, complex=False),
-    "silu": Function(1, lambda x: x * _sigmoid(x), 5, complex=False),
-    "sin": Function(1, np.sin),
-    "cos": Function(1, np.cos),
-    "abs": Function(1, np.abs, integers=True, complex=False),
-    "maximum": Function(2, np.maximum, integers=True, complex=False),
-    "minimum": Function(2, np.minimum, integers=True, complex=False),
-    "where": Function(3, np.where, integers=True),
+    "silu": Function(1, lambda xp, x: x * _sigmoid(xp, x), 5, complex=False),
+    "sin": Function(1, lambda xp, x: xp.sin(x)),
+    "cos": Function(1, lambda xp, x: xp.cos(x)),
+    "abs": Function(1, lambda xp, x: xp.abs(x), integers=True, complex=False),
+    "maximum": Function(2, lambda xp, x, y: xp.maximum(x, y), integers=True, complex=False),
+    "minimum": Function(2, lambda xp, x, y: xp.minimum(x, y), integers=True, complex=False),
+    "where": Function(3, lambda xp, condition, x, y: xp.where(condition, x, y), integers=True),
 }
 BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": lambda x, y: x + y,
@@ -173,26 +175,20 @@ def _paren(text: str, needed: bool) -> str:
     return f"({text})" if needed else text
 
 
-MEANINGS = {name: function.meaning for name, function in FUNCTIONS.items()}
-
-
-def evaluate(
-    node: Node, values: Mapping[str, Any], dtype: np.dtype[Any], functions: Mapping[str, Callable[..., Any]] = MEANINGS
-) -> Any:
-    """Return the value of a node for operands of one dtype; `functions` by name, numpy's unless given."""
+def evaluate(node: Node, values: Mapping[str, Tensor], xp: Namespace, dtype: Dtype) -> Tensor:
+    """Return the value of a node for operands of one dtype."""
     match node:
         case Name(name):
             return values[name]
         case Number(value):
-            return dtype.type(value) if dtype.kind in "fc" or (dtype.kind in "iu" and isinstance(value, int)) else value
+            return xp.full((), value, dtype)
         case Negate(operand):
-            return -evaluate(operand, values, dtype, functions)
+            return -evaluate(operand, values, xp, dtype)
         case Binary("**", left, Number(exponent)):
-            base = evaluate(left, values, dtype, functions)
-            return base**exponent if isinstance(exponent, int) else base ** dtype.type(exponent)
+            return evaluate(left, values, xp, dtype) ** exponent
         case Binary(symbol, left, right):
-            return BINARY[symbol](evaluate(left, values, dtype, functions), evaluate(right, values, dtype, functions))
+            return BINARY[symbol](evaluate(left, values, xp, dtype), evaluate(right, values, xp, dtype))
         case Call(function, arguments):
-            return functions[function](*(evaluate(x, values, dtype, functions) for x in arguments))
+            return FUNCTIONS[function].meaning(xp, *(evaluate(x, values, xp, dtype) for x in arguments))
         case _:
             assert_never(node)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardplan.core.layout import Layout, suffix_text
 from shardplan.core.mesh import Mesh
@@ -56,10 +57,6 @@ class FactorRule:
     results: tuple[Dims, ...]
     factors: tuple[Factor, ...]
 
-    def factor(self, name: str) -> Factor:
-        """Return the factor called `name`."""
-        return next(f for f in self.factors if f.name == name)
-
     def __str__(self) -> str:
         """Return Shardy's text; what the factor lists do not say (a max, a replicated factor) is appended."""
         sizes = ",".join(f"{f.name}={f.size}" for f in self.factors)
@@ -75,8 +72,7 @@ def _side(tensors: tuple[Dims, ...]) -> str:
     return "(" + ",".join("[" + ",".join("".join(d) for d in dims) + "]" for dims in tensors) + ")"
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """A dim of an operand in which a factor lies, with the axes that the factor carries there."""
 
     operand: int
@@ -86,7 +82,7 @@ class _Held:
 
 
 def infer(
-    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtype: str | None = None
+    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtypes: Sequence[str]
 ) -> tuple[TensorType, ...]:
     """Return the result types.
 
@@ -100,37 +96,42 @@ def infer(
 
     `linear(partial, reduction)` says whether the op may take exactly the operands `partial` (indices) as partial with
     `reduction` over an axis, its result then being partial too: for `sum`, whether it is linear and homogeneous in
-    them jointly. `op` opens every message. Results have the dtype of the first operand unless `dtype` is given.
+    them jointly. `op` opens every message. `dtypes` are those of the results.
 
     Raises `TypingError` for operands of another count, shape or mesh, `LayoutError` where layouts do not meet.
     """
-    _check_shapes(rule, operands, op)
+    sizes = {f.name: f.size for f in rule.factors}
+    _check_shapes(rule, sizes, operands, op)
     mesh = operands[0].mesh
-    held: dict[str, list[_Held]] = {f.name: [] for f in rule.factors}
+    held: dict[str, list[_Held]] = {name: [] for name in sizes}
     for k, (dims, t) in enumerate(zip(rule.operands, operands, strict=True)):
         for d, factors in enumerate(dims):
-            for name, atoms, names in _parts(rule, t, d, factors, f"{op}: dim {d} of operand {k}, {t},"):
-                held[name].append(_Held(k, d, atoms, names))
-    carried: dict[str, _Held] = {}
-    for f in rule.factors:
-        carried[f.name] = _meet(f, held[f.name], operands, op)
+            if len(factors) == 1:
+                held[factors[0]].append(_Held(k, d, t.atoms[d], t.layout.dims[d]))
+                continue
+            for name, atoms in _parts(sizes, t, d, factors, f"{op}: dim {d} of operand {k}, {t},"):
+                held[name].append(_Held(k, d, atoms, mesh.fold(atoms)))
+    carried = {f.name: _meet(f, held[f.name], operands, op) for f in rule.factors}
     _check_once(carried, mesh, op)
     partial, reduction = _partial(rule, carried, operands, linear, op)
     root = _root(operands, op)
     names = mesh.fold(tuple(sorted(partial)))
     out: list[TensorType] = []
-    for dims in rule.results:
-        shape = tuple(math.prod(rule.factor(n).size for n in factors) for factors in dims)
-        layout = Layout(_result_dims(rule, dims, carried, mesh, op), names, reduction, root)
-        out.append(TensorType(dtype or operands[0].dtype, shape, layout, mesh))
+    for dims, dtype in zip(rule.results, dtypes, strict=True):
+        layout = Layout(_result_dims(sizes, dims, carried, mesh, op), names, reduction, root)
+        out.append(TensorType(dtype, _shape(dims, sizes), layout, mesh))
     return tuple(out)
 
 
-def _check_shapes(rule: FactorRule, operands: Sequence[TensorType], op: str) -> None:
+def _shape(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple([sizes[d[0]] if len(d) == 1 else math.prod(sizes[n] for n in d) for d in dims])
+
+
+def _check_shapes(rule: FactorRule, sizes: Mapping[str, int], operands: Sequence[TensorType], op: str) -> None:
     if len(operands) != len(rule.operands) or not operands:
         raise TypingError(f"{op}: {len(operands)} operands; the rule {rule} takes {len(rule.operands)}")
     for k, (dims, t) in enumerate(zip(rule.operands, operands, strict=True)):
-        legal = tuple(math.prod(rule.factor(n).size for n in factors) for factors in dims)
+        legal = _shape(dims, sizes)
         if t.shape != legal:
             raise TypingError(f"{op}: operand {k}, {t}, has the shape {t.shape}; the rule {rule} takes {legal}")
         if t.mesh != operands[0].mesh:
@@ -139,27 +140,24 @@ def _check_shapes(rule: FactorRule, operands: Sequence[TensorType], op: str) -> 
 
 
 def _parts(
-    rule: FactorRule, t: TensorType, dim: int, factors: tuple[str, ...], where: str
-) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Yield the factors of a dim, major to minor, each with the atoms of its axes and their names; rule 4."""
-    if len(factors) == 1:
-        yield factors[0], t.atoms[dim], t.layout.dims[dim]
-        return
+    sizes: Mapping[str, int], t: TensorType, dim: int, factors: tuple[str, ...], where: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the factors of a dim that has several, major to minor, each with the atoms of its axes; rule 4."""
     if not t.even[dim]:
         raise LayoutError(f"{where} is unevenly tiled over {_over(t.layout.dims[dim])}; legal to split is an even dim")
     left = list(t.atoms[dim])
     for name in factors:
         # A factor takes axes as long as they divide what is left of it: only when it is full comes the next one's turn.
-        rest, taken = rule.factor(name).size, list[int]()
+        rest, taken = sizes[name], list[int]()
         while left and rest % t.mesh.atoms[left[0]].size == 0:
             rest //= t.mesh.atoms[left[0]].size
             taken.append(left.pop(0))
         if left and rest > 1:
             raise LayoutError(
                 f"{where} is over {_over(t.layout.dims[dim])}, which does not fill its factor {name}="
-                f"{rule.factor(name).size} before the minor ones; legal are axes that multiply to it, then others"
+                f"{sizes[name]} before the minor ones; legal are axes that multiply to it, then others"
             )
-        yield name, tuple(taken), t.mesh.fold(tuple(taken))
+        yield name, tuple(taken)
 
 
 def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op: str) -> _Held:
@@ -183,7 +181,9 @@ def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op:
                 f"{first.operand}, {operands[first.operand]}, is over {_over(first.names)}, but dim {p.dim} of operand "
                 f"{p.operand}, {operands[p.operand]}, is over {_over(p.names)}; legal on both: {legal}"
             )
-    return max(held, key=lambda p: len(p.names))  # axes of size 1 that only one operand names are kept
+    return (
+        first if len(held) == 1 else max(held, key=lambda p: len(p.names))
+    )  # axes of size 1 that only one operand names are kept
 
 
 def _candidates(held: list[_Held], operands: Sequence[TensorType]) -> list[tuple[str, ...]]:
@@ -202,7 +202,8 @@ def _candidates(held: list[_Held], operands: Sequence[TensorType]) -> list[tuple
 
 def _check_once(carried: dict[str, _Held], mesh: Mesh, op: str) -> None:
     """Rule 2: an axis serves at most one factor."""
-    for (x, p), (y, q) in itertools.combinations(carried.items(), 2):
+    sharded = [(name, held) for name, held in carried.items() if held.atoms]
+    for (x, p), (y, q) in itertools.combinations(sharded, 2):
         both = set(p.atoms) & set(q.atoms)
         if both:
             axes = axes_text(mesh.fold(tuple(sorted(both))))
@@ -223,7 +224,7 @@ def _partial(
         for a in mesh.expand(t.layout.partial):
             held.setdefault(a, set()).add(k)
             kinds.setdefault(t.layout.reduction or "sum", f"operand {k}, {t}")
-    for name, p in carried.items():
+    for name, p in carried.items() if held else ():
         both = set(p.atoms) & set(held)
         if both:
             k = min(held[min(both)])
@@ -288,7 +289,7 @@ def _root(operands: Sequence[TensorType], op: str) -> tuple[str, ...]:
 
 
 def _result_dims(
-    rule: FactorRule, dims: Dims, carried: dict[str, _Held], mesh: Mesh, op: str
+    sizes: Mapping[str, int], dims: Dims, carried: dict[str, _Held], mesh: Mesh, op: str
 ) -> tuple[tuple[str, ...], ...]:
     """Put the axes of each result dim's factors together; rule 4. A name of size 1 is kept where it first occurs."""
     out: list[tuple[str, ...]] = []
@@ -297,17 +298,18 @@ def _result_dims(
         names: list[str] = []
         full = True
         for n in factors:
-            p, size = carried[n], rule.factor(n).size
-            product = math.prod(mesh.atoms[a].size for a in p.atoms)
+            p, size = carried[n], sizes[n]
             # Merged dims are one dim in row-major order: tiles of a minor factor are runs of it only under whole
             # coordinates of the major ones.
-            if p.atoms and len(factors) > 1 and (size % product or not full):
-                why = "unevenly" if size % product else "under a major factor that is not fully sharded"
-                raise LayoutError(
-                    f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is cut "
-                    f"over {_over(p.names)} {why}; legal are even tilings, minor factors under full major ones"
-                )
-            full = full and product == size
+            if len(factors) > 1:
+                product = math.prod(mesh.atoms[a].size for a in p.atoms)
+                if p.atoms and (size % product or not full):
+                    why = "unevenly" if size % product else "under a major factor that is not fully sharded"
+                    raise LayoutError(
+                        f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is "
+                        f"cut over {_over(p.names)} {why}; legal are even tilings, minor factors under full major ones"
+                    )
+                full = full and product == size
             names += [x for x in p.names if mesh.span(x).atoms or x not in seen]
             seen.update(p.names)
         out.append(tuple(names))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,3 +150,124 @@ def passed_on(
         if fold is not None:
             actions.append(Copy(segment(x, got, nth > 0), target, fold))
         yield Round.of(actions, closes=r == count - 1)
+
+
+def binomial(group: Group, step: int, x: Region, y: Region, fold: str | None) -> Iterator[Round]:
+    """Yield the rounds of a binomial tree in which `x` is added up in `y` at the first member, or spread from there.
+
+    With `step` -1 it goes to the root: neighbours come first, then members twice as far; with 1 from it, the other way.
+    What is added up is staged in "t", as large as a shard.
+    """
+    me, q = group.me, group.size
+    distances = [1 << k for k in range((q - 1).bit_length())]
+    if fold is None:
+        yield Round.of([Copy(x.only(me == 0), y.only(me == 0))], closes=False)
+    else:
+        yield Round.of([Copy(x.only(me % 2 == 0), y.only(me % 2 == 0))], closes=False)  # the others only pass theirs on
+    for distance in distances[::-step]:
+        near = group.live & (me % (2 * distance) == 0) & (me + distance < q)
+        far = group.live & (me % (2 * distance) == distance)
+        if fold is None:
+            yield Round.of([group.put(me + distance, y.only(near)), group.take(me - distance, y.only(far))])
+        else:
+            given = x if distance == 1 else y
+            staged = run_of("t", np.zeros_like(me), np.where(near, y.elements(), 0))
+            yield Round.of(
+                [
+                    group.put(me - distance, given.only(far)),
+                    group.take(me + distance, staged),
+                    Copy(staged, y.only(near), fold),
+                ]
+            )
+
+
+def tree_parents(node: Ints, count: Ints | int, mirrored: bool) -> Ints:
+    """Return the parents of members in one of the two binary trees over `count` members, -1 at the root.
+
+    The parent of a member has its lowest bit cleared and the next one set; where that is beyond the end, the bit is
+    only cleared. The second tree is the first one mirrored where the count is even, else shifted by one, so that the
+    leaves of one are inside the other and everybody's two directions are used.
+
+    Source: NVIDIA/nccl `src/graph/trees.cc`.
+
+    >>> tree_parents(np.arange(6), 6, False).tolist(), tree_parents(np.arange(6), 6, True).tolist()
+    ([-1, 2, 4, 2, 0, 4], [1, 5, 3, 1, 3, -1])
+    """
+    even = np.asarray(count) % 2 == 0
+    own = np.where(even, count - 1 - node, (node - 1) % count) if mirrored else node
+    low = own & -own
+    up = (own ^ low) | (low << 1)
+    up = np.where(own == 0, -1, np.where(up >= count, own ^ low, up))
+    return np.where(up < 0, -1, np.where(even, count - 1 - up, (up + 1) % count)) if mirrored else up
+
+
+def double_tree(group: Group, x: Region, y: Region, itemsize: int, chunks: int, fold: str) -> Iterator[Round]:
+    """Yield the rounds in which two binary trees each add up one half of `x` in `y`, upwards, and spread it again.
+
+    In segments, which go up and down one behind the other; what comes from a child is staged in "t", see `tree_room`.
+    """
+    me, q = np.maximum(group.me, 0), group.size
+    n = np.where(group.live, x.elements(), 0)
+    if q == 1:
+        yield Round.of([Copy(x, y)])
+        return
+    count = tree_segments(n, itemsize, chunks)
+    yield Round.of([Copy(x, y)], closes=False)
+    plans: list[_Tree] = [_Tree.of(tree_parents(np.arange(q), q, mirrored)) for mirrored in (False, True)]
+    last = int(count.max()) + 2 * max(p.top for p in plans) - 1
+    room = -(-n // (2 * count)) + 1
+    for r in range(last + 1):
+        actions: list[Action] = []
+        folds: list[Action] = []
+        for half, tree in enumerate(plans):
+            start, stop = n * half // 2, n * (half + 1) // 2
+
+            def segment(c: Ints, rows: Ints, start: Ints = start, stop: Ints = stop) -> Region:
+                lo, hi = (start + (stop - start) * k // count for k in (c, c + 1))
+                return run_of("y", lo, np.where(rows & (c >= 0) & (c < count), hi - lo, 0))
+
+            parent, down = tree.parent[me], r - tree.top - tree.depth[me]
+            actions.append(group.put(parent, segment(r - tree.height[me], parent >= 0)))
+            actions.append(group.take(parent, segment(down + 1, parent >= 0)))
+            for k, child in enumerate(tree.children[:, me]):
+                here = segment(r - tree.height[child], child >= 0)
+                staged = run_of("t", (2 * half + k) * room, here.elements())
+                actions += [group.put(child, segment(down, child >= 0)), group.take(child, staged)]
+                folds.append(Copy(staged, here, fold))
+        yield Round.of([*actions, *folds], closes=r == last)
+
+
+class _Tree(NamedTuple):
+    """A tree over the members of a group: int64 [members], of children two rows, -1 for none."""
+
+    parent: Ints
+    children: Ints
+    depth: Ints
+    height: Ints
+    top: int  # the height of the root
+
+    @staticmethod
+    def of(parent: Ints) -> _Tree:
+        """Derive the rest."""
+        q = len(parent)
+        children, depth, height = np.full((2, q), -1), np.zeros(q, dtype=np.int64), np.zeros(q, dtype=np.int64)
+        for k in range(q):
+            if parent[k] >= 0:
+                children[int(children[0, parent[k]] >= 0), parent[k]] = k
+            above, steps = parent[k], 0
+            while above >= 0:
+                steps += 1
+                height[above] = max(height[above], steps)
+                above = parent[above]
+            depth[k] = steps
+        return _Tree(parent, children, depth, height, int(height.max()))
+
+
+def tree_segments(n: Ints, itemsize: int, chunks: int) -> Ints:
+    """Return how many segments `double_tree` cuts each half of `n` elements into."""
+    return np.maximum(chunks, -(-n * itemsize // (2 * SEGMENT)))
+
+
+def tree_room(n: Ints, itemsize: int, chunks: int) -> Ints:
+    """Return the elements that `double_tree` stages: a segment of each of two children in each of two trees."""
+    return 4 * (-(-n // (2 * tree_segments(n, itemsize, chunks))) + 1)

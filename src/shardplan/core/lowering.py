@@ -96,7 +96,11 @@ Action = Put | Take | Copy
 
 
 class Round(NamedTuple):
-    """What devices do at once. Nothing writes what a put reads until a round closes, nor twice where a take lands."""
+    """What devices do at once.
+
+    Nothing writes what a put reads until a round closes, or until something comes that was made of it; nothing else of
+    the round reads or writes where a take lands before `then`.
+    """
 
     puts: tuple[Put, ...] = ()
     meanwhile: tuple[Copy, ...] = ()  # in order, while messages travel

@@ -7,13 +7,15 @@ stores types; they follow from its operands. No facet has a default that an op c
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
+from shardplan.core.box_table import BoxTable
+from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -28,6 +30,21 @@ class Op(abc.ABC):
 
     name: ClassVar[str]
     boxed: ClassVar[bool] = False  # whether operands may lie in a table of boxes
+    peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
+    chunks = 1  # parts that it runs in one after another; unannotated, so that it is no field before an op's own
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether its chunks can be set."""
+        return any(field.name == "chunks" for field in fields(self))
+
+    def in_chunks(self, chunks: int) -> Self:
+        """Return it in so many chunks, itself where they cannot be set."""
+        return replace(self, chunks=chunks) if self.cuttable else self
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return the axes of the groups that an operand's devices form, major to minor; none where they form none."""
+        return ()
 
     @abc.abstractmethod
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -39,7 +56,7 @@ class Op(abc.ABC):
 
     @abc.abstractmethod
     def received(self, *operands: TensorType) -> np.ndarray:
-        """Return the bytes that each device of the result's mesh receives, int64 [devices]."""
+        """Return the bytes that each of its `devices` receives, int64 [devices]."""
 
     @abc.abstractmethod
     def rounds(self, *operands: TensorType) -> int:
@@ -49,9 +66,33 @@ class Op(abc.ABC):
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
 
+    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+        """Return the staging as a function of the number of chunks; from 2 on it never rises."""
+        need = self.staging(*operands)
+        return lambda chunks: need
+
     @abc.abstractmethod
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""
+
+    def devices(self, *operands: TensorType) -> np.ndarray:
+        """Return the ids of its devices: those of the first result's mesh, in mesh order; int64 [devices]."""
+        return results_of(self, operands)[0].mesh.ids
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The meshes that it uses inside, beside those of its operands and results."""
+        return ()
+
+    @property
+    def tables(self) -> tuple[BoxTable, ...]:
+        """The tables of boxes that it uses inside, as of `meshes`."""
+        return ()
+
+    @classmethod
+    def moves(cls, source: TensorType, destination: TensorType) -> Sequence[Op]:
+        """Return ops of this class that the planner may try on the way from one type to another; by default none."""
+        return ()
 
 
 @lru_cache(maxsize=4096)

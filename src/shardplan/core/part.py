@@ -24,6 +24,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import inside, opened, walk
 
 Positions = tuple[NDArray[np.int64], ...]  # ascending, one array a dim
 
@@ -85,20 +86,21 @@ def run_part(program: Program, name: str, shards: Shards, positions: Positions) 
     outputs that are the input, moved.
     """
     values = {name: list(shards)}
-    for step, freed in zip(program.steps, program.last_uses(), strict=True):
-        for operand, result in moved(step):
+    for visit in walk(opened(program)[0]):
+        for operand, result in moved(visit.step):
             if operand in values:
                 t = program.types[operand]
                 before, after = (cast("TensorType", Part(x, positions)) for x in (t, program.types[result]))
-                values[result] = step.op.move(values[operand], before, after)  # pyright: ignore
-        for gone in freed:
+                values[result] = visit.step.op.move(values[operand], before, after)  # pyright: ignore
+        for gone in visit.freed:
             values.pop(gone, None)
     return {output: values[output] for output in program.outputs if output in values}
 
 
 def moved(step: Step) -> tuple[tuple[str, str], ...]:
     """Return the operands that a step moves, each with its result; none of a step that computes."""
-    return tuple(zip(step.operands, step.results, strict=True)) if isinstance(step.op, Collective) else ()
+    moves = [s for s in inside(step) if isinstance(s.op, Collective)]
+    return tuple(pair for s in moves for pair in zip(s.operands, s.results, strict=True))
 
 
 def descent(program: Program, name: str) -> dict[str, TensorType]:

@@ -1,11 +1,12 @@
 """The communication of one op, all devices at once, as `hardware` prices it.
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
-point-to-point traffic; a `Local` only copies.
+point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a body do, again and again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,4 +39,20 @@ class Local:
     nbytes: float
 
 
-Pattern = Groups | Messages | Local
+@dataclass(frozen=True, slots=True, eq=False)
+class InTurn:
+    """Patterns one after another, all of them `times` times."""
+
+    times: int
+    parts: tuple[Pattern, ...]
+
+
+Pattern = Groups | Messages | Local | InTurn
+
+
+def in_turn(times: int, parts: Sequence[Pattern]) -> Pattern:
+    """Return patterns one after another, all of them `times` times; where nothing is communicated, as one copy."""
+    copied = [part.nbytes for part in parts if isinstance(part, Local)]
+    if not times or len(copied) == len(parts):
+        return Local(times * sum(copied))
+    return parts[0] if times == len(parts) == 1 else InTurn(times, tuple(parts))

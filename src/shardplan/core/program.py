@@ -15,9 +15,10 @@ from shardplan.core import border
 from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
+from shardplan.core.parse import Written, parse_text
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.text import meshes_of, parse_text, program_text, tables_of
+from shardplan.core.text import program_text
 from shardplan.errors import ShardplanError, TypingError, shown
 
 
@@ -97,13 +98,15 @@ class Program:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The distinct meshes, in order of appearance."""
-        return meshes_of(self.types.values())
+        """The distinct meshes, in order of appearance; those that only bodies of ops use come last."""
+        own = (t.mesh for t in self.types.values())
+        return tuple(dict.fromkeys((*own, *(mesh for step in self.steps for mesh in step.op.meshes))))
 
     @property
     def tables(self) -> tuple[BoxTable, ...]:
-        """The distinct tables of boxes, in order of appearance."""
-        return tables_of(self.types.values())
+        """The distinct tables of boxes, as of `meshes`."""
+        own = (t.layout.boxes for t in self.types.values() if t.layout.boxes is not None)
+        return tuple(dict.fromkeys((*own, *(table for step in self.steps for table in step.op.tables))))
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -126,7 +129,7 @@ class Program:
 
     def text(self, note: Callable[[int, Step], str] | None = None) -> str:
         """Return the text that `parse` reads; `note(number, step)` may add a comment to each step's line."""
-        return program_text(self.inputs, self.steps, self.outputs, self.types, note)
+        return program_text(self, note)
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
@@ -144,10 +147,13 @@ class Program:
             ParseError: Text that is no program, at the character; a type that is claimed and not derived.
             TypingError: A step that does not type, and other errors of an op, which name the step.
         """
-        written = parse_text(text)
-        program = Program(written.inputs, written.steps, written.outputs)
-        written.check(program.types)
-        return program
+        return parse_text(text, _verified)
+
+
+def _verified(written: Written) -> Program:
+    program = Program(written.inputs, written.steps, written.outputs)
+    written.check(program.types)
+    return program
 
 
 def _named(number: int, step: Step) -> str:

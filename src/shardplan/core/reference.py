@@ -14,6 +14,7 @@ from shardplan.core.messages import at_root
 from shardplan.core.op import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
+from shardplan.core.walk import walk
 from shardplan.errors import LayoutError, shown
 
 
@@ -166,11 +167,11 @@ def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]
     values: dict[str, list[Array]] = {}
     for (name, t), shards in zip(program.inputs, inputs, strict=True):
         values[name] = check_shards(name, t, shards)
-    for step, freed in zip(program.steps, program.last_uses(), strict=True):
-        operand_types, _ = program.step_types(step)
-        results = step.op.reference([values[o] for o in step.operands], operand_types)
+    for visit in walk(program):
+        step = visit.step
+        results = step.op.reference([values[o] for o in step.operands], visit.operands)
         values.update(zip(step.results, results, strict=True))
-        for name in freed:
+        for name in visit.freed:
             values.pop(name, None)
     return [values[name] for name in program.outputs]
 

@@ -13,8 +13,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.op import Array, Shards
-from shardplan.core.ops.collective import Collective
-from shardplan.core.part import Part, Positions, blocks, corners, descent, numbers, run_part
+from shardplan.core.part import Part, Positions, blocks, corners, descent, moved, numbers, run_part
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, gather, spread
 from shardplan.core.tensor import TensorType
@@ -119,8 +118,8 @@ def verify(plan: Plan) -> TrialVerdict:
     for name in ("index", "random"):
         arrays = [index_data(t) if name == "index" else random_data(t, k) for k, t in enumerate(sources)]
         results = execute(program, [distribute(a, t) for a, t in zip(arrays, sources, strict=True)])
-        moved = results[: len(destinations)]  # behind them are inputs that the caller keeps
-        for k, (array, found, t) in enumerate(zip(arrays, moved, destinations, strict=True)):
+        arrived = results[: len(destinations)]  # behind them are inputs that the caller keeps
+        for k, (array, found, t) in enumerate(zip(arrays, arrived, destinations, strict=True)):
             compare(found, program.output_types[k], array, t, f"output {k} on {name} data")
     return TrialVerdict(("index", "random"), shards, total, total, 1)
 
@@ -197,8 +196,7 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
     origin = {name: name for name, _ in program.inputs}
     for step in program.steps:
-        if isinstance(step.op, Collective):
-            origin |= {r: origin[o] for r, o in zip(step.results, step.operands, strict=True) if o in origin}
+        origin |= {result: origin[operand] for operand, result in moved(step) if operand in origin}
     sums: list[str] = []
     equal: list[bool] = []
     for name, shards, t in zip(program.outputs, results, program.output_types, strict=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.core.group_rounds import tree_parents
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 
@@ -126,7 +127,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
             lanes.append(lane[chain])
         for mirrored in (False, True):
             child = np.flatnonzero(at_top)
-            up = _tree_parent(node[child], width[child], mirrored)
+            up = tree_parents(node[child], width[child], mirrored)
             child, up = child[up >= 0], up[up >= 0]  # without the root
             sender.append(device[held[child]])
             receiver.append(device[held[first[child] + up]])
@@ -161,24 +162,6 @@ def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
     return turn
 
 
-def _tree_parent(node: Ints, width: Ints, mirrored: bool) -> Ints:
-    """Parents in NCCL's binary tree over `width` nodes, -1 at the root.
-
-    The second tree is the first one mirrored where the width is even, else shifted by one, so that the leaves of one
-    are inside the other and everybody's two directions are used. The parent of a node has its lowest bit cleared and
-    the next one set; where that is beyond the end, the bit is only cleared.
-    """
-    even = width % 2 == 0
-    own = np.where(even, width - 1 - node, (node - 1) % width) if mirrored else node
-    low = own & -own
-    up = (own ^ low) | (low << 1)
-    up = np.where(up >= width, own ^ low, up)
-    up = np.where(own == 0, -1, up)
-    if not mirrored:
-        return up
-    return np.where(up < 0, -1, np.where(even, width - 1 - up, (up + 1) % width))
-
-
 def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     """Run all_reduce, reduce_scatter or all_gather by halving and doubling; k must be a power of two.
 
@@ -209,3 +192,4 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "reduce": {"ring": ring, "tree": tree},
     "broadcast": {"ring": ring, "tree": tree},
 }
+PRICED = (*ALGORITHMS, "all_to_all", "permute")  # what traffic may name; a permute sends to the next member

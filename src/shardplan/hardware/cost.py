@@ -12,7 +12,7 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern
 from shardplan.errors import TopologyError
 from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal
 from shardplan.hardware.algorithms import ALGORITHMS, FlowRound
@@ -62,6 +62,8 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
             return _messages(pattern, fabric)
         case Groups():
             return _groups(pattern, fabric, algorithm)
+        case InTurn():
+            return _in_turn(pattern.times, [price(part, fabric, algorithm) for part in pattern.parts], fabric)
         case _:
             assert_never(pattern)
 
@@ -112,6 +114,12 @@ def linear_cost(kind: str, members: Ints, fabric: Fabric) -> tuple[float, float]
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
+
+
+def _in_turn(times: int, parts: list[Price], fabric: Fabric) -> Price:
+    moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    alpha, transfer = sum(part.alpha for part in parts), sum(part.transfer for part in parts)
+    return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()))
 
 
 def _messages(pattern: Messages, fabric: Fabric) -> Price:

@@ -261,7 +261,7 @@ def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray
     """
     topology, k = fabric.topology, members.shape[1]
     sums: list[NDArray[np.float64]] = []
-    if demand.op == "all_to_all":
+    if demand.letters is None and not demand.shifts:
         each = demand.nbytes * demand.count / k
         for stride in topology.strides:
             units = (members // stride).reshape(-1)
@@ -270,7 +270,7 @@ def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray
             sums.append(np.bincount(units, (k - inside[at]) * each, topology.size // stride).astype(np.float64))
         return sums
     # Every member but the last sends its bytes to the next, as down a chain.
-    op = "broadcast" if demand.op == "permute" else demand.op
+    op = "broadcast" if demand.shifts else demand.op
     flows = next(iter(ring(op, members, np.full(len(members), demand.nbytes * demand.count), fabric))).flows
     for stride in topology.strides:
         out = flows.sender // stride

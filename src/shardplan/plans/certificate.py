@@ -152,8 +152,7 @@ def derive(
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
     total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
     if where is None:
-        work = zip(program.steps, books.rounds, books.step_received, strict=True)
-        seconds = sum(nominal_step(step.op, rounds, got) for step, rounds, got in work)
+        seconds = sum(map(nominal_step, books.latencies, books.step_received))
         levels: tuple[float, ...] = ()
         floor = nominal_bound(int(least.max(initial=0)))
     else:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from shardplan.core.op import Op
-
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second
 LATENCY = 5e-6  # seconds per round
 DESCRIPTION = "nominal switch, 50 GB/s, 5 us"
 
 
-def nominal_step(op: Op, rounds: int, received: int) -> float:
-    """Return the seconds of a step of so many rounds, which every chunk takes again, and bytes at the worst device."""
-    chunks: int = getattr(op, "chunks", 1)
-    return chunks * rounds * LATENCY + received / BANDWIDTH
+def nominal_step(latencies: int, received: int) -> float:
+    """Return the seconds of a step of so many rounds, those of every chunk counted, and bytes at the worst device."""
+    return latencies * LATENCY + received / BANDWIDTH
 
 
 def nominal_bound(nbytes: int) -> float:

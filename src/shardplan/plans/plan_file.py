@@ -13,6 +13,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import program_leaves
 from shardplan.errors import ParseError, ShardplanError, line
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -105,7 +106,7 @@ def remarks(c: Certificate) -> list[str]:
             f"order      peak {format_bytes(c.peak_bytes - c.bound_bytes)} above the bound: no order found of these "
             "moves keeps it, and this is the least peak found"
         )
-    chunks = max((getattr(step.op, "chunks", 1) for step in c.program.steps), default=1)
+    chunks = max((leaf.op.chunks for leaf in program_leaves(c.program)), default=1)
     if chunks > MANY_CHUNKS:
         lines.append(f"chunks     {chunks} in the largest step, more than {MANY_CHUNKS}: each pays its latency again")
     return lines
@@ -115,8 +116,7 @@ def annotated(c: Certificate) -> str:
     """Return a program's text with the bytes the worst device receives and the predicted seconds of every step."""
     books = account(c.program)
     if c.where is None:
-        work = zip(c.program.steps, books.rounds, books.step_received, strict=True)
-        costs = [format_seconds(nominal_step(step.op, r, b)) for step, r, b in work]
+        costs = [format_seconds(s) for s in map(nominal_step, books.latencies, books.step_received)]
     else:
         prices = step_prices(c.program, fabric_of(c.where, c.program.meshes), c.algorithm)
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in CHOSEN else "") for p in prices]

@@ -10,9 +10,8 @@ import numpy as np
 
 from shardplan.core.accounting import account
 from shardplan.core.messages import at_root, own_places
-from shardplan.core.op import Op
-from shardplan.core.ops.collective import Collective, meet
-from shardplan.core.ops.reduction import ToPartial
+from shardplan.core.ops.collective import meet
+from shardplan.core.part import moved
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import Box, TensorType
@@ -96,20 +95,21 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
     for k, (name, u) in enumerate(zip(step.results, results, strict=True)):
         if k >= MOST_VALUES:
             break
-        before = operands[k] if isinstance(step.op, Collective) else None
-        how = _how(step.op, before, u)
-        kept = {} if before is None else _kept(step.op, before, u, devices)
-        made.append(Frame(f"step {number + 1}", text, note, name, u, how, _holdings(u, devices, kept)))
+        before = operands[k] if moved(step) else None
+        got = step.op.received(before) if before else np.zeros(u.mesh.size)
+        kept = {} if before is None else _kept(got, before, u, devices)
+        made.append(Frame(f"step {number + 1}", text, note, name, u, _how(before, u, got), _holdings(u, devices, kept)))
     return made
 
 
-def _how(op: Op, before: TensorType | None, after: TensorType) -> str:
+def _how(before: TensorType | None, after: TensorType, got: np.ndarray) -> str:
     """How what is new in a result's box came there, as a key of `LEGEND`."""
     if before is None:
         return "computed"
-    if isinstance(op, ToPartial):
-        return "filled"
     addends = [math.prod(t.mesh.span(a).size for a in t.layout.partial) for t in (before, after)]
+    values = [math.prod(t.mesh.span(a).size for a in (*t.layout.partial, *t.layout.root)) for t in (before, after)]
+    if values[1] > values[0] and not got.any():  # what was one value is addends of one, or is dropped but at a root
+        return "filled"
     return "reduced" if addends[1] < addends[0] else "received"
 
 
@@ -121,10 +121,11 @@ def _volume(box: Box) -> int:
     return math.prod(b - a for a, b in box)
 
 
-def _kept(op: Op, before: TensorType, after: TensorType, devices: Sequence[int]) -> dict[int, Box]:
-    """The part of its new box that each device (by place) kept: what it held, unless as much was received again."""
-    assert isinstance(op, Collective)
-    got = op.received_one(before, after)
+def _kept(got: np.ndarray, before: TensorType, after: TensorType, devices: Sequence[int]) -> dict[int, Box]:
+    """The part of its new box that each device (by place) kept: what it held, unless as much was received again.
+
+    `got` are the bytes that each received.
+    """
     places = own_places(before, after)
     roots, old, new = at_root(before), before.boxes(), after.boxes()
     found: dict[int, Box] = {}

@@ -13,11 +13,9 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.accounting import relabels
-from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.core.accounting import account, holds
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
 from shardplan.hardware.placement import Placement
@@ -31,13 +29,13 @@ Sample = tuple[float, np.ndarray]  # seconds, and bytes on every device of a pro
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """When a step runs, on which stream of which devices (ascending ids), and what each of its mesh receives."""
+    """When a step runs, on which stream of which devices (ascending ids), and what each device receives, by id."""
 
     start: float
     end: float
     stream: str
     devices: np.ndarray
-    received: np.ndarray
+    received: dict[int, int]
 
 
 def predict(program: Program, where: Where | None = None, most_devices: int = 64) -> Timeline:
@@ -74,16 +72,14 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     fabric = None if where is None else fabric_of(where, program.meshes)
     clock = 0.0
     slots: list[_Slot] = []
-    for step in program.steps:
-        operands, results = program.step_types(step)
-        pattern = step.op.pattern(*operands)
-        start, received = clock, step.op.received(*operands)
-        if fabric is None:
-            clock += nominal_step(step.op, step.op.rounds(*operands), int(received.max(initial=0)))
-        else:
-            clock += seconds(pattern, fabric)
+    books = account(program)
+    for step, latencies, most in zip(program.steps, books.latencies, books.step_received, strict=True):
+        operands, _ = program.step_types(step)
+        pattern, ids = step.op.pattern(*operands), step.op.devices(*operands)
+        start, received = clock, dict(zip(ids.tolist(), step.op.received(*operands).tolist(), strict=True))
+        clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
         stream = "compute" if isinstance(pattern, Local) else "comm"
-        slots.append(_Slot(start, clock, stream, taking_part(pattern, results[0].mesh), received))
+        slots.append(_Slot(start, clock, stream, taking_part(pattern, ids), received))
     samples = _live(program, slots)
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
@@ -103,18 +99,20 @@ def step_names(program: Program) -> tuple[str, ...]:
     return tuple(op_text(step.op, step.operands, meshes) for step in program.steps)
 
 
-def taking_part(pattern: Pattern, mesh: Mesh) -> np.ndarray:
-    """Return the ids of the devices that take part in a step with this pattern and results on `mesh`, ascending."""
+def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
+    """Return the ids that take part in a step with this pattern on these devices, ascending."""
     match pattern:
         case Groups():
             ids = pattern.members.reshape(-1)
         case Messages():
             ids = np.concatenate([pattern.sender, pattern.receiver])
+        case InTurn():
+            ids = np.concatenate([taking_part(part, devices) for part in pattern.parts])
         case Local():
-            ids = mesh.ids
+            ids = devices
         case _:
             assert_never(pattern)
-    return np.unique(ids if ids.size else mesh.ids)
+    return np.unique(ids if ids.size else devices)
 
 
 def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[Interval]:
@@ -122,8 +120,6 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
     made: list[Interval] = []
     before: dict[int, int] = {}  # by device the index of its interval in the step before
     for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
-        mesh = program.types[step.results[0]].mesh
-        received = dict(zip(mesh.devices, slot.received.tolist(), strict=True))
         now: dict[int, int] = {}
         for device in (d for d in slot.devices.tolist() if d in drawn):
             # All intervals of a step end together: a device's own is as critical as any, else the first.
@@ -138,7 +134,7 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                     name=name,
                     kind=step.op.name,
                     step=number,
-                    received_bytes=received.get(device, 0),
+                    received_bytes=slot.received.get(device, 0),
                     causes=causes,
                 )
             )
@@ -152,32 +148,13 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
     It is `core.accounting.holds` with the staging on those that take part alone, where an account adds it everywhere.
     """
     ids = np.asarray(program.devices, dtype=np.int64)
-
-    def size(t: TensorType) -> np.ndarray:
-        out = np.zeros(len(ids), dtype=np.int64)
-        out[np.searchsorted(ids, t.mesh.ids)] = t.elements() * t.itemsize
-        return out
-
-    sizes = {name: size(t) for name, t in program.types.items()}
-    live = np.zeros(len(ids), dtype=np.int64)
-    for name, _ in program.inputs:
-        live = live + sizes[name]
-    samples: list[Sample] = [(0.0, live)]
-    used = {o for step in program.steps for o in step.operands} | set(program.outputs)
-    for name, _ in program.inputs:
-        if name not in used:
-            live = live - sizes[name]
-    for step, freed, slot in zip(program.steps, program.last_uses(), slots, strict=True):
-        if relabels(step, *program.step_types(step), freed):
-            freed = freed - set(step.operands)
-        else:
-            for name in step.results:
-                live = live + sizes[name]
-        during = live.copy()
+    none = np.zeros(len(ids), dtype=np.int64)
+    start, found = holds(program, program.devices)
+    samples: list[Sample] = [(0.0, none + start)]
+    for step, hold, slot in zip(program.steps, found, slots, strict=True):
+        during = none + hold.during
         during[np.searchsorted(ids, slot.devices)] += step.op.staging(*program.step_types(step)[0])
-        for name in freed:
-            live = live - sizes[name]
-        samples += [(slot.start, during), (slot.end, live)]
+        samples += [(slot.start, during), (slot.end, none + hold.after)]
     return samples
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.accounting import relabels
 from shardplan.core.messages import at_root, messages, permutation
 from shardplan.core.ops import (
     AllGather,
@@ -42,6 +41,7 @@ from shardplan.core.ops.collective import Collective, meet, typed
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import turns
 from shardplan.errors import BackendError
 from shardplan.simulation.predict import step_names
 from shardplan.simulation.script import Message, Script, ScriptRound, Stage, merged
@@ -57,10 +57,9 @@ def script_of(program: Program, title: str = "") -> Script:
     Raises `BackendError` for a collective whose messages are not known here.
     """
     stages: list[Stage] = []
-    for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
-        operands, results = program.step_types(step)
-        if isinstance(step.op, Collective) and not relabels(step, operands, results, freed):
-            stages += _stages(number, step, operands)
+    for number, visit in turns(program):
+        if isinstance(visit.step.op, Collective) and not visit.relabels:
+            stages += _stages(number, visit.step, visit.operands)
     return Script(tuple(stages), step_names(program), tuple(s.op.name for s in program.steps), title)
 
 

@@ -1,10 +1,14 @@
-"""Every operation, and the one table by which program text names them.
+"""Every operation of the package, in the one table by which program text names them.
 
 - `collective` `Collective`: what the ops that move or reduce share
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
-- `compute`   those that compute: Einsum, Elementwise, ReduceDims
+- `compute`   `Compute`: what the ops that compute share
+- `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
+- `placing`   those that place elements: Reshape, Pad, Crop, Cast
+- `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
+- `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
@@ -12,14 +16,19 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
+from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
-from shardplan.core.ops.compute import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
+from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.registry import OPS
 
-OPS: dict[str, type[Op]] = {
-    op.name: op
+OPS.update(
+    (op.name, op)
     for op in (
         Slice,
         AllGather,
@@ -35,8 +44,18 @@ OPS: dict[str, type[Op]] = {
         Einsum,
         Elementwise,
         ReduceDims,
+        Reshape,
+        Pad,
+        Crop,
+        Cast,
+        Gather,
+        ScatterAdd,
+        Iota,
+        Constant,
+        Repeat,
+        Together,
     )
-}
+)
 
 __all__ = [
     "OPS",
@@ -44,17 +63,28 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
+    "Cast",
     "Collective",
+    "Compute",
+    "Constant",
+    "Crop",
     "Einsum",
     "Elementwise",
     "Exchange",
+    "Gather",
+    "Iota",
     "Op",
+    "Pad",
     "Permute",
     "Reduce",
     "ReduceDims",
     "ReduceScatter",
+    "Reshape",
+    "ScatterAdd",
+    "Repeat",
     "Send",
     "Slice",
     "ToPartial",
+    "Together",
     "matmul",
 ]

@@ -6,7 +6,7 @@ import abc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -93,10 +93,6 @@ class Collective(Op):
         """Return the bytes each device receives for one operand, int64 [devices]."""
         return counted(self, t, u).received_by(u) * u.itemsize
 
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return the axes of the groups, major to minor; none where there are no groups."""
-        return ()
-
     def rounds(self, *operands: TensorType) -> int:
         """Return the most peers that a device hears from, in all rounds of a chunk."""
         return max(counted(self, t, typed(self, t)).rounds for t in operands)
@@ -115,13 +111,11 @@ class Collective(Op):
         if not pairs:
             return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
         senders, receivers = np.array(list(pairs), dtype=np.int64).T
-        return Messages(
-            senders, receivers, np.array(list(pairs.values()), dtype=np.float64), getattr(self, "chunks", 1)
-        )
+        return Messages(senders, receivers, np.array(list(pairs.values()), dtype=np.float64), self.chunks)
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
-        return self.staged(*operands)(getattr(self, "chunks", 1))
+        return self.staged(*operands)(self.chunks)
 
     def staged(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
@@ -198,7 +192,7 @@ class Grouped(Collective):
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        return Groups(self.kind, t.mesh.ids[places[live]], held[live], getattr(self, "chunks", 1))
+        return Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
 
 
 def moving(op: Op) -> Collective | None:
@@ -209,7 +203,7 @@ def moving(op: Op) -> Collective | None:
 @lru_cache(maxsize=256)
 def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
-    whole = replace(op, chunks=1) if getattr(op, "chunks", 1) > 1 else op
+    whole = op.in_chunks(1)
     chosen = whole.algorithms[0]
     return count(
         t, u, lambda ids: Lowering(ids, whole.buffers(t, u, ids, chosen), lambda: whole.lower(t, u, ids, chosen))

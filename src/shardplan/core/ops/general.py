@@ -133,6 +133,7 @@ class Permute(Collective):
     """
 
     name: ClassVar[str] = "permute"
+    peers: ClassVar[int] = 1
     layout: Layout
     chunks: int = 1
 
@@ -232,12 +233,11 @@ class General(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """The messages, all at once."""
-        chunks: int = getattr(self, "chunks", 1)
         if tabled(t, u):
-            yield from deliver_parcels(t, u, devices, chunks)
+            yield from deliver_parcels(t, u, devices, self.chunks)
             return
         senders, receivers, _ = messages(t.whole, u.whole)
-        yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), chunks)
+        yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
@@ -266,8 +266,7 @@ class General(Collective):
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        chunks: int = getattr(self, "chunks", 1)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), chunks)
+        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
 
 
 def _set_end(op: Exchange | Send) -> None:
@@ -294,6 +293,7 @@ class Exchange(General):
     """
 
     name: ClassVar[str] = "exchange"
+    peers: ClassVar[int] = 2
     layout: Layout | None = None
     axes: tuple[str, ...] = ()
     chunks: int = 1

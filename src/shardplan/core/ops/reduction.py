@@ -13,9 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
-from shardplan.core.group_rounds import Of, addends, gather, passed_on, scatter_sums
+from shardplan.core.group_rounds import Of, addends, binomial, double_tree, gather, passed_on, scatter_sums, tree_room
 from shardplan.core.layout import REDUCTIONS
-from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, run_of
+from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of, run_of
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
@@ -116,7 +116,7 @@ class AllReduce(Grouped):
 
     name: ClassVar[str] = "all_reduce"
     kind: ClassVar[str] = "all_reduce"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "tree")
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
@@ -160,8 +160,13 @@ class AllReduce(Grouped):
         return group, lambda k: part("x", k), lambda k: part("y", k)
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
-        """Every member adds up its part of the flat shard, which then goes to all."""
+        """Every member adds up its part of the flat shard, which goes to all; or two trees do, half the shard each."""
         group, given, made = self._parts(t, devices)
+        if algorithm == "tree":
+            held = Boxes(t, group.places)
+            rounds = double_tree(group, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, self.reduction)
+            yield from rounds
+            return
         own = made(group.me)
         yield from scatter_sums(group, given, own, self.reduction, self.chunks, algorithm)
         yield from gather(group, own, made, self.chunks, algorithm)
@@ -169,6 +174,9 @@ class AllReduce(Grouped):
     def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
         """Room for addends."""
         group, given, made = self._parts(t, devices)
+        if algorithm == "tree":
+            held = Boxes(t, group.places).whole("x").elements()
+            return {"t": Buffer(tree_room(held, t.itemsize, self.chunks), t.dtype)}
         return addends(group, given, made(group.me), t.dtype, self.chunks, algorithm)
 
 
@@ -178,7 +186,7 @@ class Reduce(Grouped):
 
     name: ClassVar[str] = "reduce"
     kind: ClassVar[str] = "reduce"
-    algorithms: ClassVar[tuple[str, ...]] = ("chain",)
+    algorithms: ClassVar[tuple[str, ...]] = ("chain", "tree")
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
@@ -209,10 +217,19 @@ class Reduce(Grouped):
         return Packed(size, size, True, False)
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
-        """A chain towards the first member."""
+        """A chain, or a binomial tree, towards the first member."""
         group = Group(t, self.axes, devices)
         held = Boxes(t, group.places)  # a member away from the root takes sums in what will not be read
-        yield from passed_on(group, -1, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, self.reduction)
+        x, y = held.whole("x"), held.whole("y")
+        if algorithm == "tree":
+            yield from binomial(group, -1, x, y, self.reduction)
+        else:
+            yield from passed_on(group, -1, x, y, t.itemsize, self.chunks, self.reduction)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for one addend, in a tree."""
+        held = Boxes(t, places_of(t.mesh, devices)).whole("x").elements()
+        return {"t": Buffer(held, t.dtype)} if algorithm == "tree" else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +238,7 @@ class Broadcast(Grouped):
 
     name: ClassVar[str] = "broadcast"
     kind: ClassVar[str] = "broadcast"
-    algorithms: ClassVar[tuple[str, ...]] = ("chain",)
+    algorithms: ClassVar[tuple[str, ...]] = ("chain", "tree")
     axes: tuple[str, ...]
     chunks: int = 1
 
@@ -254,10 +271,14 @@ class Broadcast(Grouped):
         return Packed(size, size, True, True)
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
-        """A chain from the first member on."""
+        """A chain, or a binomial tree, from the first member on."""
         group = Group(u, self.axes, devices)
         held = Boxes(u, group.places)
-        yield from passed_on(group, 1, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, None)
+        x, y = held.whole("x"), held.whole("y")
+        if algorithm == "tree":
+            yield from binomial(group, 1, x, y, None)
+        else:
+            yield from passed_on(group, 1, x, y, t.itemsize, self.chunks, None)
 
 
 @dataclass(frozen=True, slots=True)

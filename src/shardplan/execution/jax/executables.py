@@ -17,10 +17,13 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
+from shardplan.core.nested import Nested, nested
+from shardplan.core.op import Op
 from shardplan.core.ops import Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
+from shardplan.core.walk import opened, programs
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import processes_of
 from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
@@ -38,7 +41,9 @@ def alone(program: Program) -> Generator[None]:
     """A context for one program: its 64-bit dtypes are kept, and a mesh that the caller set is set aside."""
     import jax  # pyright: ignore[reportMissingImports]
 
-    parts = (itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for t in program.types.values())
+    parts = (
+        itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for p in programs(program) for t in p.types.values()
+    )
     wide = max(parts, default=0) == WIDE_BYTES
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
@@ -51,6 +56,11 @@ def at_once() -> AbstractContextManager[Any]:
     from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
 
     return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
+
+
+def is_send(op: Op) -> bool:
+    """Say whether an op runs on one flat axis over the devices of both its meshes, and so by itself."""
+    return isinstance(op, Send)
 
 
 def local_devices(ids: Sequence[int]) -> list[Any]:
@@ -80,7 +90,7 @@ def _mesh_over(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int
 class CompiledPart:
     """A run of steps that is one executable, and the values it takes and gives."""
 
-    steps: tuple[int, ...]  # their numbers
+    steps: tuple[int, ...]  # their numbers, in the program opened
     where: str  # which these are, for messages
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -139,16 +149,17 @@ def compiled(program: Program, stepwise: bool = False, kinds: Kinds | None = Non
 
 
 def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
+    program, _ = opened(program)
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
-        t = program.types[step.operands[0]]
+        mesh = _mesh_of(program, step)
         before = program.steps[number - 1] if number else None
         joins = (
             before is not None
             and not stepwise
-            and not isinstance(step.op, Send)
-            and not isinstance(before.op, Send)
-            and program.types[before.operands[0]].mesh == t.mesh
+            and not is_send(step.op)
+            and not is_send(before.op)
+            and _mesh_of(program, before) == mesh
         )
         if joins:
             runs[-1].append(number)
@@ -166,6 +177,11 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
 
 
+def _mesh_of(program: Program, step: Step) -> Mesh:
+    """The mesh on which a step starts; one without operands, where its results are."""
+    return program.types[(*step.operands, *step.results)[0]].mesh
+
+
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
@@ -180,7 +196,7 @@ def _part(
     held = tuple(kinds[n] for n in inputs)
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
-    (first,) = {program.types[step.operands[0]].mesh for step in steps}
+    (first,) = {_mesh_of(program, step) for step in steps}
     if isinstance(steps[0].op, Send):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
         devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))
@@ -267,10 +283,36 @@ def lower_steps(
 
     def body(*shards: Any) -> tuple[Any, ...]:
         values = {n: x.reshape(program.types[n].local_shape()) for n, x in zip(inputs, shards, strict=True)}
-        for step in steps:
-            types, _ = program.step_types(step)
-            found = lower(step.op, [values[o] for o in step.operands], types, wire)  # type: ignore[arg-type]
-            values.update(zip(step.results, found, strict=True))
+        _trace(program, steps, values, wire)
         return tuple(values[n].reshape(program.types[n].local_shape() or (1,)) for n in outputs)
 
     return headed(body, program, outputs, wire) if header else body
+
+
+def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire: JaxWire) -> None:
+    """Add to `values`, this device's shards by name, what the steps of a program make of them."""
+    for step in steps:
+        types, _ = program.step_types(step)
+        arrays, inner = [values[o] for o in step.operands], nested(step.op)
+        found = lower(step.op, arrays, types, wire) if inner is None else _looped(inner, arrays, wire)  # type: ignore
+        values.update(zip(step.results, found, strict=True))
+
+
+def _looped(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
+    """Return this device's shards of the results of an op with a body, which is traced once."""
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    names = [name for name, _ in op.body.inputs]
+    whole = len(names) - op.cut
+
+    def run(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(names, (*state, *arrays[op.kept : whole], *rows), strict=True))
+        _trace(op.body, op.body.steps, values, wire)
+        found = [wire.varying(values[n]) for n in op.body.outputs]
+        return found[: op.kept], found[op.kept :]
+
+    if op.at_once:
+        return run((), ())[1]
+    state = [wire.varying(x) for x in arrays[: op.kept]]
+    state, stacks = lax.scan(run, state, arrays[whole:], length=op.times)
+    return [*state, *stacks]

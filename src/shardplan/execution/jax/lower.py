@@ -22,13 +22,11 @@ from shardplan.core.ops import (
     AllReduce,
     AllToAll,
     Broadcast,
-    Einsum,
-    Elementwise,
+    Compute,
     Exchange,
     Op,
     Permute,
     Reduce,
-    ReduceDims,
     ReduceScatter,
     Send,
     Slice,
@@ -44,7 +42,7 @@ from shardplan.execution.rounds import chunk_boxes, loop_of
 
 Grouped = AllGather | AllToAll | ReduceScatter | AllReduce | Reduce | Broadcast
 Collectives = Grouped | Slice | Permute | Exchange | Send | ToPartial
-Lowered = Collectives | Einsum | Elementwise | ReduceDims
+Lowered = Collectives | Compute
 _PLAIN = ("bool", "i8", "u8", "i16", "u16")  # narrow, and moved as they are
 _WIDE = 4  # bytes of an element from which on XLA:CPU sends floats as they are
 
@@ -55,15 +53,15 @@ def refusal(op: Op, types: Sequence[TensorType]) -> str | None:
         return "it has no lowering to JAX"
     reduction = getattr(op, "reduction", "sum")
     kinds = [t.dtype for t in types if t.dtype.startswith("c") and reduction in ("max", "min")]
-    if kinds and not isinstance(op, ReduceDims):
+    if kinds:
         return f"{reduction} is not defined for {kinds[0]}; legal is a real dtype"
     return None
 
 
 def lower(op: Lowered, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
     """Return this device's shards of the results of an op, given those of its operands; all types are even."""
-    if isinstance(op, Einsum | Elementwise | ReduceDims):
-        return [compute(op, arrays, types)]
+    if isinstance(op, Compute):
+        return compute(op, arrays, types, wire)
     if isinstance(op, Slice | AllGather | AllToAll | Permute | Exchange | Send):
         moved = _lower(op, [_narrow(x) for x in arrays], types, wire)
         return [y if y.dtype == x.dtype else from_bits(y, x.dtype) for x, y in zip(arrays, moved, strict=True)]

@@ -11,6 +11,7 @@ leaves every byte where it is only renames. Uneven types, whose shards differ in
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.nested import nested
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import leaves, opened, programs
 from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.jax.agree import agree
-from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
+from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, is_send, local_devices
 from shardplan.execution.jax.lower import refusal
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.rounds import moved_bytes
@@ -58,15 +61,19 @@ def check(program: Program, placed: bool = True) -> None:
     """Raise `BackendError` for what JAX cannot run, before anything moves; `placed`: on devices that must exist."""
     import jax  # pyright: ignore[reportMissingImports]
 
-    for name, t in program.types.items():
+    for name, t in (pair for p in programs(program) for pair in p.types.items()):
         if not t.all_even:
             raise BackendError(
                 f"jax: %{name} has the type {t} on {t.mesh}, which is unevenly tiled; JAX gives every device a shard "
                 f"of one size: legal are dims that the product of their axes divides"
             )
     for number, step in enumerate(program.steps):
-        reason = refusal(step.op, program.step_types(step)[0])
-        if reason:
+        inside = list(leaves(step.op, program.step_types(step)[0]))
+        found = [refusal(op, types) for _, op, types in inside]
+        body = nested(step.op)
+        if body is not None and not body.at_once and (len(body.meshes) > 1 or any(is_send(leaf.op) for leaf in inside)):
+            found.append("its body sends between meshes; legal is a body on one, which JAX compiles as a whole")
+        if reason := next(filter(None, found), None):
             raise BackendError(f"jax: step {number} ({step.op.name}): {reason}")
     if not placed:
         return
@@ -117,11 +124,13 @@ def run_placed(
 
 
 def _note(record: Record, program: Program, part: CompiledPart, start: float, end: float) -> None:
-    for number in part.steps:
-        step = program.steps[number]
-        got = moved_bytes(step.op, *program.step_types(step)[0])
+    steps, numbers = opened(program)
+    for k in part.steps:
+        got: Counter[int] = Counter()
+        for times, op, operands in leaves(steps.steps[k].op, steps.step_types(steps.steps[k])[0]):
+            got.update({d: times * n for d, n in moved_bytes(op, *operands).items()})
         for device in sorted(set(got) & {d.id for d in local_devices(part.devices)}):
-            record.spans.append(StepSpan(device, number, start, end, got[device]))
+            record.spans.append(StepSpan(device, numbers[k], start, end, got[device]))
 
 
 def _named(program: Program, inputs: Sequence[Sequence[Any]]) -> Iterator[tuple[tuple[str, TensorType], Sequence[Any]]]:

@@ -21,6 +21,7 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import program_leaves
 from shardplan.errors import BackendError
 from shardplan.execution.lower import View, group_of, members_of, parts, place_of, shape_of, view_of
 from shardplan.execution.torch.pack import at, maker
@@ -40,17 +41,17 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
     """
     ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"sort_ranks": False} if ordered else {}
-    for step in program.steps:
-        if not isinstance(step.op, Own):
+    for _, op, operands in program_leaves(program):
+        if not isinstance(op, Own):
             continue
-        operand = program.step_types(step)[0][0]
-        for places in operand.mesh.group_places(step.op.members(operand)).tolist():
+        operand = operands[0]
+        for places in operand.mesh.group_places(op.members(operand)).tolist():
             members = tuple(ranks[operand.mesh.devices[p]] for p in places)
             if len(members) < 2 or members in _groups:
                 continue
             if not ordered and list(members) != sorted(members):
                 raise BackendError(
-                    f"{step.op.name}: this torch sorts the ranks of a group, so the member order {list(members)} is "
+                    f"{op.name}: this torch sorts the ranks of a group, so the member order {list(members)} is "
                     "not to be had with engine='gloo'; use engine='ring'"
                 )
             _groups[members] = dist.new_group(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
+from shardplan.execution.drive import finish
 from shardplan.execution.lab import gloo, network, ring
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
@@ -30,7 +31,7 @@ from shardplan.execution.lower import place_of, shape_of
 from shardplan.execution.record import Record
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
-from shardplan.execution.torch.run import TorchExecutable, Values, finish
+from shardplan.execution.torch.run import TorchExecutable, Values
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
 

@@ -149,7 +149,7 @@ def _flat(v: ScoreVerdict) -> Iterator[Target]:
     for d in v.experiments:
         e = d.experiment
         slow = e.leaf == "ns" and e.cluster == "2x4" and e.rates[0] / e.rates[1] <= FLAT_RATES
-        flat = [r for r in d.rows if r.ops == ("all_reduce",)]
+        flat = [r for r in d.rows if len(r.ops) == 1]
         if slow and e.whole and flat:
             best = min(d.rows, key=lambda r: r.median)
             gains.append((min(r.median for r in flat) / best.median, e.name))
@@ -172,7 +172,7 @@ def placement_ratios(v: ScoreVerdict) -> list[Ratio]:
     """Return, for every experiment with several placements, the ratio of a flat all_reduce on the worst and best."""
     out: list[Ratio] = []
     for d in v.experiments:
-        flat = [r for r in d.rows if r.ops == ("all_reduce",)]
+        flat = [r for r in d.rows if len(r.ops) == 1]
         if len({r.placement for r in flat}) > 1:
             worst, best = max(flat, key=lambda r: r.median), min(flat, key=lambda r: r.median)
             out.append(Ratio(d.experiment.name, worst.median / best.median, worst.events / best.events))

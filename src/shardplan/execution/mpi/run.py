@@ -14,21 +14,21 @@ import hashlib
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from shardplan.core.accounting import relabels
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
-from shardplan.errors import BackendError, LayoutError, ShardplanError
+from shardplan.errors import BackendError, LayoutError
+from shardplan.execution.drive import Hands, drive, finish, plain
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
 from shardplan.execution.mpi.agreed_programs import agreed_programs
-from shardplan.execution.mpi.binding import Binding, Bound
+from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort, announce_end
 from shardplan.execution.mpi.mail import mail
 from shardplan.execution.mpi.steps import bind
@@ -40,15 +40,6 @@ REMEMBERED = 64  # bound programs whose datatypes are kept: twice what a set of 
 Values = dict[str, np.ndarray]
 
 _executables: OrderedDict[tuple[Program, int], MpiExecutable] = OrderedDict()
-
-
-class MpiStep(NamedTuple):
-    """A step of a program on one device: what it runs, on which values, and which are dropped after it."""
-
-    bound: Bound | None  # None: the results are the operands under other types
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    freed: tuple[str, ...]
 
 
 class MpiExecutable:
@@ -63,17 +54,21 @@ class MpiExecutable:
         self.device = device
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
         self.binding = Binding(device)
-        self.steps: list[MpiStep] = []
-        for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
-            operands, results = program.step_types(step)
-            bound: Bound | None = None
-            if not relabels(step, operands, results, freed):
-                try:
-                    bound = bind(step.op, operands, results, self.binding)
-                except ShardplanError as error:
-                    self.free()
-                    raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
-            self.steps.append(MpiStep(bound, step.operands, step.results, tuple(freed)))
+
+        def made(t: TensorType) -> Callable[[MpiWire], np.ndarray]:
+            make = maker(t, device)
+            return lambda wire: make()
+
+        hands = Hands(
+            device,
+            lambda op, operands, results: plain(bind(op, operands, results, self.binding)),
+            made,
+        )
+        try:
+            self.steps = hands.steps(program)
+        except BackendError:
+            self.free()
+            raise
 
     def free(self) -> None:
         """Give the datatypes back to MPI; the program cannot run after it."""
@@ -81,18 +76,15 @@ class MpiExecutable:
 
     def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> list[np.ndarray]:
         """Run the steps on `values`, the inputs by name, which is emptied on the way."""
-        for number, (bound, operands, results, freed) in enumerate(self.steps):
+
+        def begin(number: int) -> None:
             wire.watch.step = number
-            arrays = [values[o] for o in operands]
-            start, before = time.monotonic(), wire.received
-            out = arrays if bound is None else bound(arrays, wire)
+
+        def note(number: int, start: float, before: int) -> None:
             if record is not None:
                 record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
-            values.update(zip(results, out, strict=True))
-            del arrays, out  # else what is freed below would live to the end of the next step
-            for name in freed:
-                values.pop(name, None)
-        return [values[name] for name in self.program.outputs]
+
+        return finish(drive(self.steps, values, self.program.outputs, wire, begin, record and note))
 
 
 def executable(program: Program, device: int) -> MpiExecutable:

@@ -19,6 +19,7 @@ import numpy as np
 
 from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.messages import at_root, messages
+from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
@@ -33,7 +34,7 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.compute import Compute
+from shardplan.core.ops.compute import Compute, at_place
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import Moving, group_of, members_of, parts, place_of, shape_of
@@ -187,16 +188,17 @@ def _to_partial(op: ToPartial, t: TensorType, u: TensorType, binding: Binding) -
 
 
 def _compute(op: Compute, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
-    (u,) = results
-    place = place_of(u, binding.device)
-    make, dtype = maker(u, binding.device), numpy_dtype(u.dtype)
-    held = place is not None and bool(at_root(u)[place])
+    makers = [maker(u, binding.device) for u in results]
+    place = place_of(results[0], binding.device)
+    held = place is not None and bool(at_root(results[0])[place])
+    bound = op.bind(operands, at_place(place)) if place is not None and held else None
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
-        out = make()
-        if held:
+        out = [make() for make in makers]
+        if bound:
             with np.errstate(all="ignore"):
-                out[...] = op.local(arrays, operands, dtype).astype(dtype, copy=False)
-        return [out]
+                for x, y in zip(out, bound(NUMPY, arrays), strict=True):
+                    x[...] = y
+        return out
 
     return run

@@ -49,7 +49,7 @@ _COMBINE: dict[str, Any] = {
 }
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: what numpy can look into
 # torch adds and orders these not at all, so numpy does it, on the host.
-_FOREIGN = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+FOREIGN = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -100,7 +100,7 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
 
 def fold(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
     """Reduce `addend` into `total`, in the dtype of both, as the reference does."""
-    if total.dtype not in _FOREIGN:
+    if total.dtype not in FOREIGN:
         _COMBINE[reduction](total, addend, out=total)
         return
     a, b = to_numpy(total), to_numpy(addend)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardplan.core.accounting import relabels
 from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
-from shardplan.errors import BackendError, LayoutError, ShardplanError
+from shardplan.errors import BackendError, LayoutError
+from shardplan.execution.drive import Hands, drive, finish
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.record import Record, StepSpan
@@ -29,6 +29,7 @@ from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.steps import bind
 from shardplan.execution.torch.sums import Bound, Running
 from shardplan.execution.torch.wire import TorchWire
@@ -65,15 +66,6 @@ class Runnable(Protocol):
         ...
 
 
-class TorchStep(NamedTuple):
-    """A step of a program on one device: what it runs, on which values, and which are dropped after it."""
-
-    bound: Bound | None  # None: the results are the operands under other types
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    freed: tuple[str, ...]
-
-
 class TorchExecutable:
     """A program bound to the process of one device: everything that follows from types is worked out once.
 
@@ -98,45 +90,20 @@ class TorchExecutable:
         place = place_of(program.output_types[0], device) if program.outputs else None
         self.result_shape = (0,) if place is None else program.output_types[0].local_shape(place)
         self.texts = [op_text(s.op, s.operands) for s in program.steps]
-        self.steps: list[TorchStep] = []
-        for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
-            operands, results = program.step_types(step)
-            bound: Bound | None = None
-            if not relabels(step, operands, results, freed):
-                try:
-                    bound = bind(step.op, operands, results, device)
-                except ShardplanError as error:
-                    raise type(error)(f"step {number} ({self.texts[number]}): {error}") from None
-            self.steps.append(TorchStep(bound, step.operands, step.results, tuple(freed)))
+        hands = Hands(device, lambda op, t, u: bind(op, t, u, device), partial(maker, device=device))
+        self.steps = hands.steps(program)
 
     def drive(self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None) -> Running:
         """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
-        for number, (bound, operands, results, freed) in enumerate(self.steps):
-            watch.begin_step(number)
-            arrays = [values[o] for o in operands]
-            start, before = time.monotonic(), wire.received
-            out = arrays if bound is None else (yield from bound(arrays, wire))
+
+        def note(number: int, start: float, before: int) -> None:
+            if wire.device.type == "cuda":  # a step ends where its kernels do
+                torch.cuda.synchronize(wire.device)
             if record is not None:
-                if wire.device.type == "cuda":  # a step ends where its kernels do
-                    torch.cuda.synchronize(wire.device)
-                span = StepSpan(self.device, number, start, time.monotonic(), wire.received - before)
-                record.spans.append(span)
-            del arrays  # else what is freed below would live to the end of the next step
-            for name, array in zip(results, out, strict=True):
-                values[name] = array
-            del out
-            for name in freed:
-                values.pop(name, None)
-        return [values[name] for name in self.program.outputs]
+                record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
 
-
-def finish(running: Running) -> list[torch.Tensor]:
-    """Run a generator of a launch to its end, blocked in its waits, and return its results."""
-    try:
-        while True:
-            next(running)
-    except StopIteration as stop:
-        return stop.value
+        noted = None if record is None else note
+        return drive(self.steps, values, self.program.outputs, wire, watch.begin_step, noted)
 
 
 @lru_cache(maxsize=MOST_BOUND)

@@ -1,7 +1,6 @@
 """The calls of MPI that an exported reduction makes; their source is pasted into the exported text.
 
-So what `exports.mpi.bind` runs and what a user pastes are one code; nothing but numpy and mpi4py is imported. Arrays
-are contiguous, of dtypes that MPI knows (not bf16).
+Nothing but numpy and mpi4py is imported. Arrays are contiguous, of dtypes that MPI knows (not bf16).
 """
 
 from typing import Any

@@ -199,7 +199,7 @@ def _rings(r: Recipe, members: np.ndarray, parts: int, lanes: int) -> list[_Gpu]
     for move in r.moves:
         (t,), (u,) = program.step_types(program.steps[move.step])
         first = families.setdefault(move.axes, len(families)) * lanes
-        held = at_root(u if move.kind == "broadcast" else t)
+        held = at_root(t if move.reduces else u)
         for row in mesh.group_places(move.axes).tolist():
             if row[0] not in gpu_of or not held[row[0]]:
                 continue
@@ -229,36 +229,24 @@ def _ring_rows(
     """Return the actions of a collective, by rows: at most one chunk for each member's part, in order of time."""
     k = move.size
     own = _cells(t, row[0], r, parts)
-    match move.kind:
-        case "reduce_scatter":
-            shares = [_cells(u, place, r, parts) for place in row]
-        case "all_gather":
-            shares = [_cells(t, place, r, parts) for place in row]
-        case "all_reduce":
-            shares = [own[p * len(own) // k : (p + 1) * len(own) // k] for p in range(k)]
-        case "reduce" | "broadcast":
-            return [_chain(move.kind, chunk, k) for chunk in own]
-    down = [] if move.kind == "all_gather" else ["s"] + ["rrs"] * (k - 2)
-    over = {"reduce_scatter": "rrc", "all_gather": "s", "all_reduce": "rrcs"}[move.kind]
-    up = [] if move.kind == "reduce_scatter" else ["rcs"] * (k - 2) + ["r"]
-    kinds = [*down, over, *up]
-    start = 0 if move.kind == "all_gather" else 1  # an all-gather starts where the part is
+    if move.turn:
+        shares = [_cells(u if move.reduces else t, place, r, parts) for place in row]
+    elif move.reduces and move.spreads:
+        shares = [own[p * len(own) // k : (p + 1) * len(own) // k] for p in range(k)]
+    else:  # a chain to the first member, or from it
+        shares = [own]
+    down = ["s"] + ["rrs"] * (k - 2) if move.reduces else []
+    up = ["rcs"] * (k - 2) + ["r"] if move.spreads else []
+    over = "rrcs" if down and up else "rrc" if down else "s"
     return [
         [
-            _Action(p, (p + start + time) % k, kind, shares[p][number])
-            for time, kind in enumerate(kinds)
-            for p in range(k)
-            if number < len(shares[p])
+            _Action(p, (p + move.reduces + time) % k, kind, share[number])  # a sum starts behind the part's member
+            for time, kind in enumerate([*down, over, *up])
+            for p, share in enumerate(shares)
+            if number < len(share)
         ]
         for number in range(max(map(len, shares)))
     ]
-
-
-def _chain(kind: str, chunk: int, k: int) -> list[_Action]:
-    """The actions of a reduce to the first of k members, or of a broadcast from it, along the ring."""
-    if kind == "reduce":
-        return [_Action(0, (1 + time) % k, x, chunk) for time, x in enumerate(["s"] + ["rrs"] * (k - 2) + ["rrc"])]
-    return [_Action(0, time, x, chunk) for time, x in enumerate(["s"] + ["rcs"] * (k - 2) + ["r"])]
 
 
 def _add(gpus: list[_Gpu], ring: list[int], member: int, kind: str, chunk: int, channel: int) -> None:

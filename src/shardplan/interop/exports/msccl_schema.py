@@ -16,6 +16,7 @@ What is checked, and where the facts are from (public sources; no code of theirs
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as Tree
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,18 +144,9 @@ ngpus, coll, inplace, outofplace, minBytes, maxBytes
 def _characters(text: str) -> None:
     """What the executors' reader stumbles over: it ends values at double quotes, names at single blanks."""
     for bad, name in (("<?", "an XML declaration"), ("'", "a single quote"), ("\t", "a tab")):
-        outside = text if bad != "'" else _uncommented(text)
+        outside = text if bad != "'" else re.sub(r"<!--.*?(-->|\Z)", "", text, flags=re.DOTALL)
         if bad in outside:
             raise ParseError(f"{name}; the executors' reader takes none", text, text.index(bad))
-
-
-def _uncommented(text: str) -> str:
-    kept, rest = "", text
-    while "<!--" in rest:
-        before, _, rest = rest.partition("<!--")
-        kept += before
-        _, _, rest = rest.partition("-->")
-    return kept + rest
 
 
 def _children(element: Tree.Element, where: str, tag: str) -> list[Tree.Element]:

@@ -12,11 +12,8 @@ arXiv 2110.10548 calls Master is here read off the root axes of a type.
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -29,7 +26,6 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError
 from shardplan.hardware.placement import Placement
 
-Kind = Literal["reduce_scatter", "all_reduce", "all_gather", "reduce", "broadcast"]
 Shape = tuple[int, ...]
 SHOWN = 64  # ranks that a comment lists: a dozen lines at most
 
@@ -44,14 +40,16 @@ class RecipeStep:
     """
 
     step: int  # its number in the program
-    kind: Kind
+    kind: str  # reduce_scatter, all_reduce, all_gather, reduce or broadcast
     axes: tuple[str, ...]  # factors, major to minor: the order of the members
     size: int  # members of a group
     masters: tuple[str, ...]  # factors at whose coordinate 0 a device must be to take part
     result: Shape  # of a device's array after it
+    note: str  # the type after the move
+    reduces: bool  # members' arrays are summed
+    spreads: bool  # every member has what all have
     split: Shape = ()
     turn: Shape = ()
-    note: str = ""  # the type after the move
 
     @property
     def straight(self) -> bool:
@@ -197,7 +195,7 @@ def _factors(program: Program) -> Factors:
     }
     parts = {name: atoms for name, atoms in parts.items() if atoms}
     names = {n for t in program.types.values() for n in t.layout.used}
-    names |= {n for step in program.steps for n in getattr(step.op, "axes", ())}
+    names |= {n for step in program.steps for n in step.op.members(program.types[step.operands[0]])}
     whole = set(parts.values())
     for name in names:
         atoms = set(mesh.span(name).atoms)
@@ -218,7 +216,7 @@ def _named(factors: Factors, atoms: tuple[int, ...]) -> tuple[str, ...]:
 
 def _moves(number: int, op: object, t: TensorType, u: TensorType, factors: Factors, where: str) -> list[RecipeStep]:
     """The move of a step from `t` to `u`, none where it moves nothing; `where` is how an error calls the step."""
-    mesh, note = t.mesh, str(u)
+    mesh = t.mesh
     if isinstance(op, ToPartial) and op.reduction == "root":
         return []
     if not isinstance(op, ReduceScatter | AllReduce | AllGather | Reduce | Broadcast):
@@ -232,20 +230,12 @@ def _moves(number: int, op: object, t: TensorType, u: TensorType, factors: Facto
         return []
     size = math.prod(mesh.span(a).size for a in axes)
     masters = _named(factors, mesh.expand((u if isinstance(op, Broadcast) else t).layout.root))
-    result = u.local_shape()[:-1]
-    match op:
-        case AllReduce():
-            return [RecipeStep(number, "all_reduce", axes, size, masters, result, note=note)]
-        case Reduce():
-            return [RecipeStep(number, "reduce", axes, size, masters, result, note=note)]
-        case Broadcast():
-            return [RecipeStep(number, "broadcast", axes, size, masters, result, note=note)]
-        case ReduceScatter():
-            split, turn = _cut(op, t.local_shape()[:-1], axes, factors, mesh)
-            return [RecipeStep(number, "reduce_scatter", axes, size, masters, result, split, turn, note)]
-        case AllGather():
-            split, turn = _cut(op, result, axes, factors, mesh)
-            return [RecipeStep(number, "all_gather", axes, size, masters, result, split, turn, note)]
+    reduces, spreads = not isinstance(op, AllGather | Broadcast), isinstance(op, AllReduce | AllGather | Broadcast)
+    move = RecipeStep(number, op.kind, axes, size, masters, u.local_shape()[:-1], str(u), reduces, spreads)
+    if not isinstance(op, ReduceScatter | AllGather):
+        return [move]
+    split, turn = _cut(op, (t if reduces else u).local_shape()[:-1], axes, factors, mesh)
+    return [replace(move, split=split, turn=turn)]
 
 
 def _cut(
@@ -267,16 +257,6 @@ def _cut(
     return tuple(split), (*(at[name] for name in axes), *rest)
 
 
-def shape_text(shape: Shape, last: str = "-1") -> str:
-    """Return the arguments of a reshape: the last dim takes what is left."""
-    return ", ".join([*map(str, shape), last])
-
-
-def turn_text(turn: Shape) -> str:
-    """Return the arguments of a transpose that leaves the last dim where it is."""
-    return ", ".join(map(str, (*turn, len(turn))))
-
-
 def heading(program: Program, placement: Placement | None) -> list[str]:
     """Return the lines that say what an exported text does: the program, and where its ranks are expected to run."""
     lines = str(program).splitlines()
@@ -292,9 +272,3 @@ def heading(program: Program, placement: Placement | None) -> list[str]:
     else:
         lines.append("Which device of the topology a rank runs on is `placement.position()`.")
     return lines
-
-
-def pasted(path: Path) -> list[str]:
-    """Return the lines of a module after its docstring."""
-    text = path.read_text(encoding="utf-8")
-    return [*text.splitlines()[ast.parse(text).body[1].lineno - 1 :], ""]

@@ -1,7 +1,7 @@
 """The calls of torch.distributed that an exported reduction makes; their source is pasted into the exported text.
 
-So what `exports.torch.bind` runs and what a user pastes are one code; nothing but torch is imported. A group keeps the
-order of its members where torch can (`sort_ranks=False`); elsewhere torch sorts, and the parts are reordered here.
+Nothing but torch is imported. A group keeps the order of its members where torch can (`sort_ranks=False`); elsewhere
+torch sorts, and the parts are reordered here.
 """
 
 import inspect

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import (
     _is_view_op,  # pyright: ignore[reportPrivateUsage]
 )
 
-from shardplan.execution.torch.run import finish
+from shardplan.execution.drive import finish
 from shardplan.execution.torch.sums import Running
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.core.ops import AllToAll
+from shardplan.core.ops import OPS, AllToAll
 from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.alpha_beta import alpha_beta, offsets
@@ -18,7 +18,7 @@ from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import LevelFactor, factors
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
-from shardplan.movement.placing.traffic import OPS, Demand
+from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.payload import payload
@@ -29,6 +29,8 @@ from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 
 Programs = Literal["best", "stock"]
+# By the letters before and after.
+_BOUNDS = {("P", "U"): all_reduce_bound, ("P", "S"): reduce_scatter_bound, ("S", "U"): all_gather_bound}
 ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
 
 
@@ -41,7 +43,7 @@ def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: De
     members = math.prod(d.size for d in digits)
     if members == 1:
         return 0.0
-    if OPS[demand.op] is None:
+    if demand.letters is None:
         fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
         return fixed + rate * demand.nbytes
     return alpha_beta(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
@@ -64,7 +66,7 @@ def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Patter
     `members` are device ids, int64 [groups, k], in member order; `nbytes` is what a member holds before. A permute
     sends to the next member.
     """
-    if op == "permute":
+    if OPS[op].peers:
         sender, receiver = members[:, :-1].reshape(-1), members[:, 1:].reshape(-1)
         return Messages(sender, receiver, np.full(len(sender), nbytes))
     return Groups(op, members, np.full(len(members), nbytes))
@@ -78,9 +80,9 @@ def demand_plan(
     `programs` is `best`, or `stock` for the one collective; `algorithm` is as for `hardware.cost.price`.
     """
     members = math.prod(placement.mesh.span(a).size for a in demand.axes)
-    if demand.op == "permute":
+    if demand.shifts:
         return None
-    letters = OPS[demand.op]
+    letters = demand.letters
     if letters is None:  # an all-to-all, as one of a matrix from its rows to its columns
         mesh = placement.mesh_split()
         each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
@@ -113,13 +115,7 @@ def demand_bound(placement: Placement, demand: Demand) -> float:
     rest = [i for i in range(ids.ndim) if i not in at]
     members = np.ascontiguousarray(ids.transpose([*rest, *at])).reshape(-1, math.prod(ids.shape[i] for i in at))
     nbytes = np.full(len(members), demand.nbytes)
-    match demand.op:
-        case "all_reduce":
-            least = all_reduce_bound(members, nbytes, fabric)
-        case "reduce_scatter":
-            least = reduce_scatter_bound(members, nbytes, fabric)
-        case "all_gather":
-            least = all_gather_bound(members, nbytes, fabric)
-        case _:
-            return 0.0
+    if demand.letters not in _BOUNDS:
+        return 0.0
+    least = _BOUNDS[demand.letters](members, nbytes, fabric)
     return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0

@@ -17,7 +17,7 @@ from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import factors
 from shardplan.hardware.placement import Placement
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
-from shardplan.movement.placing.traffic import OPS, Demand
+from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.reductions.shortest_path import least_seconds
 from shardplan.plans.plan import Plan
 
@@ -97,9 +97,8 @@ def _prices(
     topology = candidates[0].topology
     found = [factors(p, demand.axes) for p in candidates]
     stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
-    letters = OPS[demand.op]
-    if programs == "stock" or letters is None:
+    if programs == "stock" or demand.letters is None:
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
-    best = least_seconds(found, topology, amount, *letters, algorithm)
+    best = least_seconds(found, topology, amount, *demand.letters, algorithm)
     return [demand.count * s for s in best], stock

@@ -13,25 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import border, ops
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
-from shardplan.core.pattern import Groups, Local, Pattern
+from shardplan.core.pattern import Groups, Local, Pattern, in_turn
 from shardplan.core.program import Program
+from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.hardware.algorithms import PRICED
 from shardplan.hardware.units import format_bytes, parse_bytes
+from shardplan.movement.reductions.type_graph import letters
 
-# Of each op the letters of every factor before and after (see `reductions.type_graph`); None where it is no reduction.
-# A permute sends to the next member.
-OPS: dict[str, tuple[str, str] | None] = {
-    "all_reduce": ("P", "U"),
-    "reduce_scatter": ("P", "S"),
-    "all_gather": ("S", "U"),
-    "reduce": ("P", "R"),
-    "broadcast": ("R", "U"),
-    "all_to_all": None,
-    "permute": None,
-}
+OPS = PRICED  # that traffic may name
 Rows = float | str | Sequence[tuple[str, float | str, float]]
 Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
 _TERM = re.compile(
@@ -56,9 +48,19 @@ class Demand:
         times = "" if self.count == 1 else f" x {self.count:g}"
         return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}"
 
+    @property
+    def letters(self) -> tuple[str, str] | None:
+        """Those of every factor before and after (see `reductions.type_graph`); None where it is no reduction."""
+        return letters(self.op)
+
+    @property
+    def shifts(self) -> bool:
+        """Whether a device has one peer, the next member, rather than a group."""
+        return bool(ops.OPS[self.op].peers)
+
     def payload(self, members: int) -> float:
         """Return the bytes of the payload that the op is a part of: of an all-gather those held after."""
-        return self.nbytes * (members if self.op == "all_gather" else 1)
+        return self.nbytes * (members if self.letters and self.letters[0] == "S" else 1)
 
 
 def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
@@ -149,17 +151,15 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[P
     mesh = meshes[0]
     found: dict[tuple[tuple[str, ...], str, float], float] = {}
     others: list[Pattern] = []
-    for step in program.steps:
-        operands = program.step_types(step)[0]
-        pattern = step.op.pattern(*operands)
+    for times, op, operands in program_leaves(program):
+        pattern = op.pattern(*operands)
         if isinstance(pattern, Local):
             continue
-        axes: tuple[str, ...] = getattr(step.op, "axes", ())
-        plain = isinstance(step.op, (AllReduce, ReduceScatter, AllGather, Reduce, Broadcast, AllToAll))
-        whole = plain and all(a in mesh.axes for a in axes) and not any(t.layout.root for t in operands)
+        axes = op.members(operands[0])
+        whole = all(a in mesh.axes for a in axes) and not any(t.layout.root for t in operands)
         if whole and isinstance(pattern, Groups) and len(set(pattern.nbytes.tolist())) == 1:
             key = tuple(a for a in mesh.axes if a in axes), pattern.kind, float(pattern.nbytes[0])
-            found[key] = found.get(key, 0.0) + 1
+            found[key] = found.get(key, 0.0) + times
         else:
-            others.append(pattern)
+            others.append(in_turn(times, [pattern]))
     return mesh, tuple(Demand(axes, op, nbytes, n) for (axes, op, nbytes), n in found.items()), tuple(others)

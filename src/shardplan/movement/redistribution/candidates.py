@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
@@ -59,11 +58,9 @@ class Candidate:
     exact: bool = False
 
 
-def is_portable(op: Op, mesh: Mesh) -> bool:
-    """Say whether an op is no exchange over more than half of the devices, as arXiv 2112.01075 has it."""
-    if not isinstance(op, Exchange):
-        return True
-    return 2 * math.prod(mesh.span(a).size for a in (op.axes or mesh.axes)) <= mesh.size
+def is_portable(op: Op, t: TensorType) -> bool:
+    """Say whether an op on `t` is no exchange over more than half of the devices, as arXiv 2112.01075 has it."""
+    return op.peers < 2 or 2 * math.prod(t.mesh.span(a).size for a in op.members(t)) <= t.mesh.size
 
 
 def priced_on_graph(s: TensorType, t: TensorType) -> bool:

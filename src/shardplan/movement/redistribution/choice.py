@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
-from shardplan.core.ops import Collective, Exchange, Op, Permute
+from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
@@ -66,7 +66,7 @@ class Chosen:
             sum(r > 0 for r in rounds),
             len(steps),
             sum(rounds),
-            sum(2 * isinstance(s.op, Exchange) + isinstance(s.op, Permute) for s in steps),
+            sum(s.op.peers for s in steps),
             tuple(op_text(s.op, s.operands) for s in steps),
         )
 
@@ -121,10 +121,7 @@ class Staging:
     @staticmethod
     def of(op: Op, operands: Sequence[TensorType], base: int) -> Staging:
         """Return the stage of an op; one that does not come in chunks has one."""
-        if not isinstance(op, Collective) or not hasattr(op, "chunks"):
-            need = op.staging(*operands)
-            return Staging(base, lambda chunks: need, 1)
-        top = max(math.prod(t.local_shape()) for t in (*operands, *op.infer(*operands)))
+        top = max(math.prod(t.local_shape()) for t in (*operands, *op.infer(*operands))) if op.cuttable else 1
         return Staging(base, op.staged(*operands), top)
 
     def chunks(self, limit: float, most: float) -> int:
@@ -170,12 +167,10 @@ class Cuts:
 
     def cut(self, chunks: Sequence[int]) -> Program:
         """Return the program with these numbers of chunks."""
-        if all(getattr(s.op, "chunks", 1) == k for s, k in zip(self.program.steps, chunks, strict=True)):
+        if all(s.op.chunks == k for s, k in zip(self.program.steps, chunks, strict=True)):
             return self.program
-        steps = [
-            Step(replace(s.op, chunks=k), s.operands, s.results) if hasattr(s.op, "chunks") else s  # pyright: ignore
-            for s, k in zip(self.program.steps, chunks, strict=True)
-        ]
+        pairs = zip(self.program.steps, chunks, strict=True)
+        steps = [Step(s.op.in_chunks(k), s.operands, s.results) for s, k in pairs]
         return Program(self.program.inputs, steps, self.program.outputs)
 
 
@@ -200,7 +195,7 @@ def consider(choice: Choice, found: Iterable[Candidate], source: TensorType, tar
 
 def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:
     """Keep `program` if it respects the rules and beats the choice."""
-    if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]].mesh) for s in program.steps):
+    if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
         return
     books = account(program)
     if books.peak_bytes > rules.bound:  # between steps, whatever the limit is

@@ -129,12 +129,3 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
         each = tuple(d for d, names in named.items() for _ in names)  # one dim for every axis
         ops.append(AllGather(each[0] if len(named) == 1 else each, tuple(a for names in named.values() for a in names)))
     return ops
-
-
-def one_axis_steps(ops: list[Op], s: TensorType) -> dict[str, Counter[int]]:
-    """Return how many axes of each prime the slices, moves and gathers of a plan carry."""
-    found: dict[str, Counter[int]] = {"slice": Counter(), "all_to_all": Counter(), "all_gather": Counter()}
-    for op in ops:
-        if op.name in found:
-            found[op.name].update(s.mesh.atoms[a].size for a in s.mesh.expand(getattr(op, "axes", ())))
-    return found

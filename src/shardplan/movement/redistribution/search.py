@@ -8,6 +8,7 @@ it brings). Pure functions on a `Space`; nothing here knows devices, dtypes or p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,16 @@ _SLACK = 1 + 1e-12
 _RATE_SHARE = 0.25
 
 
-# Seconds, and seconds per byte, of a kind of collective by the mask of the runs that its groups vary over.
-Rates = dict[str, tuple[np.ndarray, np.ndarray]]
+class Rates(NamedTuple):
+    """Of kinds of collectives seconds, and seconds per byte, by the mask of the runs that groups vary over [2, masks].
+
+    Bytes are those held before the op; of messages those received.
+    """
+
+    gather: np.ndarray
+    scatter: np.ndarray
+    reduce_all: np.ndarray
+    messages: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +77,25 @@ class Objective:
 
     def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Seconds of every edge: what a gather costs goes by the bytes held, what messages cost by those received."""
-        assert self.rates is not None
+        rates = self.rates
+        assert rates is not None
         gone = graph.used[sources] & ~graph.used[targets]
         reduced = graph.partial[sources] & ~graph.partial[targets]
         held = graph.size[sources] * self.byte
         moved = np.where(np.isfinite(e.bytes), e.bytes, 0.0) * self.byte
         cost = np.full(np.shape(e.bytes), np.inf)
-        for kind, name, mask, amount in (
-            (GATHER, "all_gather", gone, held),
-            (SCATTER, "reduce_scatter", reduced, held),
-            (REDUCE_ALL, "all_reduce", reduced, held),
-            (ALL_TO_ALL, "messages", e.moved, moved),
-            (MOVE, "messages", e.moved, moved),
-            (RENAME, "messages", e.moved, moved),
+        for kind, (fixed, rate), mask, amount in (
+            (GATHER, rates.gather, gone, held),
+            (SCATTER, rates.scatter, reduced, held),
+            (REDUCE_ALL, rates.reduce_all, reduced, held),
+            (ALL_TO_ALL, rates.messages, e.moved, moved),
+            (MOVE, rates.messages, e.moved, moved),
+            (RENAME, rates.messages, e.moved, moved),
         ):
-            fixed, rate = self.rates[name]
             cost = np.where(e.kind == kind, fixed[mask] + rate[mask] * amount, cost)
         # A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages.
         known = np.isin(e.kind, (GATHER, SCATTER, REDUCE_ALL, ALL_TO_ALL, MOVE, RENAME))
-        cost = np.where(known, cost, moved * self.rates["messages"][1].max())
+        cost = np.where(known, cost, moved * rates.messages[1].max())
         return np.where(e.kind == LOCAL, 0.0, np.where(np.isfinite(e.bytes), cost, np.inf))
 
 
@@ -178,7 +187,7 @@ def shortest(
 def _least_rate(objective: Objective) -> float:
     """Seconds that a byte takes at the least, as the heuristic takes it."""
     assert objective.rates is not None
-    positive = [rate[rate > 0].min() for _, rate in objective.rates.values() if np.any(rate > 0)]
+    positive = [rate[rate > 0].min() for _, rate in objective.rates if np.any(rate > 0)]
     return float(min(positive, default=0.0)) * _RATE_SHARE
 
 

@@ -158,22 +158,15 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:
-    """Seconds and seconds per byte of every kind of collective over every set of runs.
-
-    `all_gather`, `reduce_scatter` and `all_reduce` are per byte held before the op; `messages` per byte received.
-    """
+    """Seconds and seconds per byte of every kind of collective over every set of runs."""
     mesh = p.source.mesh
-    count = 1 << len(p.runs)
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "messages")
-    out: Rates = {kind: (np.zeros(count), np.zeros(count)) for kind in kinds}
-    for mask in range(1, count):
+    out = Rates(*np.zeros((len(Rates._fields), 2, 1 << len(p.runs))))
+    for mask in range(1, 1 << len(p.runs)):
         members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
+        for table, kind in zip(out, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True):
+            table[:, mask] = linear_cost(kind, members, fabric)
         q = members.shape[1]
-        for kind, (fixed, rate) in out.items():
-            name = "all_to_all" if kind == "messages" else kind
-            fixed[mask], rate[mask] = linear_cost(name, members, fabric)
-            if kind == "messages":
-                rate[mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its own q-th
+        out.messages[1, mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its q-th
     return out
 
 

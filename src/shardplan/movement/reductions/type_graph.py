@@ -137,6 +137,11 @@ _BEFORE = {"all_reduce": "P", "reduce_scatter": "P", "all_gather": "S", "reduce"
 _AFTER = {"all_reduce": "U", "reduce_scatter": "S", "all_gather": "U", "reduce": "R", "broadcast": "U"}
 
 
+def letters(collective: str) -> tuple[str, str] | None:
+    """Return what a device has of a factor before and after a collective; None where the language does not have it."""
+    return (_BEFORE[collective][0], _AFTER[collective]) if collective in COLLECTIVES else None
+
+
 def step_state(state: State, instruction: Instruction) -> tuple[State, State] | None:
     """Return what a state is as an op begins and after it, or None where the op is illegal.
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from shardplan.execution.torch.run import TorchExecutable, executable, finish, launch
+from shardplan.execution.drive import finish
+from shardplan.execution.torch.run import TorchExecutable, executable, launch
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import holdings

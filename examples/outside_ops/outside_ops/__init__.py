@@ -1,0 +1,1 @@
+"""Two ops that shardplan does not have."""

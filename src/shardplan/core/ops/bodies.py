@@ -1,0 +1,183 @@
+"""The ops with a program in them: Repeat, one body again and again, and Together, moves posted at once.
+
+What they cost follows from the account of the body. How values enter and leave it: `core.nested`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.nested import Nested, check_depth
+from shardplan.core.op import Array, Shards
+from shardplan.core.ops.collective import Collective
+from shardplan.core.pattern import Groups, InTurn, Messages, Pattern, in_turn
+from shardplan.core.program import Program
+from shardplan.core.reference import run_program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+
+def _patterns(body: Program) -> tuple[Pattern, ...]:
+    return tuple(step.op.pattern(*body.step_types(step)[0]) for step in body.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Nested):
+    """`n` runs of a body; the first `carried` and the last `sliced` operands: see `core.nested`.
+
+    With n = 0 all results are carried: a stack has at least one row. Raises `TypingError`.
+
+    >>> from shardplan.core.ops import AllReduce, Einsum
+    >>> from shardplan.core.step import Step
+    >>> x = TensorType.parse("f32[4, 8@t]", "t=2")
+    >>> w = TensorType.parse("f32[8@t, 8]", x.mesh)
+    >>> steps = [Step(Einsum("bi,io->bo"), ("x", "w"), ("y",)), Step(AllReduce(("t",)), ("y",), ("z",))]
+    >>> layer = Program({"x": x, "w": w}, steps, ("z",))
+    >>> print(*Repeat(3, layer, sliced=2).infer(TensorType.parse("f32[3, 4, 8@t]", x.mesh),
+    ...       TensorType.parse("f32[3, 8@t, 8]", x.mesh)))
+    f32[3, 4, 8]
+    """
+
+    name: ClassVar[str] = "repeat"
+    at_once: ClassVar[bool] = False
+    n: int
+    body: Program
+    carried: int = 0
+    sliced: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the counts, and that what is carried keeps its type."""
+        body = self.body
+        border.whole("repeat: n", self.n, 0, kind=TypingError)
+        border.whole("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
+        border.whole("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
+        if not body.outputs:
+            raise TypingError("repeat: the body has no outputs; legal is at least one")
+        if not self.n and (self.sliced or self.carried < len(body.outputs)):
+            raise TypingError("repeat: n=0 with sliced operands or stacked results; legal is n of at least 1 row there")
+        pairs = zip(body.input_types[: self.carried], body.output_types, strict=False)
+        for k, (before, after) in enumerate(pairs):
+            if before != after:
+                raise TypingError(
+                    f"repeat: carried value {k} enters as {before} and leaves as {after}; legal is one type"
+                )
+        check_depth(self)
+
+    @property
+    def times(self) -> int:
+        """How often the body runs."""
+        return self.n
+
+    @property
+    def kept(self) -> int:
+        """How many values are carried."""
+        return self.carried
+
+    @property
+    def cut(self) -> int:
+        """How many operands are sliced."""
+        return self.sliced
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        """Run the body again and again."""
+        whole = len(operands) - self.sliced
+        state: list[Shards] = list(operands[: self.carried])
+        runs: list[list[list[Array]]] = []  # by run, by stacked result: shards
+        for k in range(self.n):
+            mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
+            found = run_program(self.body, [*state, *operands[self.carried : whole], *mine])
+            state = [*found[: self.carried]]
+            runs.append(found[self.carried :])
+        stacks = [[np.stack(shards) for shards in zip(*results, strict=True)] for results in zip(*runs, strict=True)]
+        return [*(list(shards) for shards in state), *stacks]
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        """Those of the body, n times."""
+        return self.n * books_of(self.body).received
+
+    def devices(self, *operands: TensorType) -> np.ndarray:
+        """Return all devices of the body, ascending."""
+        return np.asarray(self.body.devices, dtype=np.int64)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """Those of the body, n times."""
+        return self.n * sum(books_of(self.body).rounds)
+
+    def staging(self, *operands: TensorType) -> int:
+        """What a run of the body holds, on the worst device, beside this op's operands and carried results."""
+        return held_inside(self.body, self.carried) if self.n else 0
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """Those of the body's steps, n times."""
+        return in_turn(self.n, _patterns(self.body))
+
+
+@dataclass(frozen=True, slots=True)
+class Together(Nested):
+    """Moves that do not depend on each other, posted at once; also on different meshes, as both halves of a swap.
+
+    Every move reads inputs of the body, and all that they make are its outputs. Raises `TypingError`.
+
+    >>> from shardplan.core.ops import AllGather
+    >>> from shardplan.core.step import Step
+    >>> t = TensorType.parse("f32[4@x]", "x=2")
+    >>> steps = [Step(AllGather(0, ("x",)), ("a",), ("b",)), Step(AllGather(0, ("x",)), ("c",), ("d",))]
+    >>> print(*Together(Program({"a": t, "c": t}, steps, ("b", "d"))).infer(t, t))
+    f32[4] f32[4]
+    """
+
+    name: ClassVar[str] = "together"
+    at_once: ClassVar[bool] = True
+    body: Program
+
+    def __post_init__(self) -> None:
+        """Check that the moves are moves, and independent."""
+        body = self.body
+        given = {name for name, _ in body.inputs}
+        for number, step in enumerate(body.steps):
+            if not isinstance(step.op, Collective):
+                raise TypingError(f"together: step {number} ({step.op.name}) computes; legal are ops that move")
+            if late := [o for o in step.operands if o not in given]:
+                raise TypingError(
+                    f"together: step {number} ({step.op.name}) reads %{late[0]}, which another step makes; legal are "
+                    "inputs of the body"
+                )
+        made = [r for step in body.steps for r in step.results]
+        if not made or sorted(made) != sorted(body.outputs):
+            raise TypingError("together: the outputs are not what the moves make; legal is each of them once")
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        """Run the moves."""
+        return run_program(self.body, operands)
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        """Those of all moves."""
+        return books_of(self.body).received
+
+    def devices(self, *operands: TensorType) -> np.ndarray:
+        """Return all devices of the body, ascending."""
+        return np.asarray(self.body.devices, dtype=np.int64)
+
+    def rounds(self, *operands: TensorType) -> int:
+        """Those of the longest move."""
+        return max(books_of(self.body).rounds)
+
+    def staging(self, *operands: TensorType) -> int:
+        """The buffers of all moves, which exist at once."""
+        return sum(step.op.staging(*self.body.step_types(step)[0]) for step in self.body.steps)
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        """All messages at once; where a move is no bundle of messages, one move after another."""
+        parts = _patterns(self.body)
+        messages = [p for p in parts if isinstance(p, Messages)]
+        if not messages or any(isinstance(p, Groups | InTurn) for p in parts):
+            return in_turn(1, parts)
+        sender, receiver = (np.concatenate([getattr(p, n) for p in messages]) for n in ("sender", "receiver"))
+        nbytes = np.concatenate([p.nbytes for p in messages])
+        return Messages(sender, receiver, nbytes, max(p.chunks for p in messages))

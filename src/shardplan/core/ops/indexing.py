@@ -1,0 +1,223 @@
+"""Ops on positions: Gather and ScatterAdd, by ids; Iota and Constant, which have no operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.namespace import Namespace, Tensor, wide
+from shardplan.core.ops.compute import At, Ruled, Size, counted
+from shardplan.core.ops.placing import check_value
+from shardplan.core.rule_text import rule_of
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+_INDEX = np.dtype(np.int64)
+
+
+def _words(prefix: str, ndim: int) -> str:
+    return " ".join(f"{prefix}{d}" for d in range(ndim))
+
+
+def _check_rows(op: str, ids: TensorType, dtype: str) -> None:
+    """Refuse ids that are no integers, and elements that cannot be summed."""
+    if numpy_dtype(ids.dtype).kind not in "iu":
+        raise TypingError(f"{op}: the ids are {ids}; legal is an integer dtype")
+    if dtype == "bool":
+        raise TypingError(f"{op}: sums are not defined for bool; legal is a numeric dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(Ruled):
+    """Rows of a table (its dim 0) by ids of any shape; an id that no row has gives zeros.
+
+    A table whose rows are sharded gives partial sums.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> m = Mesh(x=2, y=3)
+    >>> print(*Gather().infer(TensorType("f32", (10, 4), ("x",), m), TensorType("i32", (6, 5), ("y",), m)))
+    f32[6@y, 5, 4]{+x}
+    """
+
+    name: ClassVar[str] = "gather"
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """Rows are reduced with a sum."""
+        table, ids = counted(self.name, operands, 2)
+        _check_rows(self.name, ids, table.dtype)
+        rest, many = _words("h", table.ndim - 1), _words("b", ids.ndim)
+        return rule_of(self.name, f"[v {rest}] [{many}] -> [{many} {rest}] | sum: v", operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """The table may be partial: rows are chosen, and zeros reduce to zero."""
+        return 0 in partial and len(partial) == 1
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Rows of ids that are here, zeros elsewhere."""
+        table, ids = arrays
+        rows = size.operands[0][0]
+        zero = xp.full((), 0, xp.dtype(table))
+        if not rows:
+            return (zero,)
+        here = xp.astype(ids, _INDEX) - at.operands[0][0]
+        mine = (here >= 0) & (here < rows)
+        found = xp.take(table, xp.where(mine, here, 0 * here))
+        return (xp.where(mine.reshape((*size.operands[1], *(1,) * (len(size.operands[0]) - 1))), found, zero),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+    def touched(self, *operands: TensorType) -> int:
+        """Ids, and each row that is gathered twice: read and written; not the table."""
+        (t,) = self.infer(*operands)
+        return operands[1].local_bytes() + 2 * t.local_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterAdd(Ruled):
+    """Add rows up by their ids, the inverse of `Gather`: the sums are `rows` in number, dim 0 of the result.
+
+    Ids without a row are left out. The rows may be sharded over `axes`, which the operands do not use.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> m = Mesh(x=2, y=3)
+    >>> t = TensorType("f32", (6, 4), ("y",), m), TensorType("i32", (6,), ("y",), m)
+    >>> print(*ScatterAdd(10).infer(*t), *ScatterAdd(10, ("x",)).infer(*t))
+    f32[10, 4]{+y} f32[10@x, 4]{+y}
+    """
+
+    name: ClassVar[str] = "scatter_add"
+    rows: int
+    axes: tuple[str, ...] = ()
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """The dims of the ids are reduced with a sum."""
+        values, ids = counted(self.name, operands, 2)
+        _check_rows(self.name, ids, values.dtype)
+        if self.rows < 1 or values.ndim < ids.ndim:
+            raise TypingError(f"{self.name}: {self.rows} rows of {values} by {ids}; legal are a row and a dim for each")
+        many, rest = _words("b", ids.ndim), _words("h", values.ndim - ids.ndim)
+        marks = f" | sum: {many}" if many else ""
+        return rule_of(self.name, f"[{many} {rest}] [{many}] -> [v {rest}]{marks}", operands, v=self.rows)
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Shard the rows."""
+        (t,) = Ruled.infer(self, *operands)
+        return (t.with_layout(replace(t.layout, dims=(self.axes, *t.layout.dims[1:]))),)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """It is linear in the values."""
+        return reduction == "sum" and 0 in partial and len(partial) == 1
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Sum those that are here, and all others into a row that is dropped."""
+        values, ids = arrays
+        rows, count = size.results[0][0], math.prod(size.operands[1])
+        here = (xp.astype(ids, _INDEX) - at.results[0][0]).reshape((count,))
+        index = xp.where((here >= 0) & (here < rows), here, 0 * here + rows)
+        values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
+        return (xp.scatter_add(rows + 1, index, values)[:rows],)
+
+    def flops(self, *operands: TensorType) -> float:
+        """One a local element of the values."""
+        return float(math.prod(operands[0].local_shape(0)))
+
+
+def _made(op: str, shape: tuple[int, ...], operands: Sequence[TensorType]) -> FactorRule:
+    names = factor_names(len(shape))
+    return rule_of(op, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
+
+
+def _unsummed(op: str, t: TensorType) -> TensorType:
+    """Refuse a value that is made partial: its addends are not said."""
+    if t.layout.partial:
+        raise TypingError(f"{op}: {t} is partial; legal are sharded, replicated and rooted values")
+    return t
+
+
+@dataclass(frozen=True, slots=True)
+class Iota(Ruled):
+    """0, 1, 2, ... along a dim, the same along all others.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> print(*Iota("i32", (8, 4), 0, Layout((("x",), ())), Mesh(x=2)).infer())
+    i32[8@x, 4]
+    """
+
+    name: ClassVar[str] = "iota"
+    dtype: str
+    shape: tuple[int, ...]
+    dim: int
+    layout: Layout
+    mesh: Mesh
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """A result only."""
+        return _made(self.name, self.shape, operands)
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """As the fields say."""
+        self.rule(*operands)
+        t = _unsummed(self.name, TensorType(self.dtype, self.shape, self.layout, self.mesh))
+        if not 0 <= self.dim < t.ndim:
+            raise TypingError(f"iota: {t} has no dim {self.dim}; legal are 0 to {t.ndim - 1}")
+        check_value(self.name, t.shape[self.dim] - 1, t.dtype)
+        return (t,)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """No operands."""
+        return False
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Count on from where the box starts."""
+        shape = size.results[0]
+        along = at.results[0][self.dim] + xp.arange(shape[self.dim])
+        return (along.reshape(tuple(n if d == self.dim else 1 for d, n in enumerate(shape))),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Ruled):
+    """One value everywhere."""
+
+    name: ClassVar[str] = "constant"
+    value: float
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    mesh: Mesh
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """A result only."""
+        return _made(self.name, self.shape, operands)
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """As the fields say."""
+        self.rule(*operands)
+        t = _unsummed(self.name, TensorType(self.dtype, self.shape, self.layout, self.mesh))
+        check_value(self.name, self.value, t.dtype)
+        return (t,)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """No operands."""
+        return False
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Fill."""
+        return (xp.full((), self.value, numpy_dtype(short_name(self.dtype))),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0

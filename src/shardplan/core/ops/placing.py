@@ -1,0 +1,200 @@
+"""Ops that place elements: Reshape, Pad, Crop, Cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
+from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.namespace import Namespace, Tensor
+from shardplan.core.ops.compute import At, Ruled, Size, counted
+from shardplan.core.rule_text import parse_rule, rule_of
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Ruled):
+    """Split or merge dims, as `(b s) h -> b s h`; the order of elements stays, `one=1` adds or drops a dim of size 1.
+
+    A size that the shape does not tell stands in the text: `(b=4 s) -> b s`.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> t = TensorType("f32", (8, 6, 4), ("x",), Mesh(x=2))
+    >>> print(*Reshape("b s h -> (b s) h").infer(t), *Reshape("b (s=2 t) h -> b s t h").infer(t))
+    f32[48@x, 4] f32[8@x, 2, 3, 4]
+    """
+
+    name: ClassVar[str] = "reshape"
+    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    spec: str
+
+    def __post_init__(self) -> None:
+        """Check that nothing changes places."""
+        rule = parse_rule(self._text())
+        ones = {name for name, n in rule.sizes if n == 1}
+        before, after = (
+            [name for tensor in side for dim in tensor for name in dim if name not in ones]
+            for side in (rule.operands, rule.results)
+        )
+        if before != after:
+            raise TypingError(f"reshape: {self.spec!r} does not keep the order of its factors; an einsum transposes")
+
+    def _text(self) -> str:
+        left, arrow, right = self.spec.partition("->")
+        return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else self.spec
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """All factors pass but those of size 1 that are dropped."""
+        return rule_of(self.name, self._text(), operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Elements are not changed."""
+        return True
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Reshape to the shape of the shard."""
+        return (arrays[0].reshape(size.results[0]),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
+    """The rule of an op that changes the sizes of some dims: those stay whole, the others pass."""
+    names, others = factor_names(t.ndim), factor_names(t.ndim, t.ndim)
+    changed = [d for d in range(t.ndim) if sizes[d] != t.shape[d]]
+    after = [f"{others[d]}={sizes[d]}" if d in changed else names[d] for d in range(t.ndim)]
+    fixed = f" | fixed: {' '.join(names[d] for d in changed)}" if changed else ""
+    return rule_of(op, f"[{' '.join(names)}] -> [{' '.join(after)}]{fixed}", (t,))
+
+
+def check_value(op: str, value: float, name: str) -> None:
+    """Raise `TypingError` for a value that a dtype does not have."""
+    dtype = numpy_dtype(name)
+    if dtype.kind in "iu":
+        lo, hi = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        fits, legal = isinstance(value, int) and lo <= value <= hi, f"an integer from {lo} to {hi}"
+    elif dtype.kind == "b":
+        fits, legal = value in (0, 1), "0 or 1"
+    else:
+        fits, legal = math.isfinite(value), "a finite number"
+    if not fits:
+        raise TypingError(f"{op}: the value {value} of {name}; legal is {legal}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pad(Ruled):
+    """Put `lo` elements of a value before each dim and `hi` after it; a dim that grows is not sharded."""
+
+    name: ClassVar[str] = "pad"
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    value: float = 0
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """Dims that grow stay whole."""
+        (t,) = counted(self.name, operands, 1)
+        if not len(self.lo) == len(self.hi) == t.ndim or min((*self.lo, *self.hi), default=0) < 0:
+            raise TypingError(
+                f"pad: lo={self.lo} and hi={self.hi} of {t}; legal are {t.ndim} numbers from 0 on in each"
+            )
+        check_value(self.name, self.value, t.dtype)
+        return _resized(self.name, t, [a + n + b for a, n, b in zip(self.lo, t.shape, self.hi, strict=True)])
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Where the value reduced with itself is itself: 0 in a sum, any in a max."""
+        if not any((*self.lo, *self.hi)):
+            return True
+        value = numpy_dtype(operands[0].dtype).type(self.value)
+        return bool(COMBINE[reduction](value, value) == value)
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Join a block before and one after, dim by dim."""
+        (x,) = arrays
+        for d, (lo, hi) in enumerate(zip(self.lo, self.hi, strict=True)):
+            before, after = (xp.full((*x.shape[:d], n, *x.shape[d + 1 :]), self.value, xp.dtype(x)) for n in (lo, hi))
+            x = xp.concatenate([before, x, after], d) if lo or hi else x
+        return (x,)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Crop(Ruled):
+    """Keep the elements from `start` to before `stop` of each dim; a dim that shrinks is not sharded."""
+
+    name: ClassVar[str] = "crop"
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """Dims that shrink stay whole."""
+        (t,) = counted(self.name, operands, 1)
+        fits = len(self.start) == len(self.stop) == t.ndim
+        if not fits or not all(0 <= a < b <= n for a, b, n in zip(self.start, self.stop, t.shape, strict=True)):
+            raise TypingError(
+                f"crop: {self.start} to {self.stop} of {t}; legal are 0 <= start < stop <= size in each dim"
+            )
+        return _resized(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Elements are not changed."""
+        return True
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Slice; of a dim that is kept all that is here lies in the bounds."""
+        return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Ruled):
+    """The values in another dtype."""
+
+    name: ClassVar[str] = "cast"
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Check the dtype."""
+        object.__setattr__(self, "dtype", short_name(self.dtype))
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """All dims pass."""
+        (t,) = counted(self.name, operands, 1)
+        if t.dtype.startswith("c") and not self.dtype.startswith("c"):
+            raise TypingError(f"cast: {t} to {self.dtype} would lose imaginary parts; legal is a complex dtype")
+        return _resized(self.name, t, t.shape)
+
+    def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
+        """Return the dtype."""
+        return (self.dtype,)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Between floats: sums, up to rounding, and max and min where the fill of no addend stays what it is."""
+        kinds = [numpy_dtype(d) for d in (operands[0].dtype, self.dtype)]
+        if not all(kind.kind in "fV" for kind in kinds):
+            return kinds[0].kind == kinds[1].kind == "c" and reduction == "sum"
+        if reduction not in ("max", "min"):
+            return reduction == "sum"
+        infinite = [bool(np.isinf(identity(reduction, kind))) for kind in kinds]
+        return infinite[0] == infinite[1]
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """The caller rounds."""
+        return (arrays[0],)
+
+    def flops(self, *operands: TensorType) -> float:
+        """One a local element."""
+        return float(math.prod(operands[0].local_shape(0)))

@@ -1,0 +1,107 @@
+"""The walk over a program: its steps with their types and what each is the last to use, and the bodies inside them.
+
+What reads a program for its meaning stands on these few: `walk` goes through one program; `leaves` finds every op that
+holds no body, with how often it runs; `turns` plays them in the order of a run; `opened` puts the moves of a `together`
+in its place, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardplan.core.nested import Nested, nested
+from shardplan.core.op import Op
+from shardplan.core.ops.general import Send
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType, same
+
+
+class Visit(NamedTuple):
+    """A step as the walk meets it."""
+
+    number: int
+    step: Step
+    operands: tuple[TensorType, ...]
+    results: tuple[TensorType, ...]
+    freed: set[str]  # the values that no later step or output reads: operands, and results that are never read
+
+    @property
+    def nested(self) -> Nested | None:
+        """The op, where it has a body."""
+        return nested(self.step.op)
+
+    @property
+    def relabels(self) -> bool:
+        """Whether it gives values another type and leaves every byte where it is, its operands not used again."""
+        return (
+            isinstance(self.step.op, Send)
+            and set(self.step.operands) <= self.freed
+            and not set(self.step.results) & self.freed
+            and all(same(t, u) for t, u in zip(self.operands, self.results, strict=True))
+        )
+
+
+def walk(program: Program) -> Iterator[Visit]:
+    """Yield the steps of a program in order; bodies are not entered."""
+    for number, (step, freed) in enumerate(zip(program.steps, program.last_uses(), strict=True)):
+        yield Visit(number, step, *program.step_types(step), freed)
+
+
+def programs(program: Program) -> Iterator[Program]:
+    """Yield a program and all bodies inside it."""
+    yield program
+    for step in program.steps:
+        if isinstance(step.op, Nested):
+            yield from programs(step.op.body)
+
+
+class LeafOp(NamedTuple):
+    """An op without a body, and how often it runs."""
+
+    times: int
+    op: Op
+    operands: tuple[TensorType, ...]
+
+
+def leaves(op: Op, operands: tuple[TensorType, ...]) -> Iterator[LeafOp]:
+    """Yield the ops without a body that an op on operands of these types comes down to: itself, or those inside it."""
+    if not isinstance(op, Nested):
+        yield LeafOp(1, op, operands)
+        return
+    for step in op.body.steps:
+        for leaf in leaves(step.op, op.body.step_types(step)[0]):
+            yield leaf._replace(times=op.times * leaf.times)
+
+
+def program_leaves(program: Program) -> Iterator[LeafOp]:
+    """Yield the ops without a body that a program comes down to."""
+    for step in program.steps:
+        yield from leaves(step.op, program.step_types(step)[0])
+
+
+def turns(program: Program) -> Iterator[tuple[int, Visit]]:
+    """Yield every step without a body as often as it runs, in order, with the number of the program's step it is in."""
+    for visit in walk(program):
+        if visit.nested is None:
+            yield visit.number, visit
+            continue
+        for _ in range(visit.nested.times):
+            yield from ((visit.number, inner) for _, inner in turns(visit.nested.body))
+
+
+def inside(step: Step) -> Sequence[Step]:
+    """Return the moves of a step whose body runs at once, under the names of the step's values; else the step."""
+    op = step.op
+    if not isinstance(op, Nested) or not op.at_once:
+        return (step,)
+    names = dict(zip((name for name, _ in op.body.inputs), step.operands, strict=True))
+    names |= zip(op.body.outputs, step.results, strict=True)
+    return [Step(s.op, tuple(names[o] for o in s.operands), tuple(names[r] for r in s.results)) for s in op.body.steps]
+
+
+def opened(program: Program) -> tuple[Program, tuple[int, ...]]:
+    """Return a program with the moves of every `together` as steps of its own, and for each step the number it had."""
+    found = [(number, inner) for number, step in enumerate(program.steps) for inner in inside(step)]
+    return Program(program.inputs, (s for _, s in found), program.outputs), tuple(number for number, _ in found)

@@ -1,0 +1,147 @@
+"""Runs the steps of a program on one device, for every backend that goes step by step: liveness, bodies, loops.
+
+A backend says how an op without a body is bound to its device (`bind`) and how a shard is allocated (`make`). What is
+bound is a generator, which yields while messages travel; `plain` makes one of a function that blocks. Bodies are bound
+once. The moves of a body that runs at once follow one another, in one order on all devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from shardplan.core.nested import Nested
+from shardplan.core.op import Op
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.core.text import op_text
+from shardplan.core.walk import walk
+from shardplan.errors import ShardplanError
+from shardplan.execution.lower import place_of
+
+
+class Counting(Protocol):
+    """A wire, as far as it matters here."""
+
+    received: int  # bytes so far
+
+
+Wire = TypeVar("Wire", bound=Counting)
+Running = Generator[None, None, list[Any]]
+Bound = Callable[[list[Any], Wire], Running]
+Types = Sequence[TensorType]
+
+
+class BoundStep(NamedTuple, Generic[Wire]):
+    """A step of a program on one device: what it runs, on which values, and which are dropped after it."""
+
+    run: Bound[Wire] | None  # None: the results are the operands under other types
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    freed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hands(Generic[Wire]):
+    """What a backend brings: its device's id, how it binds an op, and how it allocates a shard."""
+
+    device: int
+    bind: Callable[[Op, Types, Types], Bound[Wire]]
+    make: Callable[[TensorType], Callable[[Wire], Any]]
+
+    def steps(self, program: Program) -> tuple[BoundStep[Wire], ...]:
+        """Bind the steps of a program; an error names its step."""
+        found: list[BoundStep[Wire]] = []
+        for visit in walk(program):
+            step, run = visit.step, None
+            if not visit.relabels:
+                try:
+                    run = (
+                        self.bind(step.op, visit.operands, visit.results)
+                        if visit.nested is None
+                        else self.looped(visit.nested, visit.results)
+                    )
+                except ShardplanError as error:
+                    text = op_text(step.op, step.operands)
+                    raise type(error)(f"step {visit.number} ({text}): {error}") from None
+            found.append(BoundStep(run, step.operands, step.results, tuple(visit.freed)))
+        return tuple(found)
+
+    def looped(self, op: Nested, results: Types) -> Bound[Wire]:
+        """Bind an op with a body."""
+        body, steps, carried = op.body, self.steps(op.body), op.kept
+        names = [name for name, _ in body.inputs]
+        whole = len(names) - op.cut
+        cut, stacked = (  # whether this device has a shard: what stands for one has no rows
+            [place_of(t, self.device) is not None for t in types]
+            for types in (body.input_types[whole:], body.output_types[carried:])
+        )
+        makers = [] if op.at_once else [self.make(u) for u in results[carried:]]
+
+        def run(arrays: list[Any], wire: Wire) -> Running:
+            state = list(arrays[:carried])
+            stacks = [make(wire) for make in makers]
+            for k in range(op.times):
+                rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
+                values = dict(zip(names, [*state, *arrays[carried:whole], *rows], strict=True))
+                del state, rows  # else what the body frees would live on
+                state = yield from drive(steps, values, body.outputs, wire)
+                if op.at_once:
+                    break
+                for stack, here in zip(reversed(stacks), reversed(stacked), strict=True):
+                    row = state.pop()
+                    if here:
+                        stack[k, ...] = row
+                    del row
+            return [*state, *stacks]
+
+        return run
+
+
+def plain(bound: Callable[[list[Any], Wire], list[Any]]) -> Bound[Wire]:
+    """Return a bound step that blocks as one that a driver runs."""
+
+    def run(arrays: list[Any], wire: Wire) -> Running:
+        yield from ()
+        return bound(arrays, wire)
+
+    return run
+
+
+def drive(
+    steps: Sequence[BoundStep[Wire]],
+    values: dict[str, Any],
+    outputs: Sequence[str],
+    wire: Wire,
+    begin: Callable[[int], None] | None = None,
+    note: Callable[[int, float, int], None] | None = None,
+) -> Running:
+    """Run steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel.
+
+    `begin(number)` is called before a step; `note(number, start, before)` after it, with the monotonic clock and the
+    bytes received at its start.
+    """
+    for number, (run, operands, results, freed) in enumerate(steps):
+        if begin is not None:
+            begin(number)
+        arrays = [values[o] for o in operands]
+        start, before = time.monotonic(), wire.received
+        out = arrays if run is None else (yield from run(arrays, wire))
+        if note is not None:
+            note(number, start, before)
+        values.update(zip(results, out, strict=True))
+        del arrays, out  # else what is freed below would live to the end of the next step
+        for name in freed:
+            values.pop(name, None)
+    return [values[name] for name in outputs]
+
+
+def finish(running: Running) -> list[Any]:
+    """Run a generator to its end, blocked in its waits, and return its results."""
+    try:
+        while True:
+            next(running)
+    except StopIteration as stop:
+        return stop.value

@@ -1,0 +1,29 @@
+"""The law of compute ops: every legal assignment of axes equals the whole, every other is refused, for every op."""
+
+import numpy as np
+import pytest
+
+import oracle
+from compute_examples import EXAMPLES, UNEQUAL, Example
+from shardplan.core.ops import OPS, Compute
+
+
+def test_every_compute_op_has_an_example() -> None:
+    assert {type(op).name for e in EXAMPLES for op, _ in e.assigned(UNEQUAL)} == {
+        name for name, op in OPS.items() if issubclass(op, Compute)
+    }
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(next(e.assigned(UNEQUAL))[0]))
+def test_every_legal_assignment_equals_the_whole(example: Example) -> None:
+    rng = np.random.default_rng(0)
+    arrays = example.arrays(UNEQUAL, rng)
+    whole = np.asarray(example.whole(UNEQUAL, *arrays))
+    count = 0
+    for op, types in example.legal_ones(UNEQUAL):
+        (found,) = op.infer(*types)
+        assert found.shape == whole.shape
+        (shards,) = op.reference([oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)], types)
+        assert oracle.wrong(shards, found, whole) is None, (op, [str(t) for t in types], str(found))
+        count += 1
+    assert count == example.legal

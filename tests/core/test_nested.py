@@ -1,0 +1,366 @@
+"""`repeat` and `together`: meaning, bytes and price against the program written out, text, and what is refused."""
+
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import shardplan as sp
+import strategies as some
+from shardplan.core.accounting import account
+from shardplan.core.nested import rows
+from shardplan.core.op import Array, Op, Shards
+from shardplan.core.ops import AllGather, AllReduce, Elementwise, Exchange, Repeat, Send, Together
+from shardplan.core.pattern import Local, Pattern
+from shardplan.core.program import Program
+from shardplan.core.reference import distribute, run_program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.core.walk import opened, program_leaves, turns
+from shardplan.execution.drive import Hands, drive, finish, plain
+from shardplan.plans.certificate import derive
+from shardplan.plans.pricing import fabric_of, priced
+from shardplan.simulation.predict import predict
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged(Op):
+    """An op that only a program written out needs: it moves nothing."""
+
+    def received(self, *operands: TensorType) -> np.ndarray:
+        return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
+
+    def rounds(self, *operands: TensorType) -> int:
+        return 0
+
+    def staging(self, *operands: TensorType) -> int:
+        return 0
+
+    def pattern(self, *operands: TensorType) -> Pattern:
+        return Local(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Rearranged):
+    """The k-th of the values in a stack."""
+
+    name: ClassVar[str] = "row"
+    k: int
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        (t,) = operands
+        partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
+        return (TensorType(t.dtype, t.shape[1:], t.layout.dims[1:], t.mesh, partial, t.layout.root),)
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        return [[x[self.k, ...].copy() for x in operands[0]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Rearranged):
+    """Values under one another."""
+
+    name: ClassVar[str] = "stack"
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        return (rows(operands[0], len(operands)),)
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        return [[np.stack(shards) for shards in zip(*operands, strict=True)]]
+
+
+def unrolled(program: Program) -> Program:
+    """The program with every body written out as often as it runs."""
+    steps: list[Step] = []
+
+    def emit(op: Op, operands: Sequence[str], count: int) -> tuple[str, ...]:
+        names = tuple(f"new{len(steps)}.{k}" for k in range(count))
+        steps.append(Step(op, tuple(operands), names))
+        return names
+
+    def play(part: Program, known: dict[str, str]) -> list[str]:
+        for step in part.steps:
+            operands = [known[o] for o in step.operands]
+            results = (
+                written_out(step.op, operands)
+                if isinstance(step.op, Repeat)
+                else emit(step.op, operands, len(step.results))
+            )
+            known |= zip(step.results, results, strict=True)
+        return [known[o] for o in part.outputs]
+
+    def written_out(op: Repeat, operands: list[str]) -> list[str]:
+        state, fixed = operands[: op.carried], operands[op.carried : len(operands) - op.sliced]
+        stacks: list[list[str]] = [[] for _ in op.body.outputs[op.carried :]]
+        for k in range(op.n):
+            cut = [emit(Row(k), [o], 1)[0] for o in operands[len(operands) - op.sliced :]]
+            found = play(op.body, dict(zip((n for n, _ in op.body.inputs), [*state, *fixed, *cut], strict=True)))
+            state = found[: op.carried]
+            for stack, row in zip(stacks, found[op.carried :], strict=True):
+                stack.append(row)
+        return [*state, *(emit(Stack(), stack, 1)[0] for stack in stacks)]
+
+    outputs = play(program, {n: n for n, _ in program.inputs})
+    return Program(program.inputs, steps, outputs)
+
+
+def arrays(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [distribute(rng.integers(0, 1000, t.shape).astype("i4"), t) for t in program.input_types]
+
+
+@settings(max_examples=80, deadline=None)
+@given(some.repeats())
+def test_a_repeat_means_its_body_written_out(program: Program) -> None:
+    data = arrays(program)
+    want, got = run_program(unrolled(program), data), run_program(program, data)
+    assert all(np.array_equal(x, y) for a, b in zip(want, got, strict=True) for x, y in zip(a, b, strict=True))
+    assert unrolled(program).output_types == program.output_types
+
+
+@settings(max_examples=80, deadline=None)
+@given(some.repeats())
+def test_a_repeat_costs_what_its_body_written_out_costs(program: Program) -> None:
+    whole = unrolled(program)
+    books, want = account(program), account(whole)
+    assert books.devices == want.devices and books.received.tolist() == want.received.tolist()
+    for name in ("rounds", "latencies", "step_received"):
+        assert sum(getattr(books, name)) == sum(getattr(want, name))
+    assert predict(program).seconds == pytest.approx(predict(whole).seconds)
+    topology = sp.Topology.load("dgx-a100", nodes=2)
+    fabric = fabric_of(topology, program.meshes)
+    seconds, levels = priced(program, fabric)
+    assert (seconds, *levels) == pytest.approx((sum_of := priced(whole, fabric))[:1] + sum_of[1])
+    assert predict(program, topology).seconds == pytest.approx(seconds)
+    assert sum(leaf.times for leaf in program_leaves(program)) == len(list(turns(program)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(some.repeats())
+def test_what_a_repeat_holds(program: Program) -> None:
+    """Beside what the program written out holds, it keeps its operands to its end; its rows are no copies.
+
+    From the third run on, the runs between the first and the last hold what the account says; what is carried in is
+    held beside it. With slices and stacks, whose rows a program written out copies, only the upper side is comparable.
+    """
+    op, whole = program.steps[0].op, unrolled(program)
+    assert isinstance(op, Repeat)
+    books, want = account(program), account(whole)
+    ends = sum(t.local_bytes() for t in (*program.input_types, *program.output_types))
+    assert books.workspace_bytes <= want.workspace_bytes + ends
+    if (
+        op.n > 2
+        and len(program.inputs) == 1
+        and op.body.steps
+        and not any("repeat" in s.op.name for s in op.body.steps)
+    ):
+        carried = program.input_types[0].local_bytes()
+        assert want.workspace_bytes <= books.workspace_bytes <= want.workspace_bytes + carried
+
+
+@settings(max_examples=80, deadline=None)
+@given(some.repeats())
+def test_text_is_read_back(program: Program) -> None:
+    assert Program.parse(str(program)) == program
+    assert str(Program.parse(program.text(lambda number, step: f"{number} {step.op.name}"))) == str(program)
+
+
+STAGED = AllReduce(("t",)).staging(TensorType.parse("f32[4, 8]{+t}", "t=2"))
+REPEAT = """program
+  mesh t=2
+  input %x: f32[4, 8]
+  input %w: f32[3, 8@t, 8]
+  %y, %s = repeat(%x, %w; n=3, carried=1, sliced=1) {
+    input %a: f32[4, 8]
+    input %b: f32[8@t, 8]
+    %0 = slice(%a; dim=1, axes=(t)): f32[4, 8@t]
+    %1 = einsum(%0, %b; spec="bi,io->bo"): f32[4, 8]{+t}
+    %2 = all_reduce(%1; axes=(t)): f32[4, 8]
+    output %2, %0
+  }: f32[4, 8]; f32[3, 4, 8@t]
+  output %y, %s"""
+
+
+def test_the_text_of_a_repeat() -> None:
+    program = Program.parse(REPEAT)
+    assert str(program) == REPEAT
+    noted = program.text(lambda number, step: f"step {number}").splitlines()[4]
+    assert noted == "  %y, %s = repeat(%x, %w; n=3, carried=1, sliced=1) {  # step 0"
+    # Slices and their stack live outside; inside, what is carried (128 B), a product (128 B) and a slice of it (64 B)
+    # lie beside the all-reduce's result (128 B), which is the carried result itself once the last run is over.
+    operands, results = 128 + 3 * 8 * 8 // 2 * 4, 128 + 3 * 4 * 8 // 2 * 4
+    assert account(program).workspace_bytes == operands + results + 64 + 128 + STAGED
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("n=3", "n=2", r"step 0 \(repeat\): repeat: operands f32\[4, 8\], f32\[3, 8@t, 8\]; the body takes"),
+        ("n=3", "n=-1", r"repeat: repeat: n is -1; legal is a whole number of at least 0\n.*\n +\^"),
+        ("n=3", "n=0", r"repeat: repeat: n=0 with sliced operands or stacked results; legal is n of at least 1 row"),
+        ("carried=1", "carried=3", r"repeat: carried is 3; legal is a whole number from 0 to 2"),
+        ("sliced=1", "sliced=2", r"repeat: sliced is 2; legal is a whole number from 0 to 1"),
+        ("n=3", "body=3", r"repeat has no attribute 'body'; legal are n, carried, sliced"),
+        ("output %2, %0", "output %0, %2", r"carried value 0 enters as f32\[4, 8\] and leaves as f32\[4, 8@t\]"),
+        ("output %2, %0", "", r"repeat: carried is 1; legal is a whole number from 0 to 0"),
+        ("    output %2, %0\n  }", "    output %2, %0\n", r"expected 'input', 'output' or a step"),
+        ("slice(%a; dim=1", "slice(%a; dim=2", r"the body of repeat: step 0 \(slice\): slice: .* has no dim 2"),
+        ("axes=(t)): f32[4, 8@t]", "axes=(t)): f32[4, 8]", r"%0 has the type f32\[4, 8@t\], not f32\[4, 8\]"),
+        ("    input %a", "    mesh t=2\n    input %a", r"expected 'input', 'output' or a step"),
+        (") {", ")", r"expected '{' in the op repeat, before its body"),
+    ],
+)
+def test_what_a_repeat_refuses(old: str, new: str, says: str) -> None:
+    with pytest.raises(sp.ShardplanError, match=says):
+        Program.parse(REPEAT.replace(old, new, 1))
+
+
+def test_bodies_lie_at_most_so_deep() -> None:
+    t = TensorType("f32", (2,), (), sp.Mesh(x=1))
+    body = Program({"x": t}, [], ("x",))
+    for _ in range(16):
+        op = Repeat(2, body, 1)
+        body = Program({"x": t}, [Step(op, ("x",), ("y",))], ("y",))
+    assert Program.parse(str(body)) == body
+    with pytest.raises(sp.TypingError, match=r"^repeat: bodies inside each other, 17 deep; legal are 16$"):
+        Repeat(2, body, 1)
+    text = "program\n mesh x=1\n" + " %y = repeat(%x; n=1) {\n" * 20000
+    with pytest.raises(sp.ParseError, match=r"^bodies inside each other, more than 16 deep\n"):
+        Program.parse(text)
+
+
+ONE, TWO = sp.Mesh(x=2), sp.Mesh({"y": 3}, devices=[2, 3, 1])
+A, B = TensorType("i32", (12,), ("x",), ONE), TensorType("i32", (12,), ("y",), TWO)
+MOVES = [Step(Send(B.layout, TWO), ("a",), ("c",)), Step(Send(A.layout, ONE), ("b",), ("d",))]
+
+
+def together(steps: Sequence[Step] = MOVES, outputs: Sequence[str] = ("c", "d")) -> Program:
+    op = Together(Program({"a": A, "b": B}, steps, outputs))
+    return Program({"0": A, "1": B}, [Step(op, ("0", "1"), ("2", "3"))], ("3", "2"))
+
+
+def test_a_swap_over_two_meshes() -> None:
+    program = together()
+    apart = Program({"0": A, "1": B}, [Step(s.op, (str(k),), (str(k + 2),)) for k, s in enumerate(MOVES)], ("3", "2"))
+    assert opened(program) == (apart, (0, 0)) and opened(apart) == (apart, (0, 1))
+    assert Program.parse(str(program)) == program and program.devices == (0, 1, 2, 3)
+    books, want = account(program), account(apart)
+    assert books.received.tolist() == want.received.tolist() == [24, 8, 16, 16]
+    assert books.rounds == (2,) and want.rounds == (2, 2)
+    # Both operands and both results are there at once, and the buffers of both moves.
+    staged = sum(s.op.staging(t) for s, t in zip(MOVES, (A, B), strict=True))
+    assert books.workspace_bytes == 4 * (6 + 6 + 4 + 4) + staged
+    data = arrays(program)
+    for x, y in zip(run_program(program, data), run_program(apart, data), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+def test_moves_together_are_priced_on_the_same_links() -> None:
+    """Loads add up on each port; the latencies of messages between other pairs do not."""
+    topology = sp.Topology.load("nominal", devices=4)
+    (x,), (y,) = ([sp.Mesh({"z": 1}, devices=[k])] for k in (0, 1))
+    s, t = TensorType("f32", (1 << 20,), (), x), TensorType("f32", (1 << 20,), (), y)
+    alone = Program({"0": s}, [Step(Send(t.layout, y), ("0",), ("1",))], ("1",))
+
+    def pair(*ends: tuple[TensorType, TensorType]) -> Program:
+        names = [str(k) for k in range(len(ends))]
+        steps = [Step(Send(b.layout, b.mesh), (k,), (f"{k}.to",)) for k, (_, b) in zip(names, ends, strict=True)]
+        results = tuple(f"{k}.to" for k in names)
+        op = Together(Program(dict(zip(names, (a for a, _ in ends), strict=True)), steps, results))
+        return Program(op.body.inputs, [Step(op, tuple(names), results)], results)
+
+    def cost(p: Program) -> float:
+        return priced(p, fabric_of(topology, p.meshes))[0]
+
+    one = cost(alone)
+    assert cost(pair((s, t))) == one
+    assert cost(pair((s, t), (t, s))) == one  # each way has its own wire
+    assert cost(pair((s, t), (s, t))) == pytest.approx(2 * one, rel=0.05)
+    groups = [Step(AllGather(0, ("x",)), ("a",), ("c",)), Step(AllGather(0, ("y",)), ("b",), ("d",))]
+    gathers = [
+        Program({"a": t}, [s], s.results) if s.operands == ("a",) else Program({"b": t}, [s], s.results)
+        for s, t in zip(groups, (A, B), strict=True)
+    ]
+    assert cost(together(groups)) == pytest.approx(sum(map(cost, gathers)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "outputs", "says"),
+    [
+        ([Step(Elementwise("-a"), ("a",), ("c",))], ("c",), r"^together: step 0 \(elementwise\) computes; legal are"),
+        ([MOVES[0], Step(Send(A.layout, ONE), ("c",), ("d",))], ("c", "d"), r"reads %c, which another step makes"),
+        (MOVES, ("c",), r"^together: the outputs are not what the moves make; legal is each of them once$"),
+        (MOVES, ("c", "d", "a"), r"^together: the outputs are not what the moves make"),
+        ([], ("a",), r"^together: the outputs are not what the moves make"),
+    ],
+)  # fmt: skip
+def test_what_together_refuses(steps: list[Step], outputs: tuple[str, ...], says: str) -> None:
+    with pytest.raises(sp.TypingError, match=says):
+        together(steps, outputs)
+
+
+def test_a_repeat_of_swaps_is_certified() -> None:
+    """`together` inside `repeat`, on two meshes: a certificate derives its claims, n times those of a run."""
+    swap = Step(Together(Program({"a": A, "b": B}, MOVES, ("c", "d"))), ("a", "b"), ("c", "d"))
+    back = [Step(Send(t.layout, t.mesh), (o,), (r,)) for o, r, t in (("c", "e", A), ("d", "f", B))]
+    body = Program({"a": A, "b": B}, [swap, *back], ("e", "f"))
+    program = Program({"0": A, "1": B}, [Step(Repeat(5, body, 2), ("0", "1"), ("2", "3"))], ("2", "3"))
+    assert Program.parse(str(program)) == program
+    claims = derive(program, (A, B), (A, B), None)
+    assert claims["received_bytes"] == tuple(5 * n for n in account(body).received.tolist()) != (0, 0, 0, 0)
+    assert claims["rounds"] == 5 * (2 + 2 + 2) and claims["types"] == (A, B)
+    data = arrays(program)
+    for x, y in zip(run_program(program, data), data, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+class CountingWire:
+    received = 0
+
+
+def test_a_driver_holds_what_the_account_says() -> None:
+    """One device, arrays of megabytes: the most that is allocated is the workspace, beside what the caller holds."""
+    t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
+    steps = [
+        Step(Elementwise("a*b"), ("x", "w"), ("0",)),
+        Step(Elementwise("a+b"), ("0", "v"), ("1",)),
+        Step(Elementwise("a-b"), ("1", "x"), ("2",)),
+    ]
+    body = Program({"x": t, "v": t, "w": t}, steps, ("2", "0"))
+    given = {"x": t, "v": t, "w": rows(t, 4)}
+    program = Program(given, [Step(Repeat(4, body, 1, 1), ("x", "v", "w"), ("y", "s"))], ("y", "s"))
+    assert account(program).workspace_bytes == (1 + 1 + 4 + 1 + 4 + 4 - 1) << 20
+
+    def bind(op: Op, operands: Any, results: Any) -> Any:
+        functions = {"a * b": np.multiply, "a + b": np.add, "a - b": np.subtract}
+        return plain(lambda arrays, wire: [functions[op.expr](*arrays)])  # type: ignore[attr-defined]
+
+    hands = Hands(0, bind, lambda u: lambda wire: np.empty(u.shape))  # type: ignore[var-annotated]
+    bound = hands.steps(program)
+    data = {name: np.ones(u.shape) for name, u in program.inputs}
+    tracemalloc.start()
+    try:
+        got = finish(drive(bound, dict(data), program.outputs, CountingWire()))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    held = sum(x.nbytes for x in data.values())
+    assert account(program).workspace_bytes - (1 << 16) <= most + held <= account(program).workspace_bytes + (1 << 16)
+    want = run_program(program, [[x] for x in data.values()])
+    assert all(np.array_equal(x, y) for x, (y,) in zip(got, want, strict=True))
+
+
+def test_ninety_six_layers_cost_what_one_does() -> None:
+    """Nothing that reads a program goes through the runs of a body: a repeat of a billion layers is read at once."""
+    x = TensorType("f32", (8, 8), ("x",), ONE)
+    steps = [Step(AllGather(0, ("x",)), ("x",), ("0",)), Step(Exchange(x.layout), ("0",), ("1",))]
+    op = Repeat(10**9, Program({"x": x}, steps, ("1",)), 1)
+    program = Program({"x": x}, [Step(op, ("x",), ("y",))], ("y",))
+    assert account(program).received.tolist() == [10**9 * 128] * 2
+    assert Program.parse(str(program)) == program
+    topology = sp.Topology.load("nominal", devices=2)
+    assert predict(program, topology).seconds == priced(program, fabric_of(topology, program.meshes))[0] > 1

@@ -1,0 +1,103 @@
+"""The law of compute ops on JAX, inside `shard_map` on eight devices: a child process of `test_compute_law.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import oracle
+from compute_examples import EVEN, EXAMPLES, MESH, MeanSquare, Moments, numbers, of_dtype, of_functions
+from execution.jax_child import main
+from shardplan.core import reference
+from shardplan.core.dtypes import NAMES
+from shardplan.core.expression import Expression
+from shardplan.core.namespace import NUMPY
+from shardplan.core.program import Program
+from shardplan.core.reference import distribute
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+
+
+def law() -> Any:
+    """Every legal assignment that JAX has shards for, those of an example compiled as one program."""
+    from shardplan.execution.jax.run import run_program
+
+    rng, wrong = np.random.default_rng(2), list[str]()
+    for example in EXAMPLES:
+        arrays = example.arrays(EVEN, rng)
+        whole = np.asarray(example.whole(EVEN, *arrays))
+        inputs: dict[str, Any] = {}
+        shards: list[Any] = []
+        steps: list[Step] = []
+        for op, types in example.legal_ones(EVEN):
+            if not all(t.all_even for t in (*types, *op.infer(*types))):
+                continue
+            names = tuple(f"x{len(steps)}.{k}" for k in range(len(types)))
+            inputs.update(zip(names, types, strict=True))
+            shards += [oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)]
+            steps.append(Step(op, names, (f"y{len(steps)}",)))
+        program = Program(inputs, steps, [s.results[0] for s in steps])
+        for step, t, got in zip(steps, program.output_types, run_program(program, shards, timeout=60), strict=True):
+            why = oracle.wrong([np.asarray(x) for x in got], t, whole)
+            if why:
+                wrong.append(f"{step.op} of {[str(program.types[o]) for o in step.operands]}: {why}")
+        if len(steps) < example.legal // 4:
+            wrong.append(f"{example.operands}: {len(steps)} assignments only")
+    return wrong[:5]
+
+
+def every_dtype() -> Any:
+    """Ops of a dtype as one program each, beside the reference."""
+    from shardplan.execution.jax.run import run_program
+
+    rng, wrong = np.random.default_rng(3), list[str]()
+    for dtype in NAMES:
+        chosen = [(op, ts) for op, ts in of_dtype(dtype) if all(t.all_even for t in ts)]
+        names = [tuple(f"x{k}.{j}" for j in range(len(ts))) for k, (_, ts) in enumerate(chosen)]
+        steps = [Step(op, n, (f"y{k}",)) for k, ((op, _), n) in enumerate(zip(chosen, names, strict=True))]
+        inputs = {n: t for ns, (_, ts) in zip(names, chosen, strict=True) for n, t in zip(ns, ts, strict=True)}
+        program = Program(inputs, steps, [s.results[0] for s in steps])
+        shards = [distribute(numbers(t, rng), t) for t in program.input_types]
+        found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+        for step, got, want in zip(steps, found, expected, strict=True):
+            if not all(np.array_equal(np.asarray(x), y) for x, y in zip(got, want, strict=True)):
+                wrong.append(f"{dtype}: {step.op}: {np.asarray(got[0])}, not {want[0]}")
+    return wrong[:5]
+
+
+def functions() -> Any:
+    """Every function of expressions beside numpy's."""
+    from shardplan.execution.jax.compute import jax_namespace
+
+    wrong: list[str] = []
+    for text, x in of_functions():
+        e = Expression.parse(text)
+        arrays = [x, x[::-1].copy()][: e.arity]
+        got, want = (e.evaluate(xp, arrays, np.dtype(np.float32)) for xp in (jax_namespace(), NUMPY))
+        if not np.allclose(got, want, rtol=1e-5, atol=1e-6):
+            wrong.append(text)
+    return wrong
+
+
+def outside() -> Any:
+    """Ops that the package does not have: of two results, and a composed one."""
+    from shardplan.execution.jax.run import run_program
+
+    t = TensorType("f32", (6, 12), (None, "x"), MESH)
+    steps = [Step(Moments(), ("t",), ("s", "p")), Step(MeanSquare(), ("t",), ("m",))]
+    program = Program({"t": t}, steps, ("s", "p", "m"))
+    shards = [distribute(np.random.default_rng(4).integers(-9, 10, t.shape).astype(np.float32), t)]
+    found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+    return [
+        f"%{name}: {np.asarray(x)}, not {y}"
+        for name, got, want in zip(program.outputs, found, expected, strict=True)
+        for x, y in zip(got, want, strict=True)
+        if not np.allclose(np.asarray(x), y, rtol=1e-6)
+    ]
+
+
+CHECKS = (law, every_dtype, functions, outside)
+
+if __name__ == "__main__":
+    main(CHECKS)
