@@ -29,7 +29,7 @@ class Op(abc.ABC):
     """An operation of a program."""
 
     name: ClassVar[str]
-    boxed: ClassVar[bool] = False  # whether operands may lie in a table of boxes
+    boxed: ClassVar[bool] = False  # whether operands and results may lie in a table of boxes
     peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
     chunks = 1  # parts that it runs in one after another; unannotated, so that it is no field before an op's own
 
@@ -98,10 +98,16 @@ class Op(abc.ABC):
 @lru_cache(maxsize=4096)
 def results_of(op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """Return the result types of an op; remembered, since the layers of a model repeat the same few thousand."""
-    for t in operands:
+    _check_boxed(op, operands)
+    found = op.infer(*operands)
+    _check_boxed(op, found)
+    return found
+
+
+def _check_boxed(op: Op, types: Sequence[TensorType]) -> None:
+    for t in types:
         if t.layout.boxes is not None and not op.boxed:
-            raise TypingError(f"{op.name}: {t} lies in a table of boxes, which no axes say; move it to a layout first")
-    return op.infer(*operands)
+            raise TypingError(f"{op.name}: {t} lies in a table of boxes; of such exchange and send move to a layout")
 
 
 def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

@@ -263,9 +263,7 @@ def scan_table_name(scanner: Scanner, tables: Mapping[str, BoxTable]) -> BoxTabl
         raise scanner.error("expected boxes# and 8 hexadecimal digits")
     if name not in tables:
         scanner.position = at
-        raise scanner.error(
-            f"unknown table {name}; legal are {', '.join(tables) or 'none: a program lists its tables'}"
-        )
+        raise scanner.error(f"unknown table {name}; legal are {', '.join(tables) or 'those that a program lists'}")
     return tables[name]
 
 
