@@ -56,8 +56,8 @@ def part(seed: int, count: int) -> dict[str, Any]:
 
 def compared(program: Any) -> str:
     """How the bytes in the compiled program compare with what it says: one of the rows of the result."""
+    from shardplan.execution.jax.lower import moved_bytes
     from shardplan.execution.jax.run import compiled, compiled_text
-    from shardplan.execution.rounds import moved_bytes
 
     got: collections.Counter[int] = collections.Counter()
     parts = [p for p in compiled(program) if p.executable is not None]

@@ -121,7 +121,6 @@ def plain(op: Compute, operands: tuple[str, ...], whole: Callable[..., Any], leg
     return Example(lambda s, layout: op, operands, lambda s, *x: np.asarray(whole(*x)), legal)
 
 
-MIXED = "where(c, relu(a) + -2, 0 * b)"
 EXAMPLES = (
     plain(Einsum("ik,kj->ij"), ("f64 ik", "f64 kj"), lambda a, b: a @ b, 52),
     plain(Einsum("ij,ij->"), ("i64 ij", "i64 ij"), lambda a, b: (a * b).sum(), 38),
@@ -129,7 +128,10 @@ EXAMPLES = (
     plain(Elementwise("a - 2 * b"), ("f64 ij", "f64 j"), lambda a, b: a - 2 * b, 36),
     plain(Elementwise("maximum(a, b)"), ("i32 ij", "i32 ij"), np.maximum, 51),
     plain(
-        Elementwise(MIXED), ("f32 i", "f32 i", "bool i"), lambda a, b, c: np.where(c, np.maximum(a, 0) - 2, 0 * b), 17
+        Elementwise("where(b, relu(a) + -2, 0 * a)"),
+        ("f32 i", "bool i"),
+        lambda a, b: np.where(b, np.maximum(a, 0) - 2, 0 * a),
+        10,
     ),
     plain(ReduceDims((0,)), ("i16 ij",), lambda a: a.sum(axis=0, dtype=a.dtype), 27),
     plain(ReduceDims((1,), "mean", keep=True), ("f64 ip",), lambda a: a.sum(axis=1, keepdims=True) / a.shape[1], 27),

@@ -19,7 +19,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 
 from shardplan.core.ops import Exchange
 from shardplan.core.tensor import TensorType
-from shardplan.execution.lower import View, parts, view_of
+from shardplan.execution.lower import View
+from shardplan.execution.rank_rounds import rank_rounds
 
 _plans: dict[tuple[str, Any, Any], Any] = {}
 
@@ -78,16 +79,14 @@ def cached_by(name: str, min_cost: bool) -> Iterator[None]:
 
 def one_shot(s: TensorType, t: TensorType, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """One `all_to_all_single` over all ranks on box intersections: packed, moved, unpacked."""
-    found = parts(Exchange(t.layout), s, t, rank)
-    world = dist.get_world_size()
-    before, after = s.local_shape(rank), t.local_shape(rank)
+    (only,) = rank_rounds(Exchange(t.layout), [s], [t], rank).rounds
+    world, after = dist.get_world_size(), t.local_shape(rank)
     outgoing: list[list[View]] = [[] for _ in range(world)]
     incoming: list[list[View]] = [[] for _ in range(world)]
-    for peer, box in found.sends:
-        outgoing[peer].append(view_of(before, box))
-    for peer, box in found.receives:
-        incoming[peer].append(view_of(after, box))
-    copies = [(view_of(before, a), view_of(after, b)) for a, b in found.keeps]
+    for side, moves in ((outgoing, only.puts), (incoming, only.takes)):
+        for peer, piece in moves:
+            side[peer] += piece.views
+    copies = [pair for c in only.meanwhile if c.source for pair in zip(c.source.views, c.target.views, strict=True)]
     sizes = [[sum(v.elements for v in views) for views in side] for side in (outgoing, incoming)]
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -185,6 +185,12 @@ REPEAT = """program
   output %y, %s"""
 
 
+def test_a_stack_is_as_its_rows_are() -> None:
+    mesh = sp.Mesh(a=2, b=2, c=2)
+    row = TensorType.parse("f32[4@b, 3]{+a}{root:c}", mesh)
+    assert rows(row, 5) == TensorType.parse("f32[5, 4@b, 3]{+a}{root:c}", mesh)
+
+
 def test_the_text_of_a_repeat() -> None:
     program = Program.parse(REPEAT)
     assert str(program) == REPEAT
@@ -246,6 +252,8 @@ def together(steps: Sequence[Step] = MOVES, outputs: Sequence[str] = ("c", "d"))
 def test_a_swap_over_two_meshes() -> None:
     program = together()
     apart = Program({"0": A, "1": B}, [Step(s.op, (str(k),), (str(k + 2),)) for k, s in enumerate(MOVES)], ("3", "2"))
+    crossed = opened(together(outputs=("d", "c")))[0]
+    assert [(s.operands, s.results) for s in crossed.steps] == [(("0",), ("3",)), (("1",), ("2",))]
     assert opened(program) == (apart, (0, 0)) and opened(apart) == (apart, (0, 1))
     assert Program.parse(str(program)) == program and program.devices == (0, 1, 2, 3)
     books, want = account(program), account(apart)
@@ -328,12 +336,12 @@ def test_a_driver_holds_what_the_account_says() -> None:
     steps = [
         Step(Elementwise("a*b"), ("x", "w"), ("0",)),
         Step(Elementwise("a+b"), ("0", "v"), ("1",)),
-        Step(Elementwise("a-b"), ("1", "x"), ("2",)),
+        Step(Elementwise("a-b"), ("1", "v"), ("2",)),
     ]
     body = Program({"x": t, "v": t, "w": t}, steps, ("2", "0"))
     given = {"x": t, "v": t, "w": rows(t, 4)}
     program = Program(given, [Step(Repeat(4, body, 1, 1), ("x", "v", "w"), ("y", "s"))], ("y", "s"))
-    assert account(program).workspace_bytes == (1 + 1 + 4 + 1 + 4 + 4 - 1) << 20
+    assert account(program).workspace_bytes == (1 + 1 + 4 + 1 + 4 + 3 - 1) << 20
 
     def bind(op: Op, operands: Any, results: Any) -> Any:
         functions = {"a * b": np.multiply, "a + b": np.add, "a - b": np.subtract}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 from benchmarks.peers.hlo import largest_bytes, parse_hlo
@@ -19,9 +21,12 @@ from benchmarks import suites
 from execution.jax_child import main
 from shardplan.core.accounting import account
 from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
+from shardplan.core.group_rounds import addends, scatter_sums
 from shardplan.core.layout import REDUCTIONS
+from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round
 from shardplan.core.messages import at_root
 from shardplan.core.nested import nested
+from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -48,11 +53,15 @@ from shardplan.core.ops import (
     Together,
     ToPartial,
 )
+from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.movement import with_dims, without_suffix
+from shardplan.core.pattern import Local
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
+from shardplan.execution.jax.cache import BoundedCache
 from shardplan.execution.record import Record
 
 SAMPLE = 60
@@ -200,10 +209,12 @@ def compare(name: str, program: Program) -> list[str]:
     return conformance.differences(case, lambda m: range(m.size), jax_run(program, case.inputs()), case.expected())
 
 
-def every_op() -> Any:
+def every_op(kinds: Collection[type] = (Op,)) -> Any:
     out: dict[str, list[str]] = {}
     seen = set()
     for k, (op, types) in enumerate(alone()):
+        if not isinstance(op, tuple(kinds)):
+            continue
         seen.add(op.name)
         try:
             found = compare(f"{op}", single(op, types))
@@ -237,10 +248,10 @@ def reductions() -> Any:
     return wrong[:5]
 
 
-def sample() -> Any:
+def sample(seed: int = 7, count: int = SAMPLE) -> Any:
     """Random programs of the conformance suite, by chance of every kind."""
     out: list[str] = []
-    for case in conformance.cases(7, SAMPLE, 8, even=True):
+    for case in conformance.cases(seed, count, 8, even=True):
         try:
             got = jax_run(case.program, case.inputs())
             out += conformance.differences(case, lambda m: range(m.size), got, case.expected())
@@ -337,8 +348,9 @@ KINDS = {
 
 def hlo() -> Any:
     """Plans of two suites, compiled: their collectives, bytes and largest arrays beside what the program says."""
+    from shardplan.execution.jax.lower import moved_bytes
     from shardplan.execution.jax.run import compiled_memory
-    from shardplan.execution.rounds import moved_bytes, rounds_of
+    from shardplan.execution.rounds import permute_rounds
     from shardplan.interop.jax import plan_of
 
     wrong: list[str] = []
@@ -354,13 +366,13 @@ def hlo() -> Any:
             says = dict.fromkeys(program.devices, 0)
             exact = True
             for step in program.steps:
-                operands, results = program.step_types(step)
+                operands, _ = program.step_types(step)
                 for d, n in moved_bytes(step.op, *operands).items():
                     says[d] += n
                 if step.op.name == "exchange":
                     exact = False
-                    for one in rounds_of(operands[0], results[0], step.op.chunks).rounds:
-                        wanted += ["collective-permute"] if one.pairs else []
+                    for one in itertools.chain(*permute_rounds(step.op, operands).batches):
+                        wanted += ["collective-permute"] if one.travels else []
                 elif step.op.name in KINDS and step.op.rounds(*operands):
                     wanted.append(KINDS[step.op.name])
             name = f"{suite}: {s} -> {t} on {s.mesh}"
@@ -383,20 +395,21 @@ def hlo() -> Any:
     return {"wrong": wrong[:6], "checked": checked, "padded": padded, "memory": memory}
 
 
-def bytes_of_ops() -> Any:
+def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
     """Each op alone, compiled: bytes received against `moved_bytes`, which is what the op says but where it differs."""
-    from shardplan.execution.rounds import moved_bytes
+    from shardplan.execution.jax.lower import moved_bytes
+    from shardplan.execution.jax.native import NATIVE
 
     wrong: list[str] = []
     more: dict[str, int] = {}
     for op, types in alone():
-        if nested(op):  # its text counts the bytes of a body once
+        if nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
             continue
         program = single(op, types)
         _, got, _ = moved(program)
         says = moved_bytes(op, *types)
         added = op.name in ("reduce", "all_reduce") and op.reduction in ("sum", "max", "min")
-        widened = added and any(t.dtype == "bf16" for t in types)
+        widened = added and type(op) in NATIVE and any(t.dtype == "bf16" for t in types)
         if got != ({d: 2 * n for d, n in says.items()} if widened else says):  # XLA:CPU adds bf16 in f32
             wrong.append(f"{op} of {', '.join(map(str, types))}: {got} bytes received, not {says}")
         received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received(*types)), strict=True))
@@ -453,8 +466,6 @@ def sends(n: int) -> Repeat:
 
 
 def errors() -> Any:
-    from shardplan.core.op import Op
-
     class Unknown(Op):
         name = "unknown"
 
@@ -463,6 +474,18 @@ def errors() -> Any:
 
         def reference(self, operands: Any, types: Any) -> Any:
             return [list(x) for x in operands]
+
+        def received(self, *operands: TensorType) -> np.ndarray:
+            return np.zeros(8, np.int64)
+
+        def rounds(self, *operands: TensorType) -> int:
+            return 0
+
+        def staging(self, *operands: TensorType) -> int:
+            return 0
+
+        def pattern(self, *operands: TensorType) -> Local:
+            return Local(0.0)
 
     t = typed("f32[8@a, 4]")
     uneven = sp.redistribute(typed("i32[7@a]"), typed("i32[7]")).program
@@ -520,6 +543,78 @@ def kept() -> Any:
     ]
 
 
+def interpreted() -> Any:
+    """The ops of the table of native collectives, and random programs, with that table empty."""
+    from shardplan.execution.jax import executables
+    from shardplan.execution.jax.native import NATIVE
+
+    kinds = tuple(NATIVE)
+    with patch.dict(NATIVE, clear=True), patch.object(executables, "EXECUTABLES", BoundedCache(2**28)):
+        wrong = bytes_of_ops(kinds)["wrong"]
+        return {"every_op": every_op(kinds)["differences"], "bytes": wrong, "sample": sample(9, 40)}
+
+
+@dataclass(frozen=True, slots=True)
+class GatherToFirst(Collective):
+    """The first member of every group over `axes`, a suffix of `dim`, gets the tiles of all."""
+
+    name: ClassVar[str] = "gather_to_first"
+    dim: int
+    axes: tuple[str, ...]
+    backwards: bool = False  # the last member's tile first
+
+    def result(self, t: TensorType) -> TensorType:
+        layout = with_dims(t.layout, t.mesh, {self.dim: without_suffix(self.name, t, self.dim, self.axes)})
+        return t.with_layout(replace(layout, root=(*layout.root, *self.axes)))
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        own, first = before.whole("x"), group.me == 0
+
+        def tile(k: int) -> Region:
+            return after.part("y", Boxes(t, group.place(group.size - 1 - k if self.backwards else k))).only(first)
+
+        takes = [group.take(k, tile(k)) for k in range(1, group.size)]
+        yield Round.of([Copy(own.only(first), tile(0)), group.put(0, own.only(~first)), *takes])
+
+
+@dataclass(frozen=True, slots=True)
+class RingScatter(ReduceScatter):
+    """A reduce-scatter that itself cuts boxes into parts of rows, and sends them round a ring."""
+
+    name: ClassVar[str] = "ring_scatter"
+    algorithms: ClassVar[tuple[str, ...]] = ("ring",)
+
+    def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
+        yield from scatter_sums(*self._parts(t, u, devices), self.reduction, 3, algorithm)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        return addends(*self._parts(t, u, devices), t.dtype, 3, algorithm)
+
+
+def outside() -> Any:
+    """Ops that shardplan does not have, beside what their lowerings mean: values and bytes; the order of a gather."""
+    t, out, wrong = typed("i32[8@(b,a), 4@c]"), dict[str, Any](), list[str]()
+    for name, op in (("gather", GatherToFirst(0, ("b", "a"))), ("backwards", GatherToFirst(0, ("b", "a"), True))):
+        program = single(op, [t])
+        (shards,) = jax_run(program, [distribute(np.repeat(np.arange(4, dtype=np.int32), 8).reshape(8, 4), t)])
+        out[name] = np.asarray(shards[0])[::2, 0].tolist()
+    cases: list[tuple[Any, TensorType]] = [
+        (GatherToFirst(0, ("b", "a")), t),
+        (GatherToFirst(1, ("c",), True), t),
+        (RingScatter(1, ("c", "a")), typed("i32[3, 40@b]{+a,+c}")),
+        (RingScatter(0, ("a", "c"), "max"), typed("bf16[8, 5@b, 3]{max:a,c}", sp.Mesh(a=2, b=1, c=4))),
+    ]
+    for op, s in cases:
+        program = single(op, [s])
+        wrong += compare(str(op), program)
+        received = dict(zip(s.mesh.devices, op.received(s).tolist(), strict=True))
+        _, got, _ = moved(program)
+        if got != received:
+            wrong.append(f"{op}: {got} bytes received, not {received}")
+    return out | {"wrong": wrong}
+
+
 def donated() -> Any:
     """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
     from shardplan.execution.jax.run import _placed, run_placed
@@ -544,7 +639,7 @@ def donated() -> Any:
 
 CHECKS: tuple[Callable[[], Any], ...] = (
     every_op, bytes_of_ops, reductions, donated, sample, bodies, every_dtype, exact_bits, hlo, chunks, errors, records,
-    kept,
+    kept, interpreted, outside,
 )  # fmt: skip
 
 

@@ -30,9 +30,13 @@ def law() -> Any:
         inputs: dict[str, Any] = {}
         shards: list[Any] = []
         steps: list[Step] = []
+        seen = set[tuple[object, ...]]()
         for op, types in example.legal_ones(EVEN):
-            if not all(t.all_even for t in (*types, *op.infer(*types))):
-                continue
+            results = op.infer(*types)
+            key = tuple((t.layout.dims, t.layout.partial) for t in (*types, *results))
+            if key in seen or not all(t.all_even for t in (*types, *results)):
+                continue  # another reduction, or root axes: on a device the same
+            seen.add(key)
             names = tuple(f"x{len(steps)}.{k}" for k in range(len(types)))
             inputs.update(zip(names, types, strict=True))
             shards += [oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)]
@@ -42,7 +46,7 @@ def law() -> Any:
             why = oracle.wrong([np.asarray(x) for x in got], t, whole)
             if why:
                 wrong.append(f"{step.op} of {[str(program.types[o]) for o in step.operands]}: {why}")
-        if len(steps) < example.legal // 4:
+        if len(steps) < example.legal // 5:
             wrong.append(f"{example.operands}: {len(steps)} assignments only")
     return wrong[:5]
 

@@ -1,46 +1,62 @@
-"""The lab's host with a broken engine: `python lab_mutant.py MUTATION FD`."""
+"""The lab's host with a changed engine: `python lab_mutant.py MUTATION FD`."""
 
+import copy
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
-from shardplan.execution.lab import host, ring
+from shardplan.core.group_rounds import Of, gather
+from shardplan.core.lowering import Group, Region, Round
+from shardplan.core.ops import movement, reduction
+from shardplan.execution.lab import gloo, host
+from shardplan.execution.torch import pack
 
 
-def drop_chunk() -> None:
+def gathers(changed: Callable[[Group, Region, Of], tuple[Group, Region, Of]]) -> None:
+    """Let every gather be another one."""
+
+    def broken(group: Group, own: Region, block: Of, chunks: int, algorithm: str) -> Iterator[Round]:
+        yield from gather(*changed(group, own, block), chunks, algorithm)
+
+    for room in (movement, reduction):
+        room.gather = broken
+
+
+def drop_chunk(group: Group, own: Region, block: Of) -> tuple[Group, Region, Of]:
     """The last block of a ring never travels."""
-    whole = ring.pass_on
-
-    def pass_on(blocks, members, me, wire):  # noqa: ANN
-        last = len(blocks) - 1
-        short = [b[:0] if k == last else b for k, b in enumerate(blocks)]
-        yield from whole(short, members, me, wire)
-
-    ring.pass_on = pass_on
+    last = group.size - 1
+    return group, own.only(group.me != last), lambda k: block(k).only(np.asarray(k) % group.size != last)
 
 
-def swap_order() -> None:
+def swap_order(group: Group, own: Region, block: Of) -> tuple[Group, Region, Of]:
     """A ring whose members stand in another order than the group's: the result is right, its way is not."""
-    whole = ring.pass_on
-
-    def pass_on(blocks, members, me, wire):  # noqa: ANN
-        order = [0, 2, 1, *range(3, len(members))] if len(members) > 2 else list(range(len(members)))
-        yield from whole([blocks[k] for k in order], [members[k] for k in order], order.index(me), wire)
-
-    ring.pass_on = pass_on
+    order = np.arange(group.size)
+    order[1:3] = order[1:3][::-1]
+    swapped: Any = copy.copy(group)
+    swapped.me = order[group.me]
+    swapped.place = lambda k: group.place(order[np.asarray(k) % group.size])
+    return swapped, own, lambda k: block(order[np.asarray(k) % group.size])
 
 
 def add_twice() -> None:
     """An addend counts twice."""
-    fold = ring.fold
+    fold = pack.fold
 
-    def twice(total: torch.Tensor, addend: torch.Tensor, reduction: str) -> None:
-        fold(total, addend, reduction)
-        fold(total, addend, reduction)
+    def twice(total: torch.Tensor, addend: torch.Tensor, how: str) -> None:
+        fold(total, addend, how)
+        fold(total, addend, how)
 
-    ring.fold = twice
+    pack.fold = twice
 
 
 if __name__ == "__main__":
-    {"drop": drop_chunk, "swap": swap_order, "twice": add_twice}[sys.argv.pop(1)]()
+    {
+        "drop": lambda: gathers(drop_chunk),
+        "swap": lambda: gathers(swap_order),
+        "twice": add_twice,
+        "none of gloo's own": gloo.NATIVE.clear,
+    }[sys.argv.pop(1)]()
     host.main()

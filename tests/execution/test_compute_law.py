@@ -1,7 +1,7 @@
-"""The law of compute ops on the backends: on torch here, on JAX in a child process with eight devices."""
+"""The law of compute ops on the backends: on torch and MPI here, on JAX in a child process with eight devices."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,8 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Cast, Compute
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
+from shardplan.execution.mpi import steps
+from shardplan.execution.mpi.binding import Binding
 
 
 def by_torch(op: Compute, types: tuple[TensorType, ...], shards: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
@@ -46,6 +48,23 @@ def test_torch_equals_the_whole(example: Example) -> None:
         shards = [oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)]
         (found,) = by_torch(op, types, shards)
         assert oracle.wrong(found, op.infer(*types)[0], whole) is None, (op, [str(t) for t in types])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(next(e.assigned(UNEQUAL))[0]))
+def test_mpi_equals_the_whole(example: Example) -> None:
+    rng, wire = np.random.default_rng(5), cast("Any", None)  # nothing is sent
+    arrays = example.arrays(UNEQUAL, rng)
+    whole = np.asarray(example.whole(UNEQUAL, *arrays))
+    for op, types in example.legal_ones(UNEQUAL):
+        results = op.infer(*types)
+        shards = [oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)]
+        found: list[np.ndarray] = []
+        for k in range(results[0].mesh.size):
+            given = [x[k].copy() for x in shards]
+            (x,) = steps.bind(op, types, results, Binding(k))(given, wire)
+            assert not any(np.shares_memory(x, y) for y in given), f"{op} gives its operand out"
+            found.append(x)
+        assert oracle.wrong(found, results[0], whole) is None, (op, [str(t) for t in types])
 
 
 @pytest.mark.parametrize("dtype", NAMES)

@@ -139,20 +139,23 @@ def checked(lab: Lab, count: int, devices: int) -> None:
 
 @needs_lab
 def test_gloo_s_own_collectives(lab: Lab) -> None:
+    by_gloo(lab)
+
+
+@needs_lab
+def test_without_gloo_s_own_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same programs as their lowerings say, every one."""
+    monkeypatch.setattr(session, "HOST", (str(HERE / "lab_mutant.py"), "none of gloo's own"))
+    with Lab(Cluster.of("2x4", FAST), most_late=LATE) as lowered:
+        by_gloo(lowered)
+
+
+def by_gloo(lab: Lab) -> None:
     found = lab.measure([Task(p, title=name) for name, p in LARGE.items()], 1, engine="gloo")
     assert all(m.verified and m.engine == "gloo" and m.predicted_payload is None for m in found)
-    drawn = [c for c in cases(12, 40, 8) if reducible(c.program)]
-    assert len(drawn) > 20
-    lab.measure([c.program for c in drawn], 1, engine="gloo")
-    with pytest.raises(sp.BackendError, match=r"^step 0 \(all_reduce.*gloo reduces f16, .*; use engine='ring'$"):
-        lab.measure([program("u16[8]{+data}", AllReduce(("data",)))], engine="gloo")
-    counted(measured(lab, LARGE["all_gather"], 1))  # a refused program leaves the ranks in order
-
-
-def reducible(p: Program) -> bool:
-    summed = (AllReduce, Reduce, ReduceScatter)
-    strange = ("u16", "u32", "u64", "i16", "bool", "c64", "c128", "f8e4m3", "f8e5m2")
-    return not any(t.dtype in strange for s in p.steps if isinstance(s.op, summed) for t in p.step_types(s)[0])
+    foreign = program("u16[8]{+data}", AllReduce(("data",)))  # which gloo does not add
+    found = lab.measure([foreign, *(c.program for c in cases(12, 40, 8))], 1, engine="gloo")
+    assert all(m.verified for m in found)
 
 
 @needs_lab

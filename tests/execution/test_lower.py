@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 from shardplan.core.ops import AllReduce
+from shardplan.execution.jax.lower import moved_bytes
 from shardplan.execution.lower import SEGMENT, segments_of
-from shardplan.execution.rounds import moved_bytes
 
 
 @given(st.integers(0, 2**21), st.sampled_from((1, 2, 4, 8, 16)), st.integers(1, 9))

@@ -280,7 +280,7 @@ def compiled(here: Here) -> Any:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from shardplan.execution.rounds import moved_bytes
+    from shardplan.execution.jax.lower import moved_bytes
     from shardplan.interop.jax import plan_of, reshard
 
     wrong: list[str] = []

@@ -5,11 +5,11 @@ import pytest
 
 import shardplan as sp
 from conformance import cases
+from shardplan.core.lowering import SEGMENT
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
-from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.simulation.ring import SEGMENT, script_of, segments
+from shardplan.simulation.ring import script_of
 
 RINGS = (AllGather, AllReduce, ReduceScatter)
 
@@ -58,26 +58,15 @@ def test_rounds_of_a_ring() -> None:
 
 
 def test_segments_of_a_chain() -> None:
-    assert segments(SEGMENT, 1) == [SEGMENT]
-    assert segments(SEGMENT + 1, 1) == [SEGMENT // 2, SEGMENT // 2 + 1]
-    assert segments(10, 4, 3) == [12, 12, 16]
-    assert segments(2, 1, 5) == [1, 1]
-    (stage,) = script_of(one("i8[400000]{root:x}", Broadcast(("x",)), sp.Mesh(x=3))).stages
-    assert [len(r.receives) + len(r.sends) for r in stage.rounds[1]] == [1, 2, 2, 2, 1]
-    assert max(n for r in stage.rounds[0] for _, n in r.sends) <= SEGMENT
+    """As few as the bound on a segment's bytes allows, or as many as chunks are asked for."""
+    mesh = sp.Mesh(x=3)
 
+    def sizes(text: str, chunks: int = 1) -> list[int]:
+        (stage,) = script_of(one(text, Broadcast(("x",), chunks), mesh)).stages
+        assert [len(r.receives) + len(r.sends) for r in stage.rounds[1]] == [1, *[2] * (len(stage.rounds[0]) - 1), 1]
+        return [n for r in stage.rounds[0] for _, n in r.sends]
 
-def test_a_collective_whose_messages_are_not_known_is_refused() -> None:
-    """It is not dropped as if it were local."""
-
-    class Shuffle(Collective):
-        name = "shuffle"
-
-        def result(self, t: sp.TensorType) -> sp.TensorType:
-            return t
-
-        def move(self, shards: list[np.ndarray], t: sp.TensorType, u: sp.TensorType) -> list[np.ndarray]:
-            return shards[1:] + shards[:1]
-
-    with pytest.raises(sp.BackendError, match=r"^step 0: the ring engine's script has no messages for shuffle$"):
-        script_of(one("i8[16@x]", Shuffle(), sp.Mesh(x=4)))
+    assert sizes(f"i8[{SEGMENT}]{{root:x}}") == [SEGMENT]
+    assert sizes(f"i8[{SEGMENT + 1}]{{root:x}}") == [SEGMENT // 2, SEGMENT // 2 + 1]
+    assert sizes("f32[10]{root:x}", 3) == [12, 12, 16]
+    assert sizes("i8[2]{root:x}", 5) == [1, 1]

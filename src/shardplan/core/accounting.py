@@ -120,7 +120,7 @@ def _entry(op: Op, operands: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
     most, rounds = int(got.max(initial=0)), op.rounds(*operands)
     alike = len(ids) == len(ledger.devices) and bool((got == most).all())
     received = most if alike else ledger.spread(ids, got)
-    latencies = rounds * getattr(op, "chunks", 1)
+    latencies = rounds * op.chunks
     if isinstance(op, Nested):
         inner = books_of(op.body)
         latencies = max(inner.latencies) if op.at_once else op.times * sum(inner.latencies)

@@ -136,20 +136,23 @@ def passed_on(
         start, stop = (n * at // np.maximum(segments, 1) for at in (k, k + 1))
         return run_of(region.buffer, start, np.where(rows, stop - start, 0))
 
-    if fold is None or q == 1:
-        yield Round.of([Copy(x.only(nth == 0), y.only(nth == 0))], closes=False)
+    kept = Copy(x.only(nth == 0), y.only(nth == 0))
+    if q == 1:
+        yield Round.of([kept])
     count = int(segments.max(initial=0)) + q - 2 if q > 1 else 0
     for r in range(count):
         got, given = r - nth + 1, r - nth
         target = segment(y, got, nth > 0)
+        last = r == count - 1
         actions: list[Action] = [
+            *([kept] if last and fold is None else []),  # what the member it begins at keeps: nobody waits for it
             group.put(group.me + step, segment(x, given, (nth == 0) & (nth < q - 1))),
             group.put(group.me + step, segment(y, given, (nth > 0) & (nth < q - 1))),
             group.take(group.me - step, target),
         ]
         if fold is not None:
             actions.append(Copy(segment(x, got, nth > 0), target, fold))
-        yield Round.of(actions, closes=r == count - 1)
+        yield Round.of(actions, closes=last)
 
 
 def binomial(group: Group, step: int, x: Region, y: Region, fold: str | None) -> Iterator[Round]:

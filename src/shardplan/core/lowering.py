@@ -40,9 +40,9 @@ class Region:
 
     def elements(self) -> Ints:
         """Return the number of elements, int64 [devices]."""
-        n = np.prod(self.box[:, :, 1] - self.box[:, :, 0], axis=1, dtype=np.int64)
+        n = np.multiply.reduce(self.box[:, :, 1] - self.box[:, :, 0], axis=1)
         c, count = self.chunk
-        return n * (c + 1) // count - n * c // count
+        return n * (c + 1) // count - n * c // count if count > 1 else n
 
     def only(self, rows: Ints) -> Region:
         """Return the region of the devices that `rows`, bool [devices], says."""
@@ -98,8 +98,8 @@ Action = Put | Take | Copy
 class Round(NamedTuple):
     """What devices do at once.
 
-    Nothing writes what a put reads until a round closes, or until something comes that was made of it; nothing else of
-    the round reads or writes where a take lands before `then`.
+    From one round that closes to the next, nothing writes what a put has read, and nothing uses where a take lands
+    before its `then`, but what is done before something comes that was made of it: receives can be posted that early.
     """
 
     puts: tuple[Put, ...] = ()

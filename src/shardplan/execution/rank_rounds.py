@@ -12,7 +12,7 @@ from shardplan.core.box_table import runs
 from shardplan.core.lowering import Copy, Put, Region, Take
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import box_elements, chunk_of, flat_boxes, shape_of
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
 
 
 class Piece(NamedTuple):
@@ -26,6 +26,11 @@ class Piece(NamedTuple):
     def elements(self) -> int:
         """The number of elements."""
         return sum(map(box_elements, self.boxes))
+
+    @property
+    def views(self) -> list[View]:
+        """The boxes as views of the buffer."""
+        return [view_of(self.shape, box) for box in self.boxes]
 
 
 class PeerPiece(NamedTuple):
@@ -78,7 +83,7 @@ def rank_rounds(
         dtypes |= {f"{letter}{k}": t.dtype for k, t in enumerate(side)}
 
     def piece(region: Region) -> Piece:
-        box: Box = tuple((int(lo), int(hi)) for lo, hi in region.box[0])
+        box: Box = tuple((lo, hi) for lo, hi in region.box[0].tolist())
         shape = shapes[region.buffer]
         if region.strides is not None:
             found = _strided(box, region.strides[0].tolist(), region.chunk)
@@ -89,8 +94,8 @@ def rank_rounds(
         return Piece(region.buffer, shape, tuple(flat_boxes(box, *run)))
 
     def pairs(moves: Sequence[Put] | Sequence[Take]) -> tuple[PeerPiece, ...]:
-        found = ((int(m.peer[0]), m.source if isinstance(m, Put) else m.target) for m in moves)
-        return tuple(PeerPiece(peer, piece(region)) for peer, region in found if region)
+        found = ((int(m.peer[0]), piece(m.source if isinstance(m, Put) else m.target)) for m in moves)
+        return tuple(PeerPiece(peer, one) for peer, one in found if one.boxes)
 
     def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
         return tuple(

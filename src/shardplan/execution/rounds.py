@@ -1,61 +1,78 @@
-"""The general move as rounds of padded permutes: what a backend without an all-to-all-v runs for Exchange and Send.
+"""A lowering as rounds of padded permutes: what a backend runs that has no other messages.
 
-In a round every device sends at most one piece and receives at most one, so a round is one partial permutation. The
-messages are edges between senders and receivers; König's theorem colours them with as many colours as the busiest
-device has messages to send or to receive. All pieces of a round are sent in the shape of the largest, per dim: what a
-device receives beyond its piece is padding, and counted.
+A permute takes at most one piece from every device to at most one, so it is one partial permutation. The messages of a
+lowering's round are edges between senders and receivers; König's theorem colours them with as many colours as the
+busiest device has messages to send or to receive. All pieces of a permute travel in the shape of the largest, per dim:
+what a device receives beyond its piece is padding, and counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from shardplan.core.dtypes import itemsize
-from shardplan.core.messages import at_root, messages, own_places
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, Reduce, ReduceScatter, Send
-from shardplan.core.ops.collective import Collective, typed
-from shardplan.core.tensor import TensorType
+from shardplan.core.lowering import Copy, Region, Round
+from shardplan.core.ops.collective import Collective
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
 
-MOST_MOVES = 256  # moves whose rounds are remembered: an exchange is lowered, counted and checked with the same
+MOST_MOVES = 256  # ops whose rounds are remembered: one is lowered, counted and checked with the same
+
+Shape = tuple[int, ...]
+Edge = tuple[int, int, Box, Box]  # sender, receiver (rows), what is sent, and where it lies at the receiver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermuteRound:
-    """One partial permutation of pieces; arrays have a row for each of `PermuteRounds.devices`, pairs index these."""
+    """One partial permutation of pieces; arrays have a row for each of `PermuteRounds.devices`, pairs index these.
 
-    pairs: tuple[tuple[int, int], ...]  # (sender, receiver); equal in the round that keeps what a device holds
-    shape: tuple[int, ...]  # of what travels: the largest piece of the round, per dim
-    start: np.ndarray  # int32 [devices, ndim]: where the piece begins in the sender's shard
-    at: np.ndarray  # int32 [devices, ndim]: where it goes in the receiver's shard
+    A buffer is seen flat where it has another number of dims than the piece.
+    """
+
+    source: str | None  # buffer; None where the target is filled with what leaves the fold unchanged
+    target: str
+    fold: str | None  # the reduction by which pieces enter the target, or which a fill is for
+    pairs: tuple[tuple[int, int], ...]  # (sender, receiver); equal where a device copies
+    shape: Shape  # of what is cut out at the sender: the largest piece of the round, per dim
+    into: Shape  # of the same at the receiver: another one only where no piece is padded
+    start: np.ndarray  # int32 [devices, ndim]: where the piece begins in the sender's buffer
+    at: np.ndarray  # int32 [devices, ndim]: where it goes in the receiver's buffer
     extent: np.ndarray  # int32 [devices, ndim]: of the piece that a receiver gets, 0 where it gets none
 
     @property
     def whole(self) -> bool:
         """Whether no piece is padded."""
-        return bool(np.all((self.extent == self.shape).all(axis=1) | (self.extent == 0).all(axis=1)))
+        return bool(np.all(self.extent[[r for _, r in self.pairs]] == self.into))
+
+    @property
+    def travels(self) -> bool:
+        """Whether any piece leaves its device."""
+        return any(s != r for s, r in self.pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermuteRounds:
-    """A general move from one even type to another: what is kept, then the rounds, over the union of the devices."""
+    """An op on even types, over the devices of all of them: batches of rounds, each of them to run after the other."""
 
     devices: tuple[int, ...]  # ids; of one mesh in mesh order, of two ascending
-    kept: PermuteRound | None
-    rounds: tuple[PermuteRound, ...]
-    itemsize: int
+    shapes: dict[str, Shape]  # of the buffers: operands "xk", results "yk", staging
+    dtypes: dict[str, str]
+    batches: tuple[tuple[PermuteRound, ...], ...]
 
     def received(self) -> dict[int, int]:
         """Return the bytes that each device receives, padding included, by id."""
         out = dict.fromkeys(self.devices, 0)
-        for one in self.rounds:
-            for _, receiver in one.pairs:
-                out[self.devices[receiver]] += math.prod(one.shape) * self.itemsize
+        for one in itertools.chain(*self.batches):
+            for sender, receiver in one.pairs:
+                if sender != receiver:
+                    out[self.devices[receiver]] += math.prod(one.shape) * itemsize(self.dtypes[one.target])
         return out
 
 
@@ -98,148 +115,152 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @lru_cache(maxsize=MOST_MOVES)
-def rounds_of(t: TensorType, u: TensorType, chunks: int = 1) -> PermuteRounds:
-    """Return the rounds that move an even type to another, on one mesh or between two, each in `chunks` parts.
+def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteRounds:
+    """Return the rounds of an op whose types are even; one in chunks sends the pieces of a permute in as many parts.
 
-    Messages of one shape go in rounds of their own where that costs no round more, so that nothing is padded.
+    Messages of one shape go in permutes of their own where that costs no permute more, so that nothing is padded.
     """
-    devices = t.mesh.devices if t.mesh == u.mesh else tuple(sorted({*t.mesh.devices, *u.mesh.devices}))
+    results = op.infer(*operands)
+    meshes = {t.mesh for t in (*operands, *results)}
+    devices = operands[0].mesh.devices if len(meshes) == 1 else tuple(sorted({d for m in meshes for d in m.devices}))
     index = {d: k for k, d in enumerate(devices)}
-    of_t, of_u = ([index[d] for d in m.devices] for m in (t.mesh, u.mesh))  # by place in each mesh
-    senders, receivers, _ = messages(t, u)
-    own, held, needed = own_places(t, u), at_root(t), at_root(u)
-    homes = [(int(s), r) for r, s in enumerate(own) if s >= 0 and held[s] and needed[r]]
-    before, after = t.boxes(), u.boxes()
+    lowering = op.in_chunks(1).lowering(operands, np.array(devices))
+    shapes: dict[str, Shape] = {name: (int(b.elements.max()),) for name, b in lowering.buffers.items()}
+    dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
+    for letter, side in (("x", operands), ("y", results)):
+        shapes |= {f"{letter}{k}": t.local_shape() for k, t in enumerate(side)}
+        dtypes |= {f"{letter}{k}": t.dtype for k, t in enumerate(side)}
 
-    def piece(s: int, r: int) -> np.ndarray:
-        """Start in the sender's shard, start in the receiver's, extent: int [3, ndim]; given by places."""
-        lo = np.maximum(before[s, :, 0], after[r, :, 0])
-        hi = np.minimum(before[s, :, 1], after[r, :, 1])
-        return np.stack([lo - before[s, :, 0], lo - after[r, :, 0], np.maximum(hi - lo, 0)])
+    def permutes(found: Iterable[tuple[int, int, Region | None, Region]], fold: str | None) -> Iterator[PermuteRound]:
+        edges: dict[tuple[str | None, str], list[Edge]] = defaultdict(list)
+        for s, r, source, target in found:
+            into = _boxes(target, r, shapes[target.buffer])
+            pieces = list(into) if source is None else _boxes(source, s, shapes[source.buffer])
+            edges[source.buffer if source else None, target.buffer] += ((s, r, *ends) for ends in _paired(pieces, into))
+        for (source, target), mine in edges.items():
+            for group in _grouped(mine):
+                yield _permute(source, target, fold, group, len(devices))
 
-    def make(group: Sequence[tuple[int, int]]) -> PermuteRound:
-        tables = np.zeros((3, len(devices), t.ndim), dtype=np.int32)
-        for s, r in group:
-            found = piece(s, r)
-            tables[0, of_t[s]] = found[0]
-            tables[1:, of_u[r]] = found[1:]
-        shape = tuple(int(n) for n in tables[2].max(axis=0))
-        return PermuteRound(tuple((of_t[s], of_u[r]) for s, r in group), shape, tables[0], tables[1], tables[2])
+    def copied(copies: Iterable[Copy]) -> Iterator[PermuteRound]:
+        for c in copies:
+            yield from permutes(((row, row, c.source, c.target) for row in _rows(c.target)), c.fold)
 
-    edges = [(int(s), int(r)) for s, r in zip(senders, receivers, strict=True)]
-    kept = [(s, r) for s, r in homes if piece(s, r)[2].all()]
-    rounds = [part for group in _grouped(edges, piece) for part in _parts(make(group), chunks)]
-    return PermuteRounds(devices, make(kept) if kept else None, tuple(rounds), t.itemsize)
+    batches: list[tuple[PermuteRound, ...]] = []
+    for one in lowering.rounds():
+        sent = [part for p in permutes(_messages(one, index), None) for part in _parts(p, op.chunks)]
+        first = 1 if op.chunks > 1 else len(sent)
+        batches.append((*copied(one.meanwhile), *sent[:first]))
+        batches += [(p,) for p in sent[first:]]
+        batches[-1] += tuple(copied(one.then))
+    return PermuteRounds(devices, shapes, dtypes, tuple(batches))
 
 
-def _grouped(edges: list[tuple[int, int]], piece: Callable[[int, int], np.ndarray]) -> list[list[tuple[int, int]]]:
-    """Messages by round; large ones are coloured first, so that they meet in the first rounds."""
-    shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+def _rows(region: Region) -> list[int]:
+    return np.flatnonzero(region.elements()).tolist()
+
+
+def _messages(one: Round, index: dict[int, int]) -> Iterator[tuple[int, int, Region, Region]]:
+    """Yield sender and receiver, what is put and where it is taken: the n-th put of a pair meets its n-th take."""
+    posted: dict[tuple[int, int], deque[Region]] = defaultdict(deque)
+    for put in one.puts:
+        for row in _rows(put.source):
+            posted[row, index[int(put.peer[row])]].append(put.source)
+    for take in one.takes:
+        for row in _rows(take.target):
+            sender = index[int(take.peer[row])]
+            yield sender, row, posted[sender, row].popleft(), take.target
+
+
+def _boxes(region: Region, row: int, shape: Shape) -> list[Box]:
+    """The boxes that hold the elements of a row's region, one after another, in a buffer of this shape or, flat, in it.
+
+    A run of all elements is the whole buffer.
+    """
+    box: Box = tuple((int(a), int(b)) for a, b in region.box[row])
+    if len(box) != len(shape) and box == ((0, math.prod(shape)),):
+        box = tuple((0, n) for n in shape)
+    return flat_boxes(box, *chunk_of(box_elements(box), *region.chunk))
+
+
+def _paired(here: list[Box], there: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes of two lists that hold equally many elements, cut where one has more than the other."""
+    while here:
+        n, m = box_elements(here[0]), box_elements(there[0])
+        if n == m:
+            yield here.pop(0), there.pop(0)
+        elif n > m:
+            here[:1] = [*flat_boxes(here[0], 0, m), *flat_boxes(here[0], m, n)]
+        else:
+            there[:1] = [*flat_boxes(there[0], 0, n), *flat_boxes(there[0], n, m)]
+
+
+def _extents(box: Box) -> Shape:
+    return tuple(hi - lo for lo, hi in box)
+
+
+def _largest(boxes: Sequence[Box]) -> Shape:
+    return tuple(map(max, zip(*map(_extents, boxes), strict=True)))
+
+
+def _permute(source: str | None, target: str, fold: str | None, group: Sequence[Edge], devices: int) -> PermuteRound:
+    _, _, first, into = group[0]
+    start = np.zeros((devices, len(first)), dtype=np.int32)
+    at, extent = (np.zeros((devices, len(into)), dtype=np.int32) for _ in range(2))
+    for s, r, here, there in group:
+        start[s], at[r], extent[r] = ([lo for lo, _ in here], [lo for lo, _ in there], _extents(there))
+    pairs = tuple((s, r) for s, r, _, _ in group)
+    shape, end = _largest([e[2] for e in group]), _largest([e[3] for e in group])
+    return PermuteRound(source, target, fold, pairs, shape, end, start, at, extent)
+
+
+def _grouped(edges: list[Edge]) -> list[list[Edge]]:
+    """Messages by permute; large ones are coloured first, so that they meet in the first ones.
+
+    Those whose ends differ in shape go with their like only: nothing can be padded at both ends.
+    """
+    shapes: dict[tuple[Shape, Shape], list[Edge]] = {}
     for e in edges:
-        shapes.setdefault(tuple(int(n) for n in piece(*e)[2]), []).append(e)
-    large_first = sorted(shapes, key=lambda shape: (-math.prod(shape), shape))
-    together = _by_colour([e for shape in large_first for e in shapes[shape]])
-    apart = [group for same in shapes.values() for group in _by_colour(same)]
+        shapes.setdefault((_extents(e[2]), _extents(e[3])), []).append(e)
+    large_first = sorted(shapes, key=lambda ends: (-math.prod(ends[0]), ends))
+    apart = [group for ends in large_first for group in _by_colour(shapes[ends])]
+    if len({len(here) for here, _ in shapes}) > 1 or any(here != there for here, there in shapes):
+        return apart
+    together = _by_colour([e for ends in large_first for e in shapes[ends]])
     return apart if len(apart) <= len(together) else together
 
 
-def _by_colour(edges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    groups: dict[int, list[tuple[int, int]]] = {}
-    for e, c in zip(edges, colour(edges), strict=True):
+def _by_colour(edges: list[Edge]) -> list[list[Edge]]:
+    groups: dict[int, list[Edge]] = {}
+    for e, c in zip(edges, colour([(s, r) for s, r, _, _ in edges]), strict=True):
         groups.setdefault(c, []).append(e)
     return [groups[c] for c in sorted(groups)]
 
 
 def _parts(whole: PermuteRound, chunks: int) -> list[PermuteRound]:
-    """A round in at least `chunks` parts, cut along the dims of its pieces; a pair with nothing left is dropped."""
-    if chunks == 1:
+    """A permute in at least `chunks` parts, cut along the dims of its pieces; a pair with nothing left is dropped."""
+    if chunks == 1 or whole.shape != whole.into:
         return [whole]
     out: list[PermuteRound] = []
     for box in chunk_boxes(whole.shape, chunks):
         low = np.array([a for a, _ in box], dtype=np.int32)
-        shape = tuple(b - a for a, b in box)
+        shape = _extents(box)
         extent = np.clip(whole.extent - low, 0, shape).astype(np.int32)
-        extent[~extent.all(axis=1)] = 0
         pairs = tuple((s, r) for s, r in whole.pairs if extent[r].all())
-        out.append(PermuteRound(pairs, shape, whole.start + low, whole.at + low, extent))
+        start, at = whole.start + low, whole.at + low
+        out.append(replace(whole, pairs=pairs, shape=shape, into=shape, start=start, at=at, extent=extent))
     return out
 
 
-def chunk_boxes(shape: tuple[int, ...], chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return the boxes of at least `chunks` parts of a local array (fewer when it has fewer elements).
+def chunk_boxes(shape: Shape, chunks: int) -> list[Box]:
+    """Return the boxes of at least `chunks` parts of a local array, or fewer of fewer elements; longest dims first.
 
     >>> chunk_boxes((2, 5), 3)
     [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((0, 2), (4, 5))]
     """
-    cuts: list[list[tuple[int, int]]] = []
-    for n, count in zip(shape, chunk_counts(shape, chunks), strict=True):
-        step = -(-n // count)
-        cuts.append([(a, min(a + step, n)) for a in range(0, n, step)])
-    return list(itertools.product(*cuts))
-
-
-def loop_of(elements: int, chunks: int) -> tuple[int, int]:
-    """Return how many parts, of how many elements each, a chunked all-reduce has; the last may overlap the one before.
-
-    >>> loop_of(10, 4), loop_of(2, 5), loop_of(8, 1)
-    ((4, 3), (2, 1), (1, 8))
-    """
-    step = -(-elements // min(chunks, elements))
-    return -(-elements // step), step
-
-
-def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
-    """Return the bytes that each device receives when JAX runs an op on even types, by id.
-
-    It differs from `op.received` where XLA has no such collective: Reduce and Broadcast are all-reduces, Exchange and
-    Send are padded permutes; where the last part of a chunked all-reduce overlaps the one before; and away from the
-    root, where groups move their bytes as all others do.
-
-    >>> from shardplan.core.mesh import Mesh
-    >>> moved_bytes(Broadcast(("x",)), TensorType("f32", (6,), (None,), Mesh(x=3), root=("x",)))
-    {0: 32, 1: 32, 2: 32}
-    """
-    results = op.infer(*operands)
-    out = {d: 0 for t in (*operands, *results) for d in t.mesh.devices}
-    if not isinstance(op, Collective):
-        return out
-    if isinstance(op, AllReduce | Reduce | Broadcast):
-        sizes: dict[str, int] = {}
-        for t in operands:
-            sizes[t.dtype] = sizes.get(t.dtype, 0) + t.local_bytes()
-        q = math.prod(operands[0].mesh.span(a).size for a in op.axes)
-        for dtype, n in sizes.items():
-            count, step = loop_of(n // itemsize(dtype), op.chunks)
-            if getattr(op, "reduction", "sum") not in ("sum", "max", "min"):  # padded to tiles of one size
-                step += -step % q
-            for d in out:
-                out[d] += 2 * count * step * itemsize(dtype) * (q - 1) // q
-        return out
-    for t in operands:
-        u = typed(op, t)
-        q = math.prod(t.mesh.span(a).size for a in op.members(t))
-        here, there = t.local_bytes(), u.local_bytes()
-        match op:
-            case AllGather():
-                found = dict.fromkeys(u.mesh.devices, there - here)
-            case AllToAll():
-                found = dict.fromkeys(u.mesh.devices, here - here // q)
-            case ReduceScatter():
-                found = dict.fromkeys(u.mesh.devices, here - there)
-            case Exchange() | Send():
-                found = rounds_of(t, u, op.chunks).received()
-            case _:
-                found = dict(zip(u.mesh.devices, (int(n) for n in op.received(t)), strict=True))
-        for d, n in found.items():
-            out[d] += n
-    return out
-
-
-def chunk_counts(shape: tuple[int, ...], chunks: int) -> tuple[int, ...]:
-    """Return how many parts each local dim is cut into for at least `chunks` parts: longest dims first."""
-    counts = [1] * len(shape)
-    left = chunks
+    cuts: dict[int, list[tuple[int, int]]] = {}
     for d in sorted(range(len(shape)), key=lambda d: (-shape[d], d)):
-        counts[d] = max(1, min(shape[d], left))
-        left = -(-left // counts[d])
-    return tuple(counts)
+        count = max(1, min(shape[d], chunks))
+        chunks = -(-chunks // count)
+        step = -(-shape[d] // count)
+        cuts[d] = [(a, min(a + step, shape[d])) for a in range(0, shape[d], step)]
+    return list(itertools.product(*(cuts[d] for d in range(len(shape)))))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,7 +22,7 @@ from shardplan.core import border
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
-from shardplan.hardware.topology_file import load, parse, to_text
+from shardplan.hardware.topology_file import load, outside, parse, presets, to_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Topology:
         """Return the topology of a preset, a TOML file or an NCCL topology XML file.
 
         Args:
-            source: A preset's name, or a path that ends in `.toml` or `.xml`.
+            source: A preset's name, or that of a topology which an installed package brings by an entry point of the
+                group `shardplan.topologies`; or a path that ends in `.toml` or `.xml`.
             sizes: As for `resize`: `nodes=4` sets the size of the level called node.
 
         Raises:
@@ -145,6 +147,9 @@ class Topology:
             raise TopologyError(
                 f"topology {shown(source)}: legal is a preset's name, or a path to a .toml or .xml file"
             )
+        new = isinstance(source, str) and Path(source).suffix not in (".toml", ".xml") and source not in presets()
+        if new and source in outside():
+            return _brought(str(source), outside()[str(source)]).resize(**sizes)
         return Topology(*load(source)).resize(**sizes)
 
     @staticmethod
@@ -175,6 +180,18 @@ def topology_of(what: str, value: object) -> Topology:
     if not isinstance(value, Topology):
         raise TopologyError(f"{what} is {shown(value)}; legal is a Topology, or its text such as 'dgx-h100'")
     return value
+
+
+def _brought(name: str, value: Any) -> Topology:
+    """The topology that a package brings: as one, as the path of a file, or as a function that returns either."""
+    found = value() if callable(value) else value
+    if isinstance(found, (str, Path)):
+        return Topology(*load(found))
+    if not isinstance(found, Topology):
+        raise TopologyError(
+            f"the entry point {name} of shardplan.topologies gives {shown(found)}; legal is a Topology or a file's path"
+        )
+    return found
 
 
 def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
+from shardplan.core.registry import brought
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
@@ -30,16 +31,28 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
 
 
+def outside() -> dict[str, Any]:
+    """Return what installed packages bring to the group `shardplan.topologies`, by name.
+
+    Raises `ShardplanError` for an entry point that cannot be loaded, `TopologyError` for one with a preset's name.
+    """
+    found = brought("shardplan.topologies")
+    for name in set(found) & set(presets()):
+        raise TopologyError(f"entry point {name} of shardplan.topologies is named like a preset; legal is another name")
+    return found
+
+
 def load(source: str | Path) -> Hardware:
     """Load a preset, a TOML file or an NCCL topology XML file; see `Topology.load`."""
     path = Path(source)
     if path.suffix not in (".toml", ".xml"):
         if str(source) not in presets():
-            near = get_close_matches(str(source), presets(), 1)
+            known = (*presets(), *outside())
+            near = get_close_matches(str(source), known, 1)
             hint = f"; did you mean {near[0]!r}" if near else ""
             raise TopologyError(
                 f"topology {str(source)!r} is no preset and no path to a .toml or .xml file{hint}; "
-                f"presets: {', '.join(presets())}"
+                f"presets: {', '.join(known)}"
             )
         path = _PRESETS / f"{source}.toml"
     try:

@@ -11,13 +11,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
+from shardplan.core.ops.collective import Collective
+from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError
 from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
-from shardplan.simulation.ring import chain, gather, owned, pairwise, scatter, segments, together
-from shardplan.simulation.script import Script, Stage, merged
+from shardplan.simulation.ring import stages_of
+from shardplan.simulation.script import Message, Script, ScriptRound, Stage
 
 BYTE = 8  # bits
 SHOWN = 200  # characters of a text that an error shows
@@ -88,29 +93,31 @@ def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Scri
 
 def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
     """Yield the stages of a collective, in order; its groups go through each together."""
-    groups = [g for g in one.groups if len(g) > 1]
-    match one.kind:
-        case "all-gather":
-            yield from merged((gather(g, [one.operand_bytes] * len(g)) for g in groups), number)
-        case "reduce-scatter":
-            yield from merged((scatter(g, owned(one.operand_bytes, len(g))) for g in groups), number)
-        case "all-reduce":
-            yield from merged((scatter(g, owned(one.operand_bytes, len(g))) for g in groups), number)
-            yield from merged((gather(g, owned(one.operand_bytes, len(g))) for g in groups), number)
-        case "all-to-all":
-            rounds = (pairwise(g, _share(one.operand_bytes, len(g))) for g in groups)
-            for parts in itertools.zip_longest(*rounds, fillvalue={}):
-                yield from merged(parts, number)
-        case "collective-broadcast":
-            yield from merged((chain(g, segments(one.output_bytes, 1)) for g in groups), number)
-        case _:
-            yield from merged([together({(s, t): one.output_bytes for s, t in one.pairs if s != t})], number)
+    if one.pairs:
+        sends, receives = defaultdict[int, list[Message]](list), defaultdict[int, list[Message]](list)
+        for source, target in one.pairs if one.output_bytes else ():
+            if source != target:
+                sends[source].append((target, one.output_bytes))
+                receives[target].append((source, one.output_bytes))
+        if sends:
+            ends = sorted({*sends, *receives})
+            yield Stage(number, {d: (ScriptRound(tuple(sends[d]), tuple(receives[d])),) for d in ends})
+    rings = [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1]
+    for stages in itertools.zip_longest(*rings):
+        yield Stage(number, {d: rounds for stage in stages if stage for d, rounds in stage.rounds.items()})
 
 
-def _share(nbytes: int, q: int) -> Callable[[int, int], int]:
-    """Bytes from a member to another: the operand's parts, equal but for a remainder."""
-    sizes = owned(nbytes, q)
-    return lambda a, b: int(sizes[b])
+def _typed(one: HloCollective, group: Sequence[int]) -> tuple[Collective, list[TensorType]]:
+    """The collective of a group as an op on bytes."""
+    n, q = one.operand_bytes, len(group)
+    op, text = {
+        "all-gather": (AllGather(0, ("x",)), f"u8[{n * q}@x]"),
+        "reduce-scatter": (ReduceScatter(0, ("x",)), f"u8[{n}]{{+x}}"),
+        "all-reduce": (AllReduce(("x",)), f"u8[{n}]{{+x}}"),
+        "all-to-all": (AllToAll(0, 1, ("x",)), f"u8[{q}@x, {n}]"),
+        "collective-broadcast": (Broadcast(("x",)), f"u8[{one.output_bytes}]{{root:x}}"),
+    }[one.kind]
+    return op, [TensorType.parse(text, Mesh({"x": q}, devices=group))]
 
 
 @dataclass(frozen=True, slots=True)

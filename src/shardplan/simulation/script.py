@@ -1,7 +1,7 @@
 """`Script`: what every device sends, receives and waits for, in order, in bytes; no values, no local work.
 
 The point-to-point traffic of an engine that runs collectives: what is replayed on real links, timed by `events`, and
-summed to bytes per link. Its rules are those of the engine (`execution.lab.ring`):
+summed to bytes per link. Its rules are those of the engine (`execution.torch.steps`):
 
 - a device goes through the stages one after another, at its own pace, and in a stage through its rounds;
 - entering a stage it posts the receives of all its rounds;
@@ -15,7 +15,7 @@ device sends another, that one receives: checked by `Script.checked`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardplan.errors import ShardplanError
@@ -105,9 +105,3 @@ class Script:
                     f"{expected.get(pair, [])}"
                 )
         return self
-
-
-def merged(parts: Iterable[Mapping[int, tuple[ScriptRound, ...]]], step: int) -> tuple[Stage, ...]:
-    """Return the one stage in which disjoint groups each do their part; none where nothing moves."""
-    rounds = {d: kept for part in parts for d, own in part.items() if (kept := tuple(r for r in own if r))}
-    return (Stage(step, rounds),) if rounds else ()

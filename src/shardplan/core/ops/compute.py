@@ -25,7 +25,7 @@ from shardplan.errors import ShardplanError, TypingError
 
 Shape = tuple[int, ...]
 Where = Callable[[TensorType], tuple[tuple[Any, ...], Shape]]  # start and shape of this device's box of a type
-Bound = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
+LocalRun = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
 
 
 class At(NamedTuple):
@@ -60,7 +60,7 @@ class Compute(Op):
     aliases: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     @abc.abstractmethod
-    def bind(self, operands: Sequence[TensorType], where: Where) -> Bound:
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Return the op on one device: from a namespace and the operands' shards to new or shared results."""
 
     @abc.abstractmethod
@@ -126,6 +126,11 @@ def counted(what: str, operands: Sequence[TensorType], count: int) -> Sequence[T
     return operands
 
 
+def computing(op: Op) -> Compute | None:
+    """Return the op if it computes on every device alone."""
+    return op if isinstance(op, Compute) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Ruled(Compute):
     """An op that is typed by a factor rule, and says what it does to the shards of one device."""
@@ -153,7 +158,7 @@ class Ruled(Compute):
             raise TypingError(f"{self.name}: its rule has {len(rule.results)} results, but it says {len(kinds)} dtypes")
         return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds)
 
-    def bind(self, operands: Sequence[TensorType], where: Where) -> Bound:
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Work out starts and sizes, once."""
         results = results_of(self, tuple(operands))
         ins, outs = [where(t) for t in operands], [where(t) for t in results]
@@ -188,7 +193,7 @@ class Composed(Compute):
         """Add up the steps."""
         return sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
 
-    def bind(self, operands: Sequence[TensorType], where: Where) -> Bound:
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Bind the steps."""
         steps = [(step, op.bind(types, where)) for op, step, types in self._typed(operands)[0]]
         results = self.decomposition(*operands).results

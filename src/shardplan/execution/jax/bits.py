@@ -14,6 +14,9 @@ import numpy as np
 from shardplan.core.dtypes import short_name
 from shardplan.errors import LayoutError
 
+_PLAIN = ("bool", "i8", "u8", "i16", "u16")  # narrow, and moved as they are
+_WIDE = 4  # bytes of an element from which on XLA:CPU sends floats as they are
+
 
 def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which a program moves elements: `dtype` where it has a name, else unsigned integers.
@@ -60,6 +63,16 @@ def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
     if narrow:
         bits = bits.astype(_unsigned(narrow))
     return lax.bitcast_convert_type(bits, dtype)
+
+
+def carried(x: Any) -> Any:
+    """Return what travels of an array: the bits of a narrow float, which XLA:CPU would send as a wider one."""
+    return to_bits(x) if x.dtype.itemsize < _WIDE and short_name(x.dtype) not in _PLAIN else x
+
+
+def restored(y: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the elements of `dtype` that `carried` may have made integers of."""
+    return y if y.dtype == dtype else from_bits(y, dtype)
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:

@@ -18,8 +18,6 @@ import numpy as np
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, nested
-from shardplan.core.op import Op
-from shardplan.core.ops import Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
@@ -32,7 +30,7 @@ from shardplan.execution.jax.header import headed
 from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
-FLAT = "device"  # the one axis on which a `Send` runs, over the devices of both meshes
+FLAT = "device"  # the one axis on which a move from one mesh to another runs, over the devices of both meshes
 WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX has none unless it is told so
 
 
@@ -56,11 +54,6 @@ def at_once() -> AbstractContextManager[Any]:
     from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
 
     return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
-
-
-def is_send(op: Op) -> bool:
-    """Say whether an op runs on one flat axis over the devices of both its meshes, and so by itself."""
-    return isinstance(op, Send)
 
 
 def local_devices(ids: Sequence[int]) -> list[Any]:
@@ -113,7 +106,7 @@ class CompiledPart:
         for shards, t, kind in zip(inputs, self.sources, self.kinds, strict=True):
             shape = t.local_shape() or (1,)
             mine = [x.reshape(shape) for x in shards] if t.ndim == 0 else shards
-            if t.mesh.devices != self.devices:  # of a `Send`: devices off the source's mesh put in zeros
+            if t.mesh.devices != self.devices:  # of a move to another: devices off the source's mesh put in zeros
                 held = dict(zip((d.id for d in local_devices(t.mesh.devices)), mine, strict=True))
                 mine = [
                     held[d.id] if d.id in held else jax.device_put(np.zeros(shape, kind), d)
@@ -157,8 +150,8 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
         joins = (
             before is not None
             and not stepwise
-            and not is_send(step.op)
-            and not is_send(before.op)
+            and not _crosses(program, step)
+            and not _crosses(program, before)
             and _mesh_of(program, before) == mesh
         )
         if joins:
@@ -182,6 +175,11 @@ def _mesh_of(program: Program, step: Step) -> Mesh:
     return program.types[(*step.operands, *step.results)[0]].mesh
 
 
+def _crosses(program: Program, step: Step) -> bool:
+    """Whether a step moves to another mesh; it is then a part of its own."""
+    return len({program.types[name].mesh for name in (*step.operands, *step.results)}) > 1
+
+
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
@@ -197,9 +195,9 @@ def _part(
     names = " ".join(step.op.name for step in steps)
     where = f"step {numbers[0]} ({names})" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]} ({names})"
     (first,) = {_mesh_of(program, step) for step in steps}
-    if isinstance(steps[0].op, Send):
+    if _crosses(program, steps[0]):
         moves = list(zip(*program.step_types(steps[0]), strict=True))
-        devices = tuple(sorted({*first.devices, *steps[0].op.mesh.devices}))
+        devices = tuple(sorted({d for move in moves for t in move for d in t.mesh.devices}))
         if all(same(t, u) for t, u in moves):
             ends = tuple(t for t, _ in moves), tuple(u for _, u in moves)
             return CompiledPart(
@@ -294,7 +292,7 @@ def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire
     for step in steps:
         types, _ = program.step_types(step)
         arrays, inner = [values[o] for o in step.operands], nested(step.op)
-        found = lower(step.op, arrays, types, wire) if inner is None else _looped(inner, arrays, wire)  # type: ignore
+        found = lower(step.op, arrays, types, wire) if inner is None else _looped(inner, arrays, wire)
         values.update(zip(step.results, found, strict=True))
 
 

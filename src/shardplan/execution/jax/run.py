@@ -25,10 +25,9 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.walk import leaves, opened, programs
 from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.jax.agree import agree
-from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, is_send, local_devices
-from shardplan.execution.jax.lower import refusal
+from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
+from shardplan.execution.jax.lower import moved_bytes, refusal
 from shardplan.execution.record import Record, StepSpan
-from shardplan.execution.rounds import moved_bytes
 
 
 def run_program(
@@ -71,7 +70,7 @@ def check(program: Program, placed: bool = True) -> None:
         inside = list(leaves(step.op, program.step_types(step)[0]))
         found = [refusal(op, types) for _, op, types in inside]
         body = nested(step.op)
-        if body is not None and not body.at_once and (len(body.meshes) > 1 or any(is_send(leaf.op) for leaf in inside)):
+        if body is not None and not body.at_once and len(body.meshes) > 1:
             found.append("its body sends between meshes; legal is a body on one, which JAX compiles as a whole")
         if reason := next(filter(None, found), None):
             raise BackendError(f"jax: step {number} ({step.op.name}): {reason}")

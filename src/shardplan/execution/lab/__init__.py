@@ -15,8 +15,7 @@ Reading order:
 - `measurement` what comes out
 - `host`        the first process inside the namespaces, which forks the ranks
 - `rank`        one of those: runs its part when it is told to
-- `ring`        the engine of rings and chains
-- `gloo`        the engine of gloo's own collectives
+- `gloo`        the engine of gloo's own collectives; that of rings and chains is the torch backend's interpreter
 - `replay`      scripts: bytes without values
 - `wire`        the torch backend's wire, which counts bytes by peer
 - `experiments` what a sweep measures, with its predictions

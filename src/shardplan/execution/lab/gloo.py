@@ -9,29 +9,119 @@ ascending are refused.
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
-from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
 from shardplan.errors import BackendError
-from shardplan.execution.lower import View, group_of, members_of, parts, place_of, shape_of, view_of
+from shardplan.execution.drive import Bound, Running
+from shardplan.execution.lower import View, members_of, shape_of
+from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import bind as bind_direct
-from shardplan.execution.torch.sums import Bound, One, one_by_one
 from shardplan.execution.torch.wire import TorchWire
 
-Own = (AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter)  # ops for which gloo has a collective
 SUMMED = ("f16", "bf16", "f32", "f64", "i8", "u8", "i32", "i64")  # dtypes that gloo reduces
 _groups: dict[tuple[int, ...], Any] = {}  # process groups by ranks in member order, for the life of the process
+
+
+@dataclass(frozen=True, slots=True)
+class GlooCall:
+    """One operand of a collective on one rank: its group, and by member what goes to it and comes from it."""
+
+    group: Any
+    ranks: tuple[int, ...]  # in member order
+    me: int  # index of this rank among them
+    reduction: Any  # of torch
+    gives: list[View | None]  # parts of the operand
+    takes: list[View | None]  # parts of the result
+    largest: int  # elements of the largest part of a member: gloo wants equal ones
+    timeout: timedelta
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective."""
+        work.wait(self.timeout)
+
+
+Do = Callable[[GlooCall, torch.Tensor, torch.Tensor], None]  # of an operand, into the result
+
+
+class Native(NamedTuple):
+    """A collective of gloo."""
+
+    do: Do
+    reduces: bool = False
+
+
+def _all_reduce(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    c.wait(dist.all_reduce(out, c.reduction, c.group, async_op=True))
+
+
+def _reduce(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    c.wait(dist.reduce(out, c.ranks[0], c.reduction, c.group, async_op=True))
+
+
+def _broadcast(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    if c.me == 0:
+        out.copy_(x)
+    c.wait(dist.broadcast(_bytes(out), c.ranks[0], c.group, async_op=True))
+
+
+def _all_gather(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    blocks = [torch.zeros(c.largest, dtype=x.dtype) for _ in c.ranks]
+    mine = torch.zeros(c.largest, dtype=x.dtype)
+    mine[: x.numel()] = x.view(-1)
+    c.wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(mine), c.group, async_op=True))
+    _unpack(blocks, c.takes, out)
+
+
+def _reduce_scatter(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    addends = [torch.zeros(c.largest, dtype=x.dtype) for _ in c.ranks]
+    for addend, view in zip(addends, c.gives, strict=True):
+        if view is not None:
+            addend[: view.elements] = at(x, view).reshape(-1)
+    total = torch.zeros(c.largest, dtype=x.dtype)
+    c.wait(dist.reduce_scatter(total, addends, c.reduction, c.group, async_op=True))
+    out.view(-1).copy_(total[: out.numel()])
+
+
+def _all_to_all(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
+    width = x.itemsize
+    sent = torch.cat([at(x, v).reshape(-1) if v else x.view(-1)[:0] for v in c.gives])
+    came = torch.empty(sum(v.elements for v in c.takes if v), dtype=x.dtype)
+    ins, outs = ([(v.elements if v else 0) * width for v in side] for side in (c.takes, c.gives))
+    c.wait(dist.all_to_all_single(_bytes(came), _bytes(sent), ins, outs, c.group, async_op=True))
+    _unpack(came.split([n // width for n in ins]), c.takes, out)
+
+
+NATIVE: dict[type[Op], Native] = {  # all else goes as its lowering says
+    AllReduce: Native(_all_reduce, reduces=True),
+    Reduce: Native(_reduce, reduces=True),
+    Broadcast: Native(_broadcast),
+    AllGather: Native(_all_gather),
+    ReduceScatter: Native(_reduce_scatter, reduces=True),
+    AllToAll: Native(_all_to_all),
+}
+
+
+def _native(op: Op, t: TensorType) -> Native | None:
+    """The collective of gloo for an operand, where it has one for its dtype."""
+    found = NATIVE.get(type(op))
+    return None if found is None or (found.reduces and t.dtype not in SUMMED) else found
 
 
 def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> None:
@@ -41,8 +131,9 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
     """
     ordered = "sort_ranks" in inspect.signature(dist.new_group).parameters
     options: dict[str, Any] = {"sort_ranks": False} if ordered else {}
-    for _, op, operands in program_leaves(program):
-        if not isinstance(op, Own):
+    for _, leaf, operands in program_leaves(program):
+        op = moving(leaf)
+        if op is None or type(op) not in NATIVE:
             continue
         operand = operands[0]
         for places in operand.mesh.group_places(op.members(operand)).tolist():
@@ -59,94 +150,66 @@ def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> N
             )
 
 
-def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound]:
+def binder(ranks: Mapping[int, int], timeout: float) -> Callable[..., Bound[TorchWire]]:
     """Return what binds steps to gloo's collectives; `ranks` by device id, waits of `timeout` seconds at most."""
 
-    def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
-        if not isinstance(op, Own):
+    def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound[TorchWire]:
+        found = moving(op)
+        if found is None or type(op) not in NATIVE:
             return bind_direct(op, operands, results, device)
-        return one_by_one([_one(op, t, u, device, ranks, timeout) for t, u in zip(operands, results, strict=True)])
+        steps = [_one(found, t, u, device, ranks, timeout) for t, u in zip(operands, results, strict=True)]
+
+        def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
+            out: list[torch.Tensor] = []
+            for step, x in zip(steps, arrays, strict=True):
+                out += yield from step([x], wire)
+            return out
+
+        return run
 
     return bind
 
 
-def _one(op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float) -> One:
-    """The step of one operand; a group of one is left to the torch backend."""
-    make = maker(u, device)
-    members = members_of(op, u if isinstance(op, Broadcast) else t, device)
-    if len(members) < 2:
-        return _alone(bind_direct(op, [t], [u], device))
-    if isinstance(op, AllReduce | Reduce | ReduceScatter) and t.dtype not in SUMMED:
-        raise BackendError(f"{op.name} of {t}: gloo reduces {', '.join(SUMMED)} only; use engine='ring'")
-    ids = tuple(ranks[d] for d in members)
-    group, me = _groups[ids], members.index(device)
-    before, after = shape_of(t, device), shape_of(u, device)
-    p = parts(op, t, u, device) if isinstance(op, AllGather | AllToAll | ReduceScatter) else None
-    gives, takes = _views(p.sends if p else (), members, before), _views(p.receives if p else (), members, after)
-    for old, new in p.keeps if p else ():
-        gives[me], takes[me] = view_of(before, old), view_of(after, new)
-    largest = _largest(op, t, u, group_of(op, t, place) if (place := place_of(t, device)) is not None else [])
+def _one(
+    op: Collective, t: TensorType, u: TensorType, device: int, ranks: Mapping[int, int], timeout: float
+) -> Bound[TorchWire]:
+    """The step of one operand; a group of one, and what gloo has no collective for, go as the lowering says."""
+    native = _native(op, t)
+    members = members_of(op, t, device) or members_of(op, u, device)
+    if native is None or len(members) < 2:
+        return bind_direct(op, [t], [u], device)
+    make, ids = maker(u, device), tuple(ranks[d] for d in members)
+    gives, takes = _parts(replace(op, chunks=1), t, u, device)  # pyright: ignore[reportCallIssue]
+    blocks = u if native.reduces else t
+    call = GlooCall(
+        _groups[ids],
+        ids,
+        members.index(device),
+        getattr(dist.ReduceOp, getattr(op, "reduction", "sum").upper()),
+        [gives.get(d) for d in members],
+        [takes.get(d) for d in members],
+        max(math.prod(shape_of(blocks, d)) for d in members),
+        timedelta(seconds=timeout),
+    )
 
-    def call(x: torch.Tensor, out: torch.Tensor) -> None:
-        match op:
-            case AllReduce():
-                out.copy_(x)
-                _wait(dist.all_reduce(out, _reduction(op.reduction), group, async_op=True), timeout)
-            case Reduce():
-                out.copy_(x)
-                _wait(dist.reduce(out, ids[0], _reduction(op.reduction), group, async_op=True), timeout)
-            case Broadcast():
-                if me == 0:
-                    out.copy_(x)
-                _wait(dist.broadcast(_bytes(out), ids[0], group, async_op=True), timeout)
-            case AllGather():
-                blocks = [torch.zeros(largest, dtype=x.dtype) for _ in ids]
-                mine = torch.zeros(largest, dtype=x.dtype)
-                mine[: x.numel()] = x.view(-1)
-                _wait(dist.all_gather([_bytes(b) for b in blocks], _bytes(mine), group, async_op=True), timeout)
-                _unpack(blocks, takes, out)
-            case ReduceScatter():
-                addends = [torch.zeros(largest, dtype=x.dtype) for _ in ids]
-                for addend, view in zip(addends, gives, strict=True):
-                    if view is not None:
-                        addend[: view.elements] = at(x, view).reshape(-1)
-                total = torch.zeros(largest, dtype=x.dtype)
-                _wait(dist.reduce_scatter(total, addends, _reduction(op.reduction), group, async_op=True), timeout)
-                out.view(-1).copy_(total[: out.numel()])
-            case _:
-                width = x.itemsize
-                sent = torch.cat([at(x, v).reshape(-1) if v else x.view(-1)[:0] for v in gives])
-                came = torch.empty(sum(v.elements for v in takes if v), dtype=x.dtype)
-                ins, outs = ([(v.elements if v else 0) * width for v in side] for side in (takes, gives))
-                _wait(dist.all_to_all_single(_bytes(came), _bytes(sent), ins, outs, group, async_op=True), timeout)
-                _unpack(came.split([n // width for n in ins]), takes, out)
-
-    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
+    def run(arrays: list[torch.Tensor], wire: TorchWire) -> Generator[None, None, list[torch.Tensor]]:
         out = make(wire)
         yield  # before anything is sent: gloo's collective is started and waited for in one go
-        call(x, out)
-        return out
+        native.do(call, arrays[0], out)
+        return [out]
 
     return run
 
 
-def _views(found: Sequence[tuple[int, Any]], members: Sequence[int], shape: tuple[int, ...]) -> list[View | None]:
-    """By member, the part of an array of `shape` that goes to it or comes from it; None where there is none."""
-    by_peer = dict(found)
-    return [view_of(shape, by_peer[d]) if d in by_peer else None for d in members]
-
-
-def _largest(op: Collective, t: TensorType, u: TensorType, places: Sequence[int]) -> int:
-    """Elements of the largest block: gloo wants equal ones."""
-    of = u if isinstance(op, ReduceScatter) else t
-    return max((int(of.elements()[m]) for m in places), default=0)
-
-
-def _alone(bound: Bound) -> One:
-    def run(x: torch.Tensor, wire: TorchWire) -> Generator[None, None, torch.Tensor]:
-        return (yield from bound([x], wire))[0]
-
-    return run
+def _parts(op: Collective, t: TensorType, u: TensorType, device: int) -> tuple[dict[int, View], dict[int, View]]:
+    """By device id, what the first round gives of the operand, and takes of the result; the own part is copied."""
+    gives: dict[int, View] = {}
+    takes: dict[int, View] = {}
+    for one in itertools.islice(rank_rounds(op, [t], [u], device).rounds, 1):
+        copies = [(c.source, c.target) for c in (*one.meanwhile, *one.then) if c.source and c.source.buffer == "x0"]
+        gives |= {peer: piece.views[0] for peer, piece in (*one.puts, *((device, x) for x, _ in copies))}
+        takes |= {peer: piece.views[0] for peer, piece in (*one.takes, *((device, y) for _, y in copies))}
+    return gives, takes
 
 
 def _unpack(blocks: Sequence[torch.Tensor], views: Sequence[View | None], out: torch.Tensor) -> None:
@@ -157,11 +220,3 @@ def _unpack(blocks: Sequence[torch.Tensor], views: Sequence[View | None], out: t
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _reduction(name: str) -> Any:
-    return getattr(dist.ReduceOp, name.upper())
-
-
-def _wait(work: Any, timeout: float) -> None:
-    work.wait(timedelta(seconds=timeout))

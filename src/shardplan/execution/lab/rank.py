@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
 from shardplan.execution.drive import finish
-from shardplan.execution.lab import gloo, network, ring
+from shardplan.execution.lab import gloo, network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
 from shardplan.execution.lab.replay import Replay
@@ -32,6 +33,7 @@ from shardplan.execution.record import Record
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
+from shardplan.execution.torch.steps import bind as bind_step
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
 
@@ -97,7 +99,8 @@ class Worker:
             if item.engine == "gloo":
                 gloo.make_groups(program, item.ranks, self.timeout)
             if device is not None and device in program.devices:
-                bind = ring.bind if item.engine == "ring" else gloo.binder(item.ranks, self.timeout)
+                ring = partial(bind_step, algorithm="ring")
+                bind = ring if item.engine == "ring" else gloo.binder(item.ranks, self.timeout)
                 found.bound = TorchExecutable(program, device, bind)
         self.items[key] = found
 

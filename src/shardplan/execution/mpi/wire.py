@@ -1,9 +1,9 @@
 """Datatypes and traffic of MPI: what one device hands to it, with bounded waits and counted bytes.
 
-Data travel as bytes, straight from and into the arrays: a part is a committed subarray type, several parts for a peer
-are one struct type, so nothing of ours is packed and every element type is alike (MPI knows no bf16). What is counted
-as received is the size of the types handed to MPI. `MPI` itself is imported on the first call, since importing it
-starts it. A wire belongs to the thread of its run.
+Data travel as bytes, straight from and into the arrays: a run of an array is bytes from some offset on, any other part
+is a committed subarray type, several parts for a peer are one struct type, so nothing of ours is packed and every
+element type is alike (MPI knows no bf16). What is counted as received is the size of the types handed to MPI. `MPI`
+itself is imported on the first call, since importing it starts it. A wire belongs to the thread of its run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardplan.core.tensor import Box
+from shardplan.execution.lower import view_of
 from shardplan.execution.mpi.faults import MpiWatch
 
 if TYPE_CHECKING:
@@ -25,16 +26,18 @@ DATA = 1  # the tag of point-to-point messages: one is enough, since a communica
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Parts of one array."""
+    """Parts of one array, as MPI takes them: `count` of a datatype, from `offset` bytes after its first one on."""
 
-    array: int  # which of the operands or results of a step
-    datatype: MPI.Datatype  # of the parts, from the array's first byte on
-    nbytes: int  # of the parts
+    array: str  # which buffer of the step
+    offset: int
+    count: int
+    datatype: MPI.Datatype
+    nbytes: int
 
 
 Message = tuple[Piece, ...]  # what one peer gets, or gives, in one round
 Messages = dict[int, Message]  # by the device id of the peer
-Arrays = Sequence[np.ndarray]
+Buffers = Mapping[str, np.ndarray]
 
 
 class Types:
@@ -48,10 +51,14 @@ class Types:
         """Count them."""
         return len(self._made)
 
-    def piece(self, array: int, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
+    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
         """Return the piece of the boxes of a contiguous array of `shape`, in their order."""
         from mpi4py import MPI
 
+        view = view_of(shape, boxes[0])
+        if len(boxes) == 1 and view.contiguous:
+            nbytes = view.elements * itemsize
+            return Piece(array, view.offset * itemsize, nbytes, MPI.BYTE, nbytes)
         key = (shape, itemsize, tuple(boxes))
         if key not in self._made:
             parts = [_subarray(shape, itemsize, box) for box in boxes]
@@ -62,7 +69,7 @@ class Types:
                     part.Free()
             self._made[key] = made.Commit()
         found = self._made[key]
-        return Piece(array, found, found.Get_size())
+        return Piece(array, 0, 1, found, found.Get_size())
 
     def free(self) -> None:
         """Free all of them; nothing where MPI has ended."""
@@ -77,8 +84,6 @@ class Types:
 def _subarray(shape: tuple[int, ...], itemsize: int, box: Box) -> MPI.Datatype:
     from mpi4py import MPI
 
-    if not shape:
-        return MPI.BYTE.Create_contiguous(itemsize)
     widths = [1] * (len(shape) - 1) + [itemsize]
     sizes = [n * w for n, w in zip(shape, widths, strict=True)]
     counts = [(hi - lo) * w for (lo, hi), w in zip(box, widths, strict=True)]
@@ -110,51 +115,32 @@ class MpiWire:
         self._index = {d: k for k, d in enumerate(self.ranks)}
 
     def all_to_all(
-        self, members: tuple[int, ...], out: Arrays, sends: Messages, into: Arrays, receives: Messages
+        self, members: tuple[int, ...], buffers: Buffers, sends: Messages, receives: Messages
     ) -> list[Pending]:
-        """Start one `Ialltoallw` among `members`, all of whom come here: parts of `out` go into parts of `into`."""
-        base, types, made = _typed(out, sends)
-        target, kinds, more = _typed(into, receives)
-        request = self.communicators[members].Ialltoallw(
-            _rows(base, types, members),
-            _rows(target, kinds, members),
-        )
+        """Start one `Ialltoallw` among `members`, all of whom come here."""
+        base, out, made = _typed(buffers, sends)
+        target, into, more = _typed(buffers, receives)
+        request = self.communicators[members].Ialltoallw(_rows(base, out, members), _rows(target, into, members))
         for datatype in (*made, *more):
             datatype.Free()  # MPI keeps them until the request is done
         self._count(sends, receives)
-        peers = tuple(d for d in members if d in sends or d in receives)
-        return [Pending(request, peers)]
+        return [Pending(request, tuple(d for d in members if d in sends or d in receives))]
 
-    def messages(self, out: Arrays, sends: Messages, into: Arrays, receives: Messages) -> list[Pending]:
-        """Start one message to each peer of `sends`, of `out`, and from each of `receives`, into `into`."""
-        comm = self.communicators[self.ranks]
+    def messages(self, buffers: Buffers, sends: Messages, receives: Messages) -> list[Pending]:
+        """Start one message from each peer of `receives`, and one to each of `sends`."""
         pending: list[Pending] = []
-        target, kinds, made = _typed(into, receives)
-        for peer, kind in kinds.items():
-            pending.append(Pending(comm.Irecv([target, 1, kind], self._index[peer], DATA), (peer,)))
-        base, types, more = _typed(out, sends)
-        for peer, kind in types.items():
-            pending.append(Pending(comm.Isend([base, 1, kind], self._index[peer], DATA), (peer,)))
-        for datatype in (*made, *more):
-            datatype.Free()
+        if not (sends or receives):
+            return pending  # a device that is alone has no communicator
+        comm = self.communicators[self.ranks]
+        for start, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
+            for peer, message in messages.items():
+                base, typed, made = _typed(buffers, {peer: message})
+                count, offset, datatype = typed[peer]
+                pending.append(Pending(start([base, (count, offset), datatype], self._index[peer], DATA), (peer,)))
+                for one in made:
+                    one.Free()
         self._count(sends, receives)
         return pending
-
-    def receive(self, peer: int, x: np.ndarray) -> Pending:
-        """Start to receive a contiguous array."""
-        from mpi4py import MPI
-
-        self.received += x.nbytes
-        request = self.communicators[self.ranks].Irecv([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
-        return Pending(request, (peer,))
-
-    def send(self, peer: int, x: np.ndarray) -> Pending:
-        """Start to send a contiguous array."""
-        from mpi4py import MPI
-
-        self.sent += x.nbytes
-        request = self.communicators[self.ranks].Isend([_memory(x), x.nbytes, MPI.BYTE], self._index[peer], DATA)
-        return Pending(request, (peer,))
 
     def wait(self, pending: Sequence[Pending], group: Sequence[int]) -> None:
         """Wait until all of `pending` are done; `group`, device ids, is for the message of a failure.
@@ -180,28 +166,32 @@ def _memory(x: np.ndarray) -> Any:
     return MPI.buffer.fromaddress(x.ctypes.data, x.nbytes)
 
 
-def _typed(arrays: Arrays, messages: Messages) -> tuple[Any, dict[int, MPI.Datatype], list[MPI.Datatype]]:
-    """Return the buffer and the datatype of every peer's message, and those that are of this run only.
+Typed = dict[int, tuple[int, int, Any]]  # by peer: count, offset in bytes from the base, datatype
 
-    Parts of one array are relative to it, with the types of the program; parts of several are absolute addresses.
+
+def _typed(buffers: Buffers, messages: Messages) -> tuple[Any, Typed, list[MPI.Datatype]]:
+    """Return the base and every peer's message of one side of a transfer, and the datatypes that are of this run only.
+
+    Where each message is one piece, and all of one array, they are relative to it, with the types of the program; else
+    they are absolute addresses.
     """
     from mpi4py import MPI
 
-    used = {piece.array for message in messages.values() for piece in message}
-    if len(used) <= 1:
-        base = _memory(arrays[used.pop()]) if used else None
-        return base, {peer: message[0].datatype for peer, message in messages.items()}, []
+    pieces = [piece for message in messages.values() for piece in message]
+    if len({piece.array for piece in pieces}) <= 1 and len(pieces) == len(messages):
+        base = _memory(buffers[pieces[0].array]) if pieces else None
+        return base, {peer: (one.count, one.offset, one.datatype) for peer, (one,) in messages.items()}, []
     made: dict[int, MPI.Datatype] = {}
     for peer, message in messages.items():
-        addresses = [arrays[piece.array].ctypes.data for piece in message]
-        struct = MPI.Datatype.Create_struct([1] * len(message), addresses, [piece.datatype for piece in message])
-        made[peer] = struct.Commit()
-    return MPI.BOTTOM, made, list(made.values())
+        addresses = [buffers[piece.array].ctypes.data + piece.offset for piece in message]
+        counts, types = [piece.count for piece in message], [piece.datatype for piece in message]
+        made[peer] = MPI.Datatype.Create_struct(counts, addresses, types).Commit()
+    return MPI.BOTTOM, {peer: (1, 0, datatype) for peer, datatype in made.items()}, list(made.values())
 
 
-def _rows(base: Any, types: dict[int, MPI.Datatype], members: tuple[int, ...]) -> Any:
+def _rows(base: Any, typed: Typed, members: tuple[int, ...]) -> Any:
     """Return a side of `Ialltoallw`: a buffer with the counts, displacements and datatypes of all members."""
     from mpi4py import MPI
 
-    counts = [int(d in types) for d in members]
-    return [base, counts, [0] * len(members), [types.get(d, MPI.BYTE) for d in members]]
+    counts, offsets, types = zip(*(typed.get(d, (0, 0, MPI.BYTE)) for d in members), strict=True)
+    return [base, counts, offsets, types]

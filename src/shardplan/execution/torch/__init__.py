@@ -3,10 +3,9 @@
 Reading order:
 
 - `run`         `run_program`; `TorchExecutable`, a program bound to one rank, and `launch`, which runs it
-- `steps`       the ops bound to a rank: `bind`, and those that only move
-- `sums`        the ops that reduce, spread, or make partial values
+- `steps`       `bind`: an op bound to a rank; the interpreter of lowerings
 - `compute`     the ops that compute
-- `pack`        messages of parts of arrays, and the staging buffers that they lie in
+- `pack`        rounds as messages and copies of parts of arrays, and the staging buffers that they lie in
 - `dtypes`      element types between numpy and torch, and reductions that torch lacks
 - `wire`        `TorchWire`: point-to-point messages, with bounded waits and counted bytes
 - `faults`      `TorchWatch`: that ranks run one program, and why a run failed, said through the store

@@ -12,7 +12,7 @@ import torch
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Dtype, Namespace
-from shardplan.core.ops.compute import Bound, Compute, at_place
+from shardplan.core.ops.compute import Compute, LocalRun, at_place
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import place_of
 from shardplan.execution.torch.dtypes import FOREIGN, short_name_of, to_numpy, to_torch, torch_dtype
@@ -42,7 +42,7 @@ def bind_compute(op: Compute, operands: Sequence[TensorType], results: Sequence[
     return run
 
 
-def on_host(bound: Bound, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def on_host(bound: LocalRun, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run an op in numpy, as is done for dtypes that torch computes little or nothing with."""
     with np.errstate(all="ignore"):
         return [to_torch(y) for y in bound(NUMPY, [to_numpy(x) for x in arrays])]

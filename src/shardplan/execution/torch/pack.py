@@ -1,35 +1,225 @@
-"""What a rank packs for its peers: messages of parts of arrays, straight from an array where a part is contiguous."""
+"""How a rank's rounds lie in its memory: messages, straight from a buffer or packed, and copies, on views of buffers.
+
+A message is packed where it is more than one contiguous part of a buffer. Messages are of one element width, those of
+all operands together. The staging buffers of messages serve a stage: the rounds up to one that closes, whose receives
+can be posted at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
 
-from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
-from shardplan.execution.torch.dtypes import torch_dtype
+from shardplan.core.tensor import TensorType
+from shardplan.execution.lower import View, shape_of, strides
+from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankRound
+from shardplan.execution.torch.dtypes import fold, identity_of, torch_dtype
 from shardplan.execution.torch.wire import TorchWire
 
-Arrays = list[torch.Tensor]
-MOST_KEPT = 256  # rounds of a step that are worked out in advance; of more, each is made when its turn comes
-Round = TypeVar("Round")
+Held = Mapping[str, torch.Tensor]  # by buffer
 
 
-class PeerPart(NamedTuple):
-    """A part of an array that goes to a peer, or comes from it."""
+class Spot(NamedTuple):
+    """A view of a buffer; of a staging buffer it has a dtype of its own, of the same width."""
+
+    buffer: str
+    dtype: str  # short name
+    view: View
+
+
+class SpotCopy(NamedTuple):
+    """A view that is written, or folded, into one of its size; or a value without dims, which fills it."""
+
+    source: Spot | torch.Tensor
+    target: Spot
+    fold: str | None = None
+
+
+class Message(NamedTuple):
+    """A contiguous run that travels, and what is packed into it before, or unpacked from it after."""
 
     peer: int  # device id
-    array: int  # which operand or result of the step
-    shape: tuple[int, ...]  # of that array
-    box: Box
+    run: Spot
+    copies: tuple[SpotCopy, ...]
+
+
+class SpotRound(NamedTuple):
+    """What a rank does in a round; see `core.lowering.Round`."""
+
+    sends: tuple[Message, ...]
+    meanwhile: tuple[SpotCopy, ...]
+    takes: tuple[Message, ...]
+    then: tuple[SpotCopy, ...]
+
+
+class Packing:
+    """Lays out the stages of a step, one after another, and says which staging buffers it takes.
+
+    `room` has their elements, `dtypes` theirs and those of all other buffers, by short name.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], landing: Set[str]) -> None:
+        """Take the buffers of a lowering; those in `landing` are not made."""
+        self.room = {name: math.prod(shape) for name, shape in shapes.items() if name not in landing}
+        self.dtypes = dict(dtypes)
+        self._landing = landing
+        self._used: Counter[str] = Counter()  # elements of the staging buffers, in this stage
+        self._landed: dict[Piece, Spot] = {}
+
+    def stage(self, rounds: Sequence[RankRound]) -> tuple[SpotRound, ...]:
+        """Return the rounds of one stage as messages and copies."""
+        self._used, self._landed = Counter(), {}
+        found = tuple(
+            SpotRound(
+                tuple(self._sends(one.puts)),
+                tuple(self._copies(one.meanwhile)),
+                tuple(self._takes(one.takes)),
+                tuple(self._copies(one.then)),
+            )
+            for one in rounds
+        )
+        self.room |= {name: max(n, self.room.get(name, 0)) for name, n in self._used.items()}
+        return found
+
+    def _spots(self, piece: Piece) -> tuple[Spot, ...]:
+        if piece in self._landed:
+            return (self._landed[piece],)
+        dtype = self.dtypes[piece.buffer]
+        return tuple(Spot(piece.buffer, dtype, view) for view in piece.views)
+
+    def _staged(self, way: str, parts: Sequence[Spot]) -> Spot:
+        """A new run of a staging buffer, with room for some parts."""
+        dtype, n = parts[0].dtype, sum(part.view.elements for part in parts)
+        name = f"{way} {dtype}"
+        self.dtypes[name] = dtype
+        self._used[name] += n
+        return Spot(name, dtype, View((n,), (1,), self._used[name] - n))
+
+    def _by_peer(self, pieces: Iterable[PeerPiece]) -> Iterator[tuple[int, list[Piece]]]:
+        """The pieces of each message; messages with one peer go narrow elements first, on both sides."""
+        found: dict[tuple[int, int], list[Piece]] = {}
+        for peer, piece in pieces:
+            width = torch_dtype(self.dtypes[piece.buffer]).itemsize
+            found.setdefault((width, peer), []).append(piece)
+        for key in sorted(found, key=lambda key: key[0]):
+            yield key[1], found[key]
+
+    def _sends(self, puts: Iterable[PeerPiece]) -> Iterator[Message]:
+        packed: dict[tuple[Spot, ...], Spot] = {}
+        for peer, pieces in self._by_peer(puts):
+            parts = tuple(spot for piece in pieces for spot in self._spots(piece))
+            if is_run(parts):
+                yield Message(peer, flat(parts[0]), ())
+            elif parts in packed:  # several peers get what is packed once
+                yield Message(peer, packed[parts], ())
+            else:
+                run = packed[parts] = self._staged("sent", parts)
+                yield Message(peer, run, tuple(map(SpotCopy, parts, cut(run, parts))))
+
+    def _takes(self, takes: Iterable[PeerPiece]) -> Iterator[Message]:
+        for peer, pieces in self._by_peer(takes):
+            parts = [spot for piece in pieces for spot in self._spots(piece)]
+            lands = [piece.buffer in self._landing for piece in pieces]
+            if is_run(parts) and not lands[0]:
+                yield Message(peer, flat(parts[0]), ())
+                continue
+            run = self._staged("taken", parts)
+            places = iter(cut(run, parts))
+            copies: list[SpotCopy] = []
+            for piece, landed in zip(pieces, lands, strict=True):
+                for part in self._spots(piece):
+                    if landed:
+                        self._landed[piece] = next(places)
+                    else:
+                        copies.append(SpotCopy(next(places), part))
+            yield Message(peer, run, tuple(copies))
+
+    def _copies(self, copies: Iterable[PieceCopy]) -> Iterator[SpotCopy]:
+        for source, target, reduction in copies:
+            into: Sequence[Spot] = self._spots(target)
+            if source is None:
+                blank = identity_of(reduction or "sum", self.dtypes[target.buffer])
+                yield from (SpotCopy(blank, spot) for spot in into)
+                continue
+            frm: Sequence[Spot] = self._spots(source)
+            if [spot.view.size for spot in frm] != [spot.view.size for spot in into]:
+                if is_run(into):
+                    into = cut(into[0], frm)
+                else:
+                    if not is_run(frm):
+                        run = self._staged("between", frm)
+                        yield from map(SpotCopy, frm, cut(run, frm))
+                        frm = [run]
+                    frm = cut(frm[0], into)
+            yield from map(SpotCopy, frm, into, repeat(reduction))
+
+
+def is_run(spots: Sequence[Spot]) -> bool:
+    """Say whether some spots are one contiguous part of a buffer."""
+    return len(spots) == 1 and spots[0].view.contiguous
+
+
+def flat(spot: Spot) -> Spot:
+    """Return a contiguous spot without its dims."""
+    return spot._replace(view=View((spot.view.elements,), (1,), spot.view.offset))
+
+
+def cut(run: Spot, like: Sequence[Spot]) -> list[Spot]:
+    """Return the consecutive parts of a contiguous spot that have the sizes and dtypes of others."""
+    found: list[Spot] = []
+    start = run.view.offset
+    for spot in like:
+        size = spot.view.size
+        found.append(Spot(run.buffer, spot.dtype, View(size, strides(size), start)))
+        start += spot.view.elements
+    return found
+
+
+def landings(stages: Iterable[Sequence[RankRound]], names: Iterable[str]) -> set[str]:
+    """Return which staging buffers of a lowering need not be made: they are read where messages lie that land in them.
+
+    All that is read or written of them in a stage are pieces that were taken in it before.
+    """
+    found = set(names)
+    for stage in stages if found else ():
+        taken: set[Piece] = set()
+        for one in stage:
+            touched = [put.piece for put in one.puts] + _touched(one.meanwhile)
+            found -= {piece.buffer for piece in touched if piece not in taken}
+            taken |= {take.piece for take in one.takes}
+            found -= {piece.buffer for piece in _touched(one.then) if piece not in taken}
+    return found
+
+
+def _touched(copies: Iterable[PieceCopy]) -> list[Piece]:
+    return [piece for copy in copies for piece in copy[:2] if piece is not None]
 
 
 def at(x: torch.Tensor, view: View) -> torch.Tensor:
     """Return a part of a contiguous array as a view."""
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
+
+
+def seen(held: Held, spot: Spot) -> torch.Tensor:
+    """Return a spot as a view."""
+    x, dtype = held[spot.buffer], torch_dtype(spot.dtype)
+    return at(x if x.dtype == dtype else x.view(dtype), spot.view)
+
+
+def copy(held: Held, copies: Iterable[SpotCopy]) -> None:
+    """Do copies in order."""
+    for source, target, reduction in copies:
+        y = seen(held, target)
+        x = source.to(y.device) if isinstance(source, torch.Tensor) else seen(held, source)
+        if reduction is None:
+            y.copy_(x)
+        else:
+            fold(y, x, reduction)
 
 
 def maker(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
@@ -40,114 +230,3 @@ def maker(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
         return torch.empty(shape, dtype=dtype, device=wire.device)
 
     return make
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one peer gets, or gives, in one round: parts of arrays, and where they lie in the staging buffer."""
-
-    peer: int
-    runs: tuple[tuple[int, View, int], ...]  # array, part, offset in the staging buffer
-    start: int
-    stop: int  # of the staging buffer, in elements; equal where the message is one contiguous part
-    packs: bool = True  # False where an earlier message has packed the same parts
-
-
-def pack(parts: Sequence[PeerPart], chunk: int, chunks: int, shared: bool) -> tuple[Message, ...]:
-    """Lay out the messages of round `chunk` of `chunks`: one a peer, with what the round moves of each of its parts.
-
-    With `shared`, for a sender, equal messages lie in the staging buffer once.
-    """
-    by_peer: dict[int, list[tuple[int, View]]] = {}
-    for peer, k, shape, box in parts:
-        for piece in flat_boxes(box, *chunk_of(box_elements(box), chunk, chunks)):
-            by_peer.setdefault(peer, []).append((k, view_of(shape, piece)))
-    out: list[Message] = []
-    packed: dict[tuple[tuple[int, View], ...], Message] = {}
-    offset = 0
-    for peer, runs in by_peer.items():
-        twin = packed.get(tuple(runs)) if shared else None
-        if twin is not None:
-            out.append(replace(twin, peer=peer, packs=False))
-            continue
-        start = offset
-        placed: list[tuple[int, View, int]] = []
-        for k, view in runs:
-            placed.append((k, view, offset))
-            offset += view.elements
-        if len(runs) == 1 and runs[0][1].contiguous:  # travels straight from or into its array
-            offset = start
-        packed[tuple(runs)] = message = Message(peer, tuple(placed), start, offset)
-        out.append(message)
-    return tuple(out)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRounds(Generic[Round]):
-    """The rounds of a step in chunks, those that move something: made once where they are few, else at every run."""
-
-    build: Callable[[int], Round | None]
-    count: int
-    kept: tuple[Round, ...] | None
-
-    @staticmethod
-    def of(build: Callable[[int], Round | None], count: int) -> PackedRounds[Round]:
-        """Return the rounds `build(0)` to `build(count - 1)`; None is one in which nothing moves."""
-        kept = [build(c) for c in range(count)] if count <= MOST_KEPT else None
-        return PackedRounds(build, count, None if kept is None else tuple(r for r in kept if r is not None))
-
-    def __iter__(self) -> Iterator[Round]:
-        """Yield the rounds in which something moves, in order."""
-        if self.kept is not None:
-            yield from self.kept
-            return
-        for c in range(self.count):
-            found = self.build(c)
-            if found is not None:
-                yield found  # made in its turn and dropped after it, so that many rounds take no memory
-
-
-def largest_round(parts: Sequence[PeerPart], chunks: int, shared: bool) -> int:
-    """Return the elements of the staging buffer that serves every round: at most ceil(n / chunks) of each part."""
-    if chunks <= MOST_KEPT:
-        return max(staged(pack(parts, c, chunks, shared)) for c in range(chunks))
-    boxes = [(part.array, part.box) for part in parts]
-    return sum(-(-box_elements(box) // chunks) for _, box in (set(boxes) if shared else boxes))
-
-
-def staged(messages: Sequence[Message]) -> int:
-    """Return the elements of the staging buffer that messages need."""
-    return max((m.stop for m in messages), default=0)
-
-
-def receive_buffer(m: Message, out: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
-    """Return what a message is received into: its part of the results, or of the staging buffer."""
-    if stage is None or m.stop == m.start:
-        k, view, _ = m.runs[0]
-        return flat_view(out[k], view)
-    return stage[m.start : m.stop]
-
-
-def send_buffer(m: Message, arrays: Arrays, stage: torch.Tensor | None) -> torch.Tensor:
-    """Return what a message is sent from: its part of the operands, or of the staging buffer, into which it packs."""
-    if stage is None or m.stop == m.start:
-        k, view, _ = m.runs[0]
-        return flat_view(arrays[k], view)
-    for k, view, offset in m.runs if m.packs else ():
-        x = arrays[k]
-        here = stage[offset : offset + view.elements]
-        (here if here.dtype == x.dtype else here.view(x.dtype)).view(view.size).copy_(at(x, view))
-    return stage[m.start : m.stop]
-
-
-def unpack(m: Message, out: Arrays, stage: torch.Tensor) -> None:
-    """Copy a received message from the staging buffer to its parts."""
-    for k, view, offset in m.runs:
-        y = out[k]
-        here = stage[offset : offset + view.elements]
-        at(y, view).copy_((here if here.dtype == y.dtype else here.view(y.dtype)).view(view.size))
-
-
-def flat_view(x: torch.Tensor, view: View) -> torch.Tensor:
-    """Return a contiguous part of an array as a flat view."""
-    return x.as_strided((view.elements,), (1,), x.storage_offset() + view.offset)

@@ -21,7 +21,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
-from shardplan.execution.drive import Hands, drive, finish
+from shardplan.execution.drive import Bound, Hands, Running, drive, finish
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.record import Record, StepSpan
@@ -31,12 +31,11 @@ from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
 from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.steps import bind
-from shardplan.execution.torch.sums import Bound, Running
 from shardplan.execution.torch.wire import TorchWire
 
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
-Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound]
+Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound[TorchWire]]
 
 
 class Need(NamedTuple):

@@ -1,4 +1,4 @@
-"""The ops of a program bound to one rank of torch.distributed: what it allocates, packs, sends and copies.
+"""The ops of a program bound to one rank of torch.distributed: the interpreter of lowerings, and compute ops.
 
 Everything about a step that follows from types is worked out once, in `bind`; a run only makes views, posts messages
 and waits. A bound step is a generator: it yields nothing, once its first messages are under way, so that a caller may
@@ -6,161 +6,98 @@ do something else before it goes on; whoever resumes it is then blocked in its w
 point-to-point messages, so every rank receives what the op says.
 
 Messages between two ranks meet in the order in which they are posted: there is one tag for a run. So all ranks go
-through the operands, rounds and element widths of a step in one order, which follows from its types.
+through the rounds and element widths of a step in one order, which follows from its lowering. Entering a stage, the
+rounds up to one that closes, a rank posts the receives of all its rounds; leaving it, it waits for all its sends. Where
+messages go in batches, which end as a whole, a round posts its own receives and sends as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, cast
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, cast
 
 import torch
 
 from shardplan.core.op import Op
-from shardplan.core.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Exchange,
-    Permute,
-    Reduce,
-    ReduceScatter,
-    Send,
-    Slice,
-    ToPartial,
-)
+from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
-from shardplan.errors import BackendError
-from shardplan.execution.lower import Moving, parts, shape_of, view_of
+from shardplan.execution.drive import Bound, Running
+from shardplan.execution.rank_rounds import RankRound, rank_rounds
+from shardplan.execution.torch.compute import bind_compute
 from shardplan.execution.torch.dtypes import torch_dtype
-from shardplan.execution.torch.pack import (
-    Arrays,
-    Message,
-    PackedRounds,
-    PeerPart,
-    at,
-    largest_round,
-    maker,
-    pack,
-    receive_buffer,
-    send_buffer,
-    unpack,
-)
-from shardplan.execution.torch.sums import (
-    Bound,
-    Running,
-    all_reduce,
-    broadcast,
-    one_by_one,
-    reduce,
-    reduce_scatter,
-    to_partial,
-)
+from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
 from shardplan.execution.torch.wire import Pending, TorchWire
 
-
-def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
-    """Return the step of the device of that id; raises `BackendError` for an op that torch cannot run."""
-    match op:
-        case Slice() | AllGather() | AllToAll() | Permute() | Exchange() | Send():
-            return _moving(op, operands, results, device)
-        case ReduceScatter():
-            return one_by_one([reduce_scatter(op, t, u, device) for t, u in zip(operands, results, strict=True)])
-        case AllReduce():
-            return one_by_one([all_reduce(op, t, device) for t in operands])
-        case Reduce():
-            return one_by_one([reduce(op, t, device) for t in operands])
-        case Broadcast():
-            return one_by_one([broadcast(op, t, u, device) for t, u in zip(operands, results, strict=True)])
-        case ToPartial():
-            return one_by_one([to_partial(op, t, u, device) for t, u in zip(operands, results, strict=True)])
-        case Compute():
-            from shardplan.execution.torch.compute import bind_compute
-
-            return bind_compute(op, operands, results, device)
-        case _:
-            raise BackendError(f"torch cannot run {op.name}")
+MOST_KEPT = 256  # stages of a step that are worked out in advance; of more, each is made when its turn comes
 
 
-# Moving ops: all operands packed into one message a peer (and element width), straight from and into the arrays where
-# a part is contiguous.
+def bind(
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
+) -> Bound[TorchWire]:
+    """Return the step of the device of that id, a movement op by that algorithm where it has it."""
+    found = moving(op)
+    if found is None:
+        return bind_compute(cast("Compute", op), operands, results, device)
+    first = rank_rounds(found, operands, results, device, algorithm)
+    few = list(islice(_stages(first.rounds), MOST_KEPT + 1))
 
+    def again() -> Iterable[list[RankRound]]:
+        if len(few) <= MOST_KEPT:
+            return few
+        return _stages(rank_rounds(found, operands, results, device, algorithm).rounds)
 
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """The messages of one round between arrays of one element width."""
-
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-
-
-class _PostedLane(NamedTuple):
-    """A lane under way."""
-
-    lane: _Lane
-    incoming: torch.Tensor | None  # its staging buffer
-    ins: Pending
-    outs: Pending
-
-
-def _moving(op: Moving, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Bound:
-    chunks: int = getattr(op, "chunks", 1)
-    found = [parts(op, t, u, device) for t, u in zip(operands, results, strict=True)]
-    befores, afters = ([shape_of(t, device) for t in side] for side in (operands, results))
-    copies = [
-        (k, view_of(befores[k], old), view_of(afters[k], new)) for k, p in enumerate(found) for old, new in p.keeps
-    ]
-    traffic: dict[int, tuple[list[PeerPart], list[PeerPart]]] = {}  # by element width: what is sent, and received
-    for width in sorted({t.itemsize for t in operands}):
-        chosen = [k for k, t in enumerate(operands) if t.itemsize == width]
-        sends = [PeerPart(peer, k, befores[k], box) for k in chosen for peer, box in found[k].sends]
-        receives = [PeerPart(peer, k, afters[k], box) for k in chosen for peer, box in found[k].receives]
-        if sends or receives:
-            traffic[width] = sends, receives
-
-    def build(chunk: int) -> list[tuple[int, _Lane]] | None:
-        lanes = [
-            (width, _Lane(pack(sends, chunk, chunks, True), pack(receives, chunk, chunks, False)))
-            for width, (sends, receives) in traffic.items()
-        ]
-        return [(width, lane) for width, lane in lanes if lane.sends or lane.receives] or None
-
-    rounds = PackedRounds.of(build, chunks if traffic else 0)
-    stages = {
-        width: (largest_round(sends, chunks, True), largest_round(receives, chunks, False))
-        for width, (sends, receives) in traffic.items()
-    }
-    kinds = {t.itemsize: torch_dtype(t.dtype) for t in operands}  # of a width any dtype will do: bytes are moved
+    ends = {f"{letter}{k}" for letter, side in (("x", operands), ("y", results)) for k in range(len(side))}
+    staged = {name: shape for name, shape in first.shapes.items() if name not in ends}
+    packing = Packing(staged, first.dtypes, landings(again(), staged))
+    stages = map(packing.stage, again())
+    kept = tuple(stages) if len(few) <= MOST_KEPT else ()
+    deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
     makers = [maker(u, device) for u in results]
+    staging = [(name, n, torch_dtype(packing.dtypes[name])) for name, n in packing.room.items()]
 
-    def run(arrays: Arrays, wire: TorchWire) -> Running:
+    def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
         out = [make(wire) for make in makers]
-        buffers = {w: tuple(wire.empty(n, kinds[w]) if n else None for n in stages[w]) for w in stages}
+        held = {f"x{k}": x for k, x in enumerate(arrays)} | {f"y{k}": y for k, y in enumerate(out)}
+        held |= {name: wire.empty(n, dtype) for name, n, dtype in staging}
         started = False
-        for lanes_now in rounds:
-            under_way: list[_PostedLane] = []
-            for width, lane in lanes_now:
-                outgoing, incoming = buffers[width]
-                ins = [(m.peer, receive_buffer(m, out, incoming)) for m in lane.receives]
-                outs = [(m.peer, send_buffer(m, arrays, outgoing)) for m in lane.sends]
-                under_way.append(_PostedLane(lane, incoming, *wire.post(ins, outs)))
-            if not started:
-                for k, old, new in copies:  # while the first messages travel
-                    at(out[k], new).copy_(at(arrays[k], old))
-                started = True
-                yield  # the messages of the first round are under way in both directions; next they are waited for
-            for lane, incoming, ins, outs in under_way:
-                for j, m in enumerate(lane.receives):
-                    wire.wait_one(*ins[j])
-                    if m.stop > m.start:
-                        unpack(m, out, cast("torch.Tensor", incoming))
-                wire.wait(outs)  # the next round packs into the same buffer
-        if not started:  # nothing was posted, so there was nothing to yield for
-            for k, old, new in copies:
-                at(out[k], new).copy_(at(arrays[k], old))
+        for stage in kept or map(packing.stage, again()):
+            ahead = () if wire.batched else tuple(m for one in stage for m in one.takes)
+            ins: deque[tuple[int, Any]] = deque()
+            outs: Pending = []
+            for one in stage:
+                for m in one.sends:
+                    copy(held, m.copies)
+                coming = one.takes if wire.batched else ahead
+                ahead = ()
+                posted = wire.post(
+                    [(m.peer, seen(held, m.run)) for m in coming], [(m.peer, seen(held, m.run)) for m in one.sends]
+                )
+                ins += posted[0]
+                outs += posted[1]
+                copy(held, one.meanwhile)
+                if not started and (ins or outs):
+                    started = True
+                    yield  # the first messages are under way in both directions; next they are waited for
+                for m in one.takes:
+                    wire.wait_one(*ins.popleft())
+                    copy(held, m.copies)
+                copy(held, one.then)
+            wire.wait(outs)
         return out
 
     return run
+
+
+def _stages(rounds: Iterable[RankRound]) -> Iterator[list[RankRound]]:
+    """The rounds up to, and with, each that closes."""
+    stage: list[RankRound] = []
+    for one in rounds:
+        stage.append(one)
+        if one.closes:
+            yield stage
+            stage = []
+    if stage:
+        yield stage

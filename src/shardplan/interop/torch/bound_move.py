@@ -11,9 +11,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
+from shardplan.execution.drive import Running
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
-from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.boxes import BoxMove
 from shardplan.interop.torch.ends import Ends

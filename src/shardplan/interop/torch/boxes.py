@@ -21,13 +21,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import Infeasible
+from shardplan.execution.drive import Running
 from shardplan.execution.lower import View, box_elements, view_of
 from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.pack import at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
-from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import Holding, Run, holdings, reduction_of
 from shardplan.movement.redistribute import plan_kept

@@ -13,9 +13,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
-from shardplan.execution.drive import finish
+from shardplan.execution.drive import Running, finish
 from shardplan.execution.torch.run import agreed, launch
-from shardplan.execution.torch.sums import Running
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import normal, ordered, respec

@@ -20,8 +20,7 @@ from torch.distributed._functional_collectives import (
     _is_view_op,  # pyright: ignore[reportPrivateUsage]
 )
 
-from shardplan.execution.drive import finish
-from shardplan.execution.torch.sums import Running
+from shardplan.execution.drive import Running, finish
 
 
 class _Started:

@@ -14,8 +14,9 @@ from shardplan.core.accounting import account, bound_bytes
 from shardplan.core.messages import tabled
 from shardplan.core.ops import Exchange, Send
 from shardplan.core.program import Program
+from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
-from shardplan.errors import Infeasible
+from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.cost import Fabric, linear_cost
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.topology import Topology
@@ -126,6 +127,14 @@ def least_workspaces(
 
 def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
     """Return the cheapest of all candidates under the rules."""
+    choice = _searched(s, t, rules)
+    if not same(s, t) and not rules.portable:
+        consider(choice, offered(s, t, rules, choice.few.best), s, t, rules)
+    return choice
+
+
+def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
+    """The cheapest of the candidates that a search finds."""
     choice = Choice()
     if same(s, t):
         offer(choice, Program({"0": s}, (), ("0",)), True, rules)
@@ -143,11 +152,33 @@ def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
             consider(choice, [Candidate(tuple(ops), exact=True)], s, t, rules)
         if choice.few.best is not None:
             return choice
-    if s.mesh == t.mesh:
-        consider(choice, on_one_mesh(s, t, rules), s, t, rules)
-    else:
-        consider(choice, crossings(s, t, partial(on_one_mesh, rules=rules)), s, t, rules)
+    consider(choice, _ways(s, t, rules), s, t, rules)
     return choice
+
+
+def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    if s.mesh == t.mesh:
+        return on_one_mesh(s, t, rules)
+    return crossings(s, t, partial(on_one_mesh, rules=rules))
+
+
+def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
+    """Yield the candidates with one op that its class offers (`Op.moves`).
+
+    It comes first, or behind any step of the best program found; the way that is left behind it is searched.
+    """
+    ops = () if best is None else tuple(step.op for step in best.program.steps)
+    kinds, here = every_op().values(), s
+    for k in range(len(ops) + 1):
+        for op in (op for kind in kinds for op in kind.moves(here, t)):
+            try:
+                (there,) = op.infer(here)
+            except (TypingError, LayoutError):  # candidates are proposed without regard to whether they type
+                continue
+            ways = [Candidate(())] if same(there, t) else _ways(there, t, rules)
+            yield from (Candidate((*ops[:k], op, *way.ops)) for way in ways)
+        if k < len(ops):
+            (here,) = ops[k].infer(here)
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:

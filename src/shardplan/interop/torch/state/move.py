@@ -21,12 +21,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.execution.drive import finish
+from shardplan.execution.drive import Running, finish
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.objects import all_reduce_object
 from shardplan.execution.torch.run import Need, launch, misfit
-from shardplan.execution.torch.sums import Running
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import local_shape, normal, text_of
 from shardplan.interop.torch.state.names import (

@@ -1,0 +1,102 @@
+"""Any movement op inside a `shard_map`: its lowering as the permutes of `execution.rounds`, on this device's buffers.
+
+What differs from device to device, where a piece begins and who gets one, is read from tables by the device's place.
+Buffers hold what travels, the bits of a narrow float; a fold takes the values of both sides, and rounds to the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
+from shardplan.core.op import poison
+from shardplan.core.ops.collective import Collective
+from shardplan.core.tensor import TensorType
+from shardplan.execution.jax.bits import carried, restored
+from shardplan.execution.jax.wire import JaxWire
+from shardplan.execution.rounds import PermuteRound, permute_rounds
+
+
+def interpret(op: Collective, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
+    """Return this device's shards of the results; the wire's places are the rows of `permute_rounds`."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    plan = permute_rounds(op, tuple(types))
+    dtypes = {name: numpy_dtype(short) for name, short in plan.dtypes.items()}
+    held = {f"x{k}": wire.varying(carried(x)) for k, x in enumerate(arrays)}
+    for name in plan.shapes.keys() - held.keys():
+        blank = jnp.full(plan.shapes[name], poison((), dtypes[name]), dtypes[name])
+        held[name] = wire.varying(carried(blank))
+    for k, batch in enumerate(plan.batches):
+        if k:  # one after the other: XLA may neither merge nor overlap them
+            held = lax.optimization_barrier(held)
+        for one in batch:
+            dtype = dtypes[one.target]
+            if one.source is None:
+                piece = carried(jnp.full(one.shape, identity(one.fold or "sum", dtype), dtype))
+            else:
+                piece = _window(held[one.source], one, wire)
+            if one.travels:
+                piece = lax.ppermute(piece, wire.axes, one.pairs)
+            held[one.target] = _deliver(held[one.target], piece, one, dtype, wire)
+    return [restored(held[f"y{k}"], x.dtype) for k, x in enumerate(arrays)]
+
+
+def reducer(reduction: str) -> Any:
+    """Return the ufunc of jax.numpy that makes one of two addends; that of a sum is the maximum of bools."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+
+    return getattr(jnp, COMBINE[reduction].__name__)
+
+
+def _seen(x: Any, ndim: int) -> Any:
+    return x if x.ndim == ndim else x.reshape(-1)
+
+
+def _window(x: Any, one: PermuteRound, wire: JaxWire) -> Any:
+    """The piece that this device sends, at index 0 of a window of the round's shape."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    x = _seen(x, len(one.shape))
+    if one.shape == x.shape and not one.start.any():
+        return x
+    row = wire.own(one.start)
+    if one.whole:  # a slice, which is cheaper than the gather below
+        return lax.dynamic_slice(x, [row[d] for d in range(x.ndim)], one.shape)
+    for d, n in enumerate(one.shape):  # the window may reach beyond the shard: what lies there is padding
+        x = jnp.take(x, jnp.clip(row[d] + np.arange(n, dtype=np.int32), 0, x.shape[d] - 1), axis=d)
+    return x
+
+
+def _deliver(out: Any, piece: Any, one: PermuteRound, dtype: np.dtype[Any], wire: JaxWire) -> Any:
+    """`out` with the piece that this device got, or folded with it, where it got one."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    shape, out = out.shape, _seen(out, len(one.into))
+    piece = piece.reshape(one.into)
+    inside: Any = True
+    if len(one.pairs) < len(one.at):
+        got = np.zeros(len(one.at), dtype=np.int32)
+        got[[r for _, r in one.pairs]] = 1
+        inside = wire.own(got) > 0
+    at = wire.own(one.at)
+    part = one.whole and one.into != out.shape
+    starts = [at[d] for d in range(out.ndim)]
+    old = lax.dynamic_slice(out, starts, one.into) if part else out
+    if not one.whole:
+        extent = wire.own(one.extent)
+        for d, n in enumerate(out.shape):
+            here = np.arange(n, dtype=np.int32) - at[d]
+            piece = jnp.take(piece, jnp.clip(here, 0, one.into[d] - 1), axis=d)
+            mine = (here >= 0) & (here < extent[d])
+            inside = inside & mine.reshape(*(n if k == d else 1 for k in range(out.ndim)))
+    if one.fold and one.source:
+        piece = carried(reducer(one.fold)(restored(old, dtype), restored(piece, dtype)))
+    new = piece if inside is True else jnp.where(inside, piece, old)
+    return (lax.dynamic_update_slice(out, new, starts) if part else new).reshape(shape)
