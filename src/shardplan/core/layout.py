@@ -7,7 +7,7 @@ named replicate. Complete runs of sub-axes are folded into their parent, so equa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardplan.core import border
 from shardplan.core.box_table import BoxTable
@@ -34,7 +34,7 @@ class Layout:
     partial: tuple[str, ...] = ()
     reduction: str | None = None
     root: tuple[str, ...] = ()
-    boxes: BoxTable | None = None
+    boxes: BoxTable | None = field(default=None, repr=False)  # most layouts have none
 
     def __post_init__(self) -> None:
         """Refuse what is no tuple of names, and partial axes without a reduction."""
