@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from benchmarks import suites
-from shardplan.core.box_table import Box, BoxTable, Row
+from shardplan.core.box_table import Box, BoxRow, BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import rows
 from shardplan.core.ops import (
@@ -301,13 +301,13 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, i
     return found
 
 
-def flat_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[Row]:
+def flat_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
     """Flat shards, as an optimizer has them: runs of any lengths of the row-major array, at times on two devices."""
     n = math.prod(shape)
     cuts = sorted([0, n, *(rng.randint(0, n) for _ in devices[1:])])
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     rows = [
-        Row(device, box, first - start, strides)
+        BoxRow(device, box, first - start, strides)
         for device, (start, stop) in zip(devices, itertools.pairwise(cuts), strict=True)
         for box, first in flat_boxes(shape, start, stop)
     ]
@@ -317,7 +317,7 @@ def flat_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) 
     return rows + copies
 
 
-def strided_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[Row]:
+def strided_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
     """Uneven strided shards: runs of one dim, dealt to devices (some to two), each device's in one array."""
     d = rng.randrange(len(shape))
     cuts = sorted({0, shape[d], *(rng.randint(0, shape[d]) for _ in range(2 * len(devices)))})
@@ -325,18 +325,18 @@ def strided_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int
     for run in itertools.pairwise(cuts):
         for device in rng.sample(devices, rng.choice((1, 1, min(2, len(devices))))):
             mine.setdefault(device, []).append(run)
-    rows: list[Row] = []
+    rows: list[BoxRow] = []
     for device, runs in mine.items():
         local = [sum(hi - lo for lo, hi in runs) if k == d else n for k, n in enumerate(shape)]
         strides, at = dense(local, rng), 0
         for lo, hi in runs:
             box = tuple((lo, hi) if k == d else (0, n) for k, n in enumerate(shape))
-            rows.append(Row(device, box, at * strides[d], strides))
+            rows.append(BoxRow(device, box, at * strides[d], strides))
             at += hi - lo
     return rows
 
 
-def scattered_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[Row]:
+def scattered_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
     """Boxes of any sizes on any devices, at times on several, stored one after another, each in its own order."""
     boxes: list[Box] = [tuple((0, n) for n in shape)]
     for _ in range(rng.randint(0, 6)):
@@ -349,10 +349,10 @@ def scattered_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[i
         cut = rng.randint(box[d][0] + 1, box[d][1] - 1)
         boxes += [(*box[:d], (box[d][0], cut), *box[d + 1 :]), (*box[:d], (cut, box[d][1]), *box[d + 1 :])]
     used = dict.fromkeys(devices, 0)
-    rows: list[Row] = []
+    rows: list[BoxRow] = []
     for box in boxes:
         for device in rng.sample(devices, rng.choice((1, 1, len(devices)))):
-            rows.append(Row(device, box, used[device], dense(sizes_of(box), rng)))
+            rows.append(BoxRow(device, box, used[device], dense(sizes_of(box), rng)))
             used[device] += math.prod(sizes_of(box))
     return rows
 

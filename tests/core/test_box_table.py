@@ -12,7 +12,7 @@ from tests import oracle, strategies
 
 import shardplan as sp
 from shardplan.core.accounting import account
-from shardplan.core.box_table import BoxTable, Row
+from shardplan.core.box_table import BoxRow, BoxTable
 from shardplan.core.layout import Layout
 from shardplan.core.messages import messages
 from shardplan.core.ops import AllGather, Elementwise, Exchange, Iota, Permute, Repeat, Send, Slice, ToPartial
@@ -163,8 +163,8 @@ def test_groups_of_an_exchange() -> None:
         Exchange(axes=("x",), boxes=BoxTable(rows)).infer(t)
 
 
-def rows(*found: tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]) -> list[Row]:
-    return [Row(0, *row) for row in found]
+def rows(*found: tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]) -> list[BoxRow]:
+    return [BoxRow(0, *row) for row in found]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def rows(*found: tuple[tuple[tuple[int, int], ...], int, tuple[int, ...]]) -> li
         (rows((((0, 2), (0, 2)), 0, (1, 1))), "device 0: element 1 of its storage is in two rows"),
     ],
 )
-def test_what_is_no_table(given: list[Row], message: str) -> None:
+def test_what_is_no_table(given: list[BoxRow], message: str) -> None:
     with pytest.raises(LayoutError) as error:
         BoxTable(given)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -205,7 +205,7 @@ def test_what_is_no_table(given: list[Row], message: str) -> None:
         ([(4, *row[1:]) for row in ROWS[:1]], (3, 5), "has rows of device 4, which is not on the mesh x=2, y=2"),
     ],
 )
-def test_what_is_no_type(given: list[Row], shape: tuple[int, ...], message: str) -> None:
+def test_what_is_no_type(given: list[BoxRow], shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError) as error:
         TensorType("f32", shape, BoxTable(given), MESH)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -27,10 +27,10 @@ Box = tuple[tuple[int, int], ...]
 NAME = re.compile(r"boxes#[0-9a-f]{8}")
 
 
-class Row(NamedTuple):
+class BoxRow(NamedTuple):
     """A box of an array on a device, and where it lies in the storage there.
 
-    >>> print(Row(3, ((0, 2), (4, 8)), 10, (4, 1)))
+    >>> print(BoxRow(3, ((0, 2), (4, 8)), 10, (4, 1)))
     3 [0:2, 4:8] at 10 by (4, 1)
     """
 
@@ -54,7 +54,7 @@ class BoxTable:
     boxes#54bd394b [3 3 0]
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[BoxRow, ...]
     name: str  # "boxes#" and a hash of the rows
     ids: np.ndarray  # of the rows' devices, int64 [rows]
     boxes: np.ndarray  # int64 [rows, ndim, 2]
@@ -116,7 +116,7 @@ class BoxTable:
         return f"<BoxTable {self.name}, {len(self.rows)} rows>"
 
 
-def _row(k: int, value: Any) -> Row:
+def _row(k: int, value: Any) -> BoxRow:
     """Return one row of the caller's, checked by itself."""
     what = f"row {k} of a table of boxes"
     if not isinstance(value, tuple) or len(value) != 4:  # pyright: ignore[reportUnknownArgumentType]
@@ -136,10 +136,10 @@ def _row(k: int, value: Any) -> Row:
     if len(steps) != len(box):
         raise LayoutError(f"{what} has {len(steps)} strides for a box of {len(box)} dims; give one a dim")
     device, offset = border.whole(f"the device of {what}", device), border.whole(f"the offset of {what}", offset)
-    return Row(device, tuple(box), offset, tuple(steps))
+    return BoxRow(device, tuple(box), offset, tuple(steps))
 
 
-def _stored(rows: list[Row]) -> int:
+def _stored(rows: list[BoxRow]) -> int:
     """Return the elements that a device's rows fill; raises `LayoutError` where one is there twice, or not at all."""
     for a, b in itertools.combinations(rows, 2):
         first = tuple(max(x[0], y[0]) for x, y in zip(a.box, b.box, strict=True))
@@ -215,7 +215,7 @@ def check_covers(table: BoxTable, shape: tuple[int, ...]) -> None:
         raise LayoutError(f"no row of {table} holds the element {first} of the shape {shape}")
 
 
-def scan_row(scanner: Scanner) -> Row:
+def scan_row(scanner: Scanner) -> BoxRow:
     """Read `3 [0:2, 4:8] at 10 by (4, 1)` at the scanner's position."""
     device = scanner.integer("a device")
     box: list[tuple[int, int]] = []
@@ -235,4 +235,4 @@ def scan_row(scanner: Scanner) -> Row:
         strides.append(scanner.integer("a stride"))
         if not scanner.take(",") and not scanner.peek(")"):
             raise scanner.error("expected ',' or ')' in the strides of a row")
-    return Row(device, tuple(box), offset, tuple(strides))
+    return BoxRow(device, tuple(box), offset, tuple(strides))

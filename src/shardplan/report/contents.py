@@ -57,8 +57,8 @@ class Frame:
 def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]:
     """Return the frames of a program, its inputs first and then each step, or the single frame of a type.
 
-    Only the `most_devices` devices with the smallest ids are drawn, and of each step up to `MOST_VALUES` values; nothing
-    of a program with tables of boxes.
+    Only the `most_devices` devices with the smallest ids are drawn, and of each step up to `MOST_VALUES` values. Of a
+    program with tables of boxes nothing is.
 
     >>> from shardplan.core.mesh import Mesh
     >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
