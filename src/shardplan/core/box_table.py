@@ -80,6 +80,8 @@ class BoxTable:
             "strides": np.array(strides, dtype=np.int64).reshape(len(found), -1),
             "_held": {d: _stored(list(own)) for d, own in itertools.groupby(found, key=lambda row: row.device)},
         }.items():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
             object.__setattr__(self, field_name, value)
 
     @property
