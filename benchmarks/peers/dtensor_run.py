@@ -79,7 +79,9 @@ def cached_by(name: str, min_cost: bool) -> Iterator[None]:
 
 def one_shot(s: TensorType, t: TensorType, rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """One `all_to_all_single` over all ranks on box intersections: packed, moved, unpacked."""
-    (only,) = rank_rounds(Exchange(t.layout), [s], [t], rank).rounds
+    found = rank_rounds(Exchange(t.layout), [s], [t], rank)
+    assert found is not None  # an exchange has a lowering
+    (only,) = found.rounds()
     world, after = dist.get_world_size(), t.local_shape(rank)
     outgoing: list[list[View]] = [[] for _ in range(world)]
     incoming: list[list[View]] = [[] for _ in range(world)]

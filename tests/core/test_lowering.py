@@ -12,10 +12,11 @@ from tests import strategies
 
 import shardplan as sp
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.group_rounds import FILLED
 from shardplan.core.interpret import interpret
-from shardplan.core.lowering import Boxes, Copy, Group, Put, Round, Take
+from shardplan.core.lowering import SEGMENT, Boxes, Copy, Group, Put, Round, Take
 from shardplan.core.messages import at_root
-from shardplan.core.ops import Send
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.part import Part, run_part
@@ -26,9 +27,9 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
 
-def shards_of(t: TensorType) -> list[np.ndarray]:
-    array = np.arange(int(np.prod(t.shape)), dtype=np.int64).reshape(t.shape).astype(numpy_dtype(t.dtype))
-    return distribute(array, t)
+def shards_of(t: TensorType, first: int = 0) -> list[np.ndarray]:
+    array = first + np.arange(int(np.prod(t.shape)), dtype=np.int64)
+    return distribute(array.reshape(t.shape).astype(numpy_dtype(t.dtype)), t)
 
 
 def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[list[list[np.ndarray]], np.ndarray]:
@@ -41,7 +42,7 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
     for k, (t, u) in enumerate(zip(types, results, strict=True)):
         arrays[f"x{k}"] = [np.zeros(0, numpy_dtype(t.dtype)) for _ in ids]
         arrays[f"y{k}"] = [np.zeros(0, numpy_dtype(u.dtype)) for _ in ids]
-        for d, x in zip(t.mesh.devices, shards_of(t), strict=True):
+        for d, x in zip(t.mesh.devices, shards_of(t, k), strict=True):
             arrays[f"x{k}"][rows[d]] = x
         for place, d in enumerate(u.mesh.devices):
             arrays[f"y{k}"][rows[d]] = np.full(u.local_shape(place), 77).astype(numpy_dtype(u.dtype))
@@ -56,7 +57,7 @@ def run(op: Collective, types: Sequence[TensorType], algorithm: str) -> tuple[li
 
 def check(op: Collective, types: Sequence[TensorType]) -> None:
     results = op.infer(*types)
-    expected = op.reference([shards_of(t) for t in types], types)
+    expected = op.reference([shards_of(t, k) for k, t in enumerate(types)], types)
     for algorithm in op.algorithms:
         outs, received = run(op, types, algorithm)
         for u, found, want in zip(results, outs, expected, strict=True):
@@ -163,3 +164,30 @@ def test_what_an_op_from_outside_moves_is_run_in_parts() -> None:
     out = run_part(program, "0", shards, positions)["1"]
     assert np.array_equal(out[0], part[:1])
     assert np.array_equal(out[3], part[1:])
+
+
+@given(st.integers(1, 2**21), st.sampled_from(("i8", "i32", "c128")), st.integers(1, 9), st.integers(2, 5))
+def test_segments_are_as_few_as_they_may_be(n: int, dtype: str, chunks: int, members: int) -> None:
+    """They cover all elements; there are no more than the chunks ask for, or than segments of one size fill a chain."""
+    t = TensorType(dtype, (n,), (), sp.Mesh(x=members), root=("x",))
+    lowering = Broadcast(("x",), chunks).lowering([t], np.array([0]))
+    found = [put.source.box[0, 0].tolist() for one in lowering.rounds() for put in one.puts]
+    assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])]
+    assert found[-1][1] == n
+    assert max(b - a for a, b in found) - min(b - a for a, b in found) <= 1
+    assert len(found) == min(n, max(chunks, min(-(-n * t.itemsize // SEGMENT), FILLED * members)))
+
+
+@pytest.mark.parametrize("members", range(2, 10))
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_groups_of_every_size(members: int, chunks: int) -> None:
+    for text, op in (
+        ("i32[13, 3]{+x}", AllReduce(("x",), chunks=chunks)),
+        ("i32[13, 3]{max:x}", AllReduce(("x",), "max", chunks)),
+        ("i32[13, 3]{+x}", Reduce(("x",), chunks=chunks)),
+        ("i32[13, 3]{root:x}", Broadcast(("x",), chunks)),
+        ("i32[13, 3]{+x}", ReduceScatter(0, ("x",), chunks=chunks)),
+        ("i32[13@x, 3]", AllGather(0, ("x",), chunks)),
+        ("i32[13@x, 3]", AllToAll(0, 1, ("x",), chunks=chunks)),
+    ):
+        check(op, [TensorType.parse(text, sp.Mesh(x=members))])

@@ -17,7 +17,7 @@ from benchmarks import suites
 from execution.jax_child import said
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.messages import at_root, messages
-from shardplan.core.ops import OPS, Exchange, Send
+from shardplan.core.ops import OPS, Exchange, Permute, Send
 from shardplan.core.ops.collective import Collective
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
@@ -256,6 +256,16 @@ def test_shapes_go_apart_where_that_costs_no_round() -> None:
     t = TensorType("i32", (6,), ("q",), other)
     plan = permute_rounds(Send(t.layout, other), (TensorType("i32", (6,), ("a",), sp.Mesh(a=2, b=3)),))
     assert [(one.shape, one.whole) for one in moves(plan)] == [((2,), True), ((1,), True)]
+
+
+def test_a_device_that_keeps_its_tile_sends_it_to_itself() -> None:
+    """Of four tiles two stay: one permute of all, after which nothing has to be put together."""
+    mesh = sp.Mesh(a=2, b=2)
+    s, t = (TensorType.parse(x, mesh) for x in ("i32[8@(a,b), 3]", "i32[8@(b,a), 3]"))
+    for op in (Permute(t.layout), Exchange(t.layout)):
+        ((one,),) = permute_rounds(op, (s,)).batches
+        assert sorted(one.pairs) == [(0, 0), (1, 2), (2, 1), (3, 3)] and one.whole
+        assert moved_bytes(op, s) == {0: 0, 1: 24, 2: 24, 3: 0}
 
 
 def test_moved_bytes_are_those_of_the_program_without_an_exchange() -> None:

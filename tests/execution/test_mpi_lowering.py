@@ -23,21 +23,21 @@ from shardplan.execution.lower import group_of
 from shardplan.execution.mpi import native
 from shardplan.execution.mpi import run as backend
 from shardplan.execution.mpi.binding import Binding
-from shardplan.execution.mpi.wire import Buffers, Messages, Piece
+from shardplan.execution.mpi.wire import Buffers, Messages, MpiPiece
 
 
 class Datatypes:
     """Datatypes as what they stand for: a shape and boxes of it."""
 
-    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
+    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> MpiPiece:
         nbytes = itemsize * sum(int(np.prod([b - a for a, b in box])) for box in boxes)
-        return Piece(array, 0, 1, (shape, tuple(boxes)), nbytes)  # type: ignore[arg-type]
+        return MpiPiece(array, 0, 1, (shape, tuple(boxes)), nbytes)  # type: ignore[arg-type]
 
     def free(self) -> None:
         pass
 
 
-def places(buffers: Buffers, message: tuple[Piece, ...]) -> list[np.ndarray]:
+def places(buffers: Buffers, message: tuple[MpiPiece, ...]) -> list[np.ndarray]:
     """The parts of arrays that a message is sent from, or received into."""
     found: list[np.ndarray] = []
     for piece in message:

@@ -193,8 +193,9 @@ def test_what_several_peers_get_is_packed_once() -> None:
     """Two tiles of 3 and 2 elements, for three peers; a receiver has room for each of theirs."""
     op, types = AllGather(0, ("x",)), [sp.TensorType.parse(text, X) for text in ("i32[12@x]", "f32[8@x]")]
     first = rank_rounds(op, types, op.infer(*types), 0)
+    assert first is not None
     packing = Packing({}, first.dtypes, set())
-    (only,) = packing.stage(list(first.rounds))
+    (only,) = packing.stage(list(first.rounds()))
     assert packing.room == {"sent i32": 5, "taken i32": 3 * 5}
     assert [(m.peer, m.run.view.offset, len(m.copies)) for m in only.sends] == [(2, 0, 2), (3, 0, 0), (1, 0, 0)]
 

@@ -115,8 +115,8 @@ class _Entry(NamedTuple):
     latencies: int
 
 
-def _entry(op: Op, operands: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
-    ids, got = op.devices(*operands), op.received(*operands)
+def _entry(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
+    ids, got = op.devices(*results), op.received(*operands)
     most, rounds = int(got.max(initial=0)), op.rounds(*operands)
     alike = len(ids) == len(ledger.devices) and bool((got == most).all())
     received = most if alike else ledger.spread(ids, got)
@@ -140,10 +140,10 @@ def account(program: Program) -> Account:
     rounds: list[int] = []
     latencies: list[int] = []
     for step, hold in zip(program.steps, found, strict=True):
-        operands, _ = program.step_types(step)
+        operands, results = program.step_types(step)
         entry = known.get((step.op, operands))
         if entry is None:
-            entry = known[step.op, operands] = _entry(step.op, operands, ledger)
+            entry = known[step.op, operands] = _entry(step.op, operands, results, ledger)
         workspaces.append(_worst(hold.during) + entry.staging)
         peak = max(peak, _worst(hold.after))
         received = received + entry.received

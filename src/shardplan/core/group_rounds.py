@@ -13,6 +13,7 @@ import numpy as np
 
 from shardplan.core.lowering import SEGMENT, Action, Buffer, Copy, Group, Ints, Region, Round, run_of
 
+FILLED = 8  # how often a chain is filled: its start and end then take an eighth of its time, and no more segments pay
 Of = Callable[[Ints | int], Region]  # of members, given by their index in each device's group
 
 
@@ -125,11 +126,12 @@ def passed_on(
     """Yield the rounds of a chain in which `x` of the member it begins at is passed on, or added up, into `y`.
 
     `step` is 1 for a chain from the first member to the last, -1 for the other way. It goes in segments: at least
-    `chunks`, none above `SEGMENT` bytes.
+    `chunks`, and so many that none is above `SEGMENT` bytes, but no more than fill the chain `FILLED` times.
     """
     q, n = group.size, x.elements()
     nth = group.me if step > 0 else q - 1 - group.me
-    segments = np.where(group.live, np.minimum(np.maximum(chunks, -(-n * itemsize // SEGMENT)), n), 0)
+    wanted = np.maximum(chunks, np.minimum(-(-n * itemsize // SEGMENT), FILLED * q))
+    segments = np.where(group.live, np.minimum(wanted, n), 0)
 
     def segment(region: Region, k: Ints, rows: Ints) -> Region:
         rows = rows & (k >= 0) & (k < segments)

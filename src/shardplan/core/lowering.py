@@ -145,26 +145,33 @@ class Lowering:
     rounds: Callable[[], Iterator[Round]]
 
 
-def side_by_side(operands: Sequence[Iterator[Round]]) -> Iterator[Round]:
-    """Yield the rounds of several operands as one transfer: the n-th of all at once, their buffers numbered."""
-    for parts in zip_longest(*operands):
+def side_by_side(devices: Ints, strands: Sequence[tuple[int, int, Lowering]]) -> Lowering:
+    """Return lowerings of one operand each as one transfer: the n-th rounds of all are one.
+
+    A strand is the number of its operand, that of its result, and its lowering: its "x" becomes "x" with the former,
+    all its other buffers have the latter.
+    """
+    buffers = {f"{name}{made}": b for _, made, one in strands for name, b in one.buffers.items()}
+    return Lowering(devices, buffers, lambda: _woven(strands))
+
+
+def _woven(strands: Sequence[tuple[int, int, Lowering]]) -> Iterator[Round]:
+    def named(region: Region, k: int) -> Region:
+        given, made, _ = strands[k]
+        return replace(region, buffer=f"{region.buffer}{given if region.buffer == 'x' else made}")
+
+    def copied(copy: Copy, k: int) -> Copy:
+        return Copy(None if copy.source is None else named(copy.source, k), named(copy.target, k), copy.fold)
+
+    for parts in zip_longest(*(one.rounds() for _, _, one in strands)):
         there = [(k, part) for k, part in enumerate(parts) if part is not None]
         yield Round(
-            tuple(Put(a.peer, _numbered(a.source, k)) for k, part in there for a in part.puts),
-            tuple(_copy(a, k) for k, part in there for a in part.meanwhile),
-            tuple(Take(a.peer, _numbered(a.target, k)) for k, part in there for a in part.takes),
-            tuple(_copy(a, k) for k, part in there for a in part.then),
+            tuple(Put(a.peer, named(a.source, k)) for k, part in there for a in part.puts),
+            tuple(copied(a, k) for k, part in there for a in part.meanwhile),
+            tuple(Take(a.peer, named(a.target, k)) for k, part in there for a in part.takes),
+            tuple(copied(a, k) for k, part in there for a in part.then),
             any(part.closes for _, part in there),
         )
-
-
-def _numbered(region: Region, k: int) -> Region:
-    return replace(region, buffer=f"{region.buffer}{k}")
-
-
-def _copy(copy: Copy, k: int) -> Copy:
-    source = None if copy.source is None else _numbered(copy.source, k)
-    return Copy(source, _numbered(copy.target, k), copy.fold)
 
 
 def places_of(mesh: Mesh, devices: Ints) -> Ints:

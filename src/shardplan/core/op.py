@@ -15,6 +15,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from shardplan.core.box_table import BoxTable
+from shardplan.core.lowering import Ints, Lowering
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.tensor import TensorType
@@ -75,9 +76,16 @@ class Op(abc.ABC):
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering | None:
+        """Return what the devices of those ids, int64 [devices], send, receive, copy and fold, in rounds.
+
+        The k-th operand is the buffer "xk", the k-th result "yk". None for an op that computes, or that loops.
+        """
+        return None
+
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return the ids of its devices: those of the first result's mesh, in mesh order; int64 [devices]."""
-        return results_of(self, operands)[0].mesh.ids
+        return results[0].mesh.ids
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:

@@ -2,7 +2,7 @@
 
 A backend says how an op without a body is bound to its device (`bind`) and how a shard is allocated (`make`). What is
 bound is a generator, which yields while messages travel; `plain` makes one of a function that blocks. Bodies are bound
-once. The moves of a body that runs at once follow one another, in one order on all devices.
+once; one that runs at once is bound like an op without.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Hands(Generic[Wire]):
                 try:
                     run = (
                         self.bind(step.op, visit.operands, visit.results)
-                        if visit.nested is None
+                        if visit.nested is None or visit.nested.at_once
                         else self.looped(visit.nested, visit.results)
                     )
                 except ShardplanError as error:
@@ -70,7 +70,7 @@ class Hands(Generic[Wire]):
         return tuple(found)
 
     def looped(self, op: Nested, results: Types) -> Bound[Wire]:
-        """Bind an op with a body."""
+        """Bind an op that runs its body again and again."""
         body, steps, carried = op.body, self.steps(op.body), op.kept
         names = [name for name, _ in body.inputs]
         whole = len(names) - op.cut
@@ -78,7 +78,7 @@ class Hands(Generic[Wire]):
             [place_of(t, self.device) is not None for t in types]
             for types in (body.input_types[whole:], body.output_types[carried:])
         )
-        makers = [] if op.at_once else [self.make(u) for u in results[carried:]]
+        makers = [self.make(u) for u in results[carried:]]
 
         def run(arrays: list[Any], wire: Wire) -> Running:
             state = list(arrays[:carried])
@@ -88,8 +88,6 @@ class Hands(Generic[Wire]):
                 values = dict(zip(names, [*state, *arrays[carried:whole], *rows], strict=True))
                 del state, rows  # else what the body frees would live on
                 state = yield from drive(steps, values, body.outputs, wire)
-                if op.at_once:
-                    break
                 for stack, here in zip(reversed(stacks), reversed(stacked), strict=True):
                     row = state.pop()
                     if here:

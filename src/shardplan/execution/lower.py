@@ -1,11 +1,7 @@
-"""What one device does in an op: the parts of its arrays that it sends, receives and keeps.
+"""What one device has of values and of groups, and parts of its arrays as boxes and as views.
 
-Backends share this view. A part is a box in the indices of a device's own, contiguous array; sender and receiver pack
-it in row-major order. An op in C chunks moves, of every part of n elements, the elements n c // C to n (c + 1) // C in
-its c-th round, so a round packs at most ceil(n / C) of each part.
-
-Here `device` is a device id, as everywhere outside of a mesh; a place is an index in mesh order, a member of a group is
-given by its place or its id, and `frame` is the box of the whole array in which a part is local.
+A part is a box in the indices of a device's own, contiguous array, whose elements go in row-major order. `device` is a
+device id, as everywhere outside of a mesh; a place is an index in mesh order.
 """
 
 from __future__ import annotations
@@ -17,26 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.messages import at_root, messages, own_places, permutation
-from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, ReduceScatter, Send, Slice
-from shardplan.core.ops.collective import Collective, meet
+from shardplan.core.messages import at_root
+from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
 from shardplan.errors import LayoutError
-
-SEGMENT = 2**18  # bytes of a segment that a chain passes on: little beside a tensor, much beside a message's latency
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The traffic of one operand on one device."""
-
-    sends: tuple[tuple[int, Box], ...]  # device id of the receiver, part of the operand
-    receives: tuple[tuple[int, Box], ...]  # device id of the sender, part of the result
-    keeps: tuple[tuple[Box, Box], ...]  # part of the operand, part of the result that it becomes
-
-
-Moving = Slice | AllGather | AllToAll | ReduceScatter | Permute | Exchange | Send
 
 
 def place_of(t: TensorType, device: int) -> int | None:
@@ -45,13 +26,13 @@ def place_of(t: TensorType, device: int) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def group_of(op: Collective, t: TensorType, place: int) -> list[int]:
+def group_of(op: Op, t: TensorType, place: int) -> list[int]:
     """Return the places of the group of `place` in an op on a value of type `t`, in member order."""
     groups = t.mesh.group_places(op.members(t))
     return groups[np.flatnonzero((groups == place).any(axis=1))[0]].tolist()
 
 
-def members_of(op: Collective, t: TensorType, device: int) -> tuple[int, ...]:
+def members_of(op: Op, t: TensorType, device: int) -> tuple[int, ...]:
     """Return the device ids of the group in member order; nothing where the device does not hold the value."""
     place = place_of(t, device)
     if place is None or not at_root(t)[place]:
@@ -82,88 +63,6 @@ def own_shards(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
             )
         found[name] = None if place is None else (place, shards[0])
     return found
-
-
-def parts(op: Moving, t: TensorType, u: TensorType, device: int) -> Parts:
-    """Return what the device of that id sends, receives and keeps of one operand of type `t` that becomes `u`.
-
-    Of a `ReduceScatter` every part received, and the one kept, is an addend of the whole result.
-    """
-    match op:
-        case Slice() | AllGather() | AllToAll() | ReduceScatter():
-            return _in_group(op, t, u, device)
-        case Permute():
-            pairs = permutation(t, u)
-            assert pairs is not None  # the op's typing has found them
-            home = np.ones(u.mesh.size, dtype=bool)
-            home[pairs[1]] = False
-            return _by_message(t, u, device, *pairs, home)
-        case Exchange() | Send():
-            senders, receivers, _ = messages(t, u)
-            return _by_message(t, u, device, senders, receivers, np.ones(u.mesh.size, dtype=bool))
-
-
-def _in_group(op: Collective, t: TensorType, u: TensorType, device: int) -> Parts:
-    """The parts of an op among the members of a group, each of whom sends to all others what they lack."""
-    me = place_of(t, device)
-    if me is None or not at_root(t)[me]:
-        return Parts((), (), ())
-    before, after = t.boxes(), u.boxes()
-    ids = t.mesh.devices
-    sends: list[tuple[int, Box]] = []
-    receives: list[tuple[int, Box]] = []
-    keeps: list[tuple[Box, Box]] = []
-    for m in [me] if isinstance(op, Slice) else group_of(op, t, me):
-        out, into = _meet(before[me], after[m]), _meet(before[m], after[me])
-        if m == me:
-            if into is not None:
-                keeps.append((_local(before[me], into), _local(after[me], into)))
-            continue
-        if out is not None:
-            sends.append((ids[m], _local(before[me], out)))
-        if into is not None:
-            receives.append((ids[m], _local(after[me], into)))
-    return Parts(tuple(sends), tuple(receives), tuple(keeps))
-
-
-def _by_message(
-    t: TensorType, u: TensorType, device: int, senders: np.ndarray, receivers: np.ndarray, keeps: np.ndarray
-) -> Parts:
-    """The parts of a move whose messages are listed by places: `senders` in `t`, `receivers` in `u`.
-
-    `keeps` says of every place in `u` whether it keeps what it holds.
-    """
-    mine, ours = place_of(t, device), place_of(u, device)
-    before, after = t.boxes(), u.boxes()
-    sends: list[tuple[int, Box]] = []
-    receives: list[tuple[int, Box]] = []
-    kept: list[tuple[Box, Box]] = []
-    if mine is not None:
-        for r in receivers[senders == mine].tolist():
-            part = _meet(before[mine], after[r])
-            if part is not None:
-                sends.append((u.mesh.devices[r], _local(before[mine], part)))
-    if ours is not None and at_root(u)[ours]:
-        for s in senders[receivers == ours].tolist():
-            part = _meet(before[s], after[ours])
-            if part is not None:
-                receives.append((t.mesh.devices[s], _local(after[ours], part)))
-        own = int(own_places(t, u)[ours])
-        if own >= 0 and keeps[ours] and at_root(t)[own]:
-            part = _meet(before[own], after[ours])
-            if part is not None:
-                kept.append((_local(before[own], part), _local(after[ours], part)))
-    return Parts(tuple(sends), tuple(receives), tuple(kept))
-
-
-def _meet(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """The intersection of two boxes, None where it is empty; without dims there is one element, in both."""
-    return meet(a, b) if len(a) else a
-
-
-def _local(frame: np.ndarray, part: np.ndarray) -> Box:
-    """A box of the global array in the indices of the array that holds the box `frame`."""
-    return tuple((int(lo - start), int(hi - start)) for (start, _), (lo, hi) in zip(frame, part, strict=True))
 
 
 def box_elements(box: Box) -> int:
@@ -247,29 +146,3 @@ def view_of(shape: Sequence[int], box: Box) -> View:
     stride = strides(shape)
     offset = sum(lo * s for (lo, _), s in zip(box, stride, strict=True))
     return View(tuple(hi - lo for lo, hi in box), stride, offset)
-
-
-def ranges(n: int, members: int) -> list[tuple[int, int]]:
-    """Return the part of n elements that each of `members` owns by the tiling rule, as (start, stop).
-
-    >>> ranges(10, 4)
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    """
-    chunk = -(-n // members)
-    return [(min(k * chunk, n), min((k + 1) * chunk, n)) for k in range(members)]
-
-
-def shifted(span: tuple[int, int], chunk: int, chunks: int) -> tuple[int, int]:
-    """Return the elements of a part, given as (start, stop), that the round `chunk` moves."""
-    start, stop = chunk_of(span[1] - span[0], chunk, chunks)
-    return span[0] + start, span[0] + stop
-
-
-def segments_of(n: int, itemsize: int, chunks: int) -> list[tuple[int, int]]:
-    """Return the segments of n elements that a pipelined chain passes on: at least `chunks`, none above `SEGMENT`.
-
-    >>> segments_of(10, 4, 3)
-    [(0, 3), (3, 6), (6, 10)]
-    """
-    count = max(chunks, -(-n * itemsize // SEGMENT))
-    return [s for s in (chunk_of(n, c, count) for c in range(count)) if s[1] > s[0]]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.box_table import runs
 from shardplan.core.lowering import Copy, Put, Region, Take
-from shardplan.core.ops.collective import Collective
+from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
 
@@ -68,14 +68,19 @@ class RankRounds(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
-    rounds: Iterator[RankRound]
+    rounds: Callable[[], Iterator[RankRound]]
 
 
 def rank_rounds(
-    op: Collective, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
-) -> RankRounds:
-    """Return what the device of that id does in a movement op; rounds in which it has nothing to do are left out."""
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
+) -> RankRounds | None:
+    """Return what the device of that id does in an op, None in one that has no lowering.
+
+    Rounds in which it has nothing to do are left out.
+    """
     lowering = op.lowering(operands, np.array([device]), algorithm)
+    if lowering is None:
+        return None
     shapes = {name: (int(b.elements[0]),) for name, b in lowering.buffers.items()}
     dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
     for letter, side in (("x", operands), ("y", results)):
@@ -113,7 +118,7 @@ def rank_rounds(
             if one.closes or any(mine[:4]):
                 yield mine
 
-    return RankRounds(shapes, dtypes, rounds())
+    return RankRounds(shapes, dtypes, rounds)
 
 
 def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:

@@ -26,6 +26,7 @@ from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
 MOST_MOVES = 256  # ops whose rounds are remembered: one is lowered, counted and checked with the same
 
 Shape = tuple[int, ...]
+Message = tuple[int, int, Region | None, Region]  # sender, receiver (rows), what is sent (None: a fill), and where to
 Edge = tuple[int, int, Box, Box]  # sender, receiver (rows), what is sent, and where it lies at the receiver
 
 
@@ -131,7 +132,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
         shapes |= {f"{letter}{k}": t.local_shape() for k, t in enumerate(side)}
         dtypes |= {f"{letter}{k}": t.dtype for k, t in enumerate(side)}
 
-    def permutes(found: Iterable[tuple[int, int, Region | None, Region]], fold: str | None) -> Iterator[PermuteRound]:
+    def permutes(found: Iterable[Message], fold: str | None = None) -> Iterator[PermuteRound]:
         edges: dict[tuple[str | None, str], list[Edge]] = defaultdict(list)
         for s, r, source, target in found:
             into = _boxes(target, r, shapes[target.buffer])
@@ -143,13 +144,19 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
 
     def copied(copies: Iterable[Copy]) -> Iterator[PermuteRound]:
         for c in copies:
-            yield from permutes(((row, row, c.source, c.target) for row in _rows(c.target)), c.fold)
+            yield from permutes(_to_itself(c), c.fold)
 
     batches: list[tuple[PermuteRound, ...]] = []
     for one in lowering.rounds():
-        sent = [part for p in permutes(_messages(one, index), None) for part in _parts(p, op.chunks)]
+        messages = list(_messages(one, index))
+        kept, sent = list(copied(one.meanwhile)), list(permutes(messages))
+        if all(c.source and not c.fold for c in one.meanwhile):
+            joint = list(permutes(itertools.chain(messages, *map(_to_itself, one.meanwhile))))
+            if len(joint) == len(sent) and all(p.whole for p in joint):
+                kept, sent = [], joint  # a device that copies sends to itself: nothing has to be put together
+        sent = [part for p in sent for part in _parts(p, op.chunks)]
         first = 1 if op.chunks > 1 else len(sent)
-        batches.append((*copied(one.meanwhile), *sent[:first]))
+        batches.append((*kept, *sent[:first]))
         batches += [(p,) for p in sent[first:]]
         batches[-1] += tuple(copied(one.then))
     return PermuteRounds(devices, shapes, dtypes, tuple(batches))
@@ -159,7 +166,11 @@ def _rows(region: Region) -> list[int]:
     return np.flatnonzero(region.elements()).tolist()
 
 
-def _messages(one: Round, index: dict[int, int]) -> Iterator[tuple[int, int, Region, Region]]:
+def _to_itself(copy: Copy) -> Iterator[Message]:
+    return ((row, row, copy.source, copy.target) for row in _rows(copy.target))
+
+
+def _messages(one: Round, index: dict[int, int]) -> Iterator[Message]:
     """Yield sender and receiver, what is put and where it is taken: the n-th put of a pair meets its n-th take."""
     posted: dict[tuple[int, int], deque[Region]] = defaultdict(deque)
     for put in one.puts:

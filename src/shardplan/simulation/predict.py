@@ -74,8 +74,8 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     slots: list[_Slot] = []
     books = account(program)
     for step, latencies, most in zip(program.steps, books.latencies, books.step_received, strict=True):
-        operands, _ = program.step_types(step)
-        pattern, ids = step.op.pattern(*operands), step.op.devices(*operands)
+        operands, results = program.step_types(step)
+        pattern, ids = step.op.pattern(*operands), step.op.devices(*results)
         start, received = clock, dict(zip(ids.tolist(), step.op.received(*operands).tolist(), strict=True))
         clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
         stream = "compute" if isinstance(pattern, Local) else "comm"

@@ -13,9 +13,10 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
 from shardplan.core.op import Array, Shards
-from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.collective import moving
 from shardplan.core.pattern import Groups, InTurn, Messages, Pattern, in_turn
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
@@ -101,7 +102,7 @@ class Repeat(Nested):
         """Those of the body, n times."""
         return self.n * books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 
@@ -141,7 +142,7 @@ class Together(Nested):
         body = self.body
         given = {name for name, _ in body.inputs}
         for number, step in enumerate(body.steps):
-            if not isinstance(step.op, Collective):
+            if moving(step.op) is None:
                 raise TypingError(f"together: step {number} ({step.op.name}) computes; legal are ops that move")
             if late := [o for o in step.operands if o not in given]:
                 raise TypingError(
@@ -152,6 +153,19 @@ class Together(Nested):
         if not made or sorted(made) != sorted(body.outputs):
             raise TypingError("together: the outputs are not what the moves make; legal is each of them once")
 
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
+        """The rounds of all moves side by side."""
+        given = {name: k for k, (name, _) in enumerate(self.body.inputs)}
+        strands: list[tuple[int, int, Lowering]] = []
+        for step in self.body.steps:
+            move = moving(step.op)
+            assert move is not None  # checked when it was made
+            for operand, result in zip(step.operands, step.results, strict=True):
+                t, u = self.body.types[operand], self.body.types[result]
+                made = self.body.outputs.index(result)
+                strands.append((given[operand], made, move.lowered(t, u, devices, algorithm)))
+        return side_by_side(devices, strands)
+
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the moves."""
         return run_program(self.body, operands)
@@ -160,7 +174,7 @@ class Together(Nested):
         """Those of all moves."""
         return books_of(self.body).received
 
-    def devices(self, *operands: TensorType) -> np.ndarray:
+    def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
 

@@ -45,9 +45,7 @@ class Collective(Op):
         made = {d: poison(u.local_shape(k), dtype) for k, d in enumerate(u.mesh.devices)}
         absent = np.empty(0, dtype)
         arrays = {"x": [given.get(d, absent) for d in ids.tolist()], "y": [made.get(d, absent) for d in ids.tolist()]}
-        chosen = self.algorithms[0]
-        rounds = lambda: self.lower(t, u, ids, chosen)  # noqa: E731
-        interpret(Lowering(ids, self.buffers(t, u, ids, chosen), rounds), arrays, self.name)
+        interpret(self.lowered(t, u, ids), arrays, self.name)
         return [made[d] for d in u.mesh.devices]
 
     @abc.abstractmethod
@@ -58,18 +56,17 @@ class Collective(Op):
         """Return the staging buffers that `lower` names, beside "x" and "y"."""
         return {}
 
-    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
-        """Return the rounds of the op on the devices of those ids, int64 [devices]; the k-th operand is "xk".
-
-        An op that does not have the algorithm takes its first one.
-        """
+    def lowered(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
+        """Return the lowering of one operand "x" that becomes "y"."""
         chosen = algorithm if algorithm in self.algorithms else self.algorithms[0]
-        pairs = [(t, typed(self, t)) for t in operands]
-        staged = [self.buffers(t, u, devices, chosen) for t, u in pairs]
-        return Lowering(
+        buffers = self.buffers(t, u, devices, chosen)
+        return Lowering(devices, buffers, lambda: self.lower(t, u, devices, chosen))
+
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
+        """Lower the operands side by side; an op that does not have the algorithm takes its first one."""
+        return side_by_side(
             devices,
-            {f"{name}{k}": b for k, one in enumerate(staged) for name, b in one.items()},
-            lambda: side_by_side([self.lower(t, u, devices, chosen) for t, u in pairs]),
+            [(k, k, self.lowered(t, typed(self, t), devices, algorithm)) for k, t in enumerate(operands)],
         )
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -203,11 +200,7 @@ def moving(op: Op) -> Collective | None:
 @lru_cache(maxsize=256)
 def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
-    whole = op.in_chunks(1)
-    chosen = whole.algorithms[0]
-    return count(
-        t, u, lambda ids: Lowering(ids, whole.buffers(t, u, ids, chosen), lambda: whole.lower(t, u, ids, chosen))
-    )
+    return count(t, u, lambda ids: op.in_chunks(1).lowered(t, u, ids))
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import carried, restored
 from shardplan.execution.jax.compute import compute
 from shardplan.execution.jax.interpret import interpret
-from shardplan.execution.jax.native import NATIVE
+from shardplan.execution.jax.native import native
 from shardplan.execution.jax.wire import JaxWire
 from shardplan.execution.rounds import permute_rounds
 
@@ -36,12 +36,12 @@ def lower(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxW
         return compute(local, arrays, types, wire)
     moved = moving(op)
     assert moved is not None  # checked before anything runs
-    native = NATIVE.get(type(moved))
-    if native is None:
+    xla = native(moved)
+    if xla is None:
         return interpret(moved, arrays, types, wire)
     if _group_size(moved, types) == 1:
         return list(arrays)
-    found = native.run(moved, [wire.varying(carried(x) if native.moves else x) for x in arrays], wire)
+    found = xla.run(moved, [wire.varying(carried(x) if xla.moves else x) for x in arrays], wire)
     return [restored(y, x.dtype) for x, y in zip(arrays, found, strict=True)]
 
 
@@ -61,8 +61,10 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     >>> moved_bytes(Broadcast(("x",)), TensorType("f32", (6,), (None,), Mesh(x=3), root=("x",)))
     {0: 32, 1: 32, 2: 32}
     """
-    moved = moving(op)
-    if moved is not None and type(moved) not in NATIVE:
-        return permute_rounds(moved, operands).received()
-    received = NATIVE[type(moved)].received(moved, operands, _group_size(moved, operands)) if moved else 0
+    moved, received = moving(op), 0
+    if moved is not None:
+        xla = native(moved)
+        if xla is None:
+            return permute_rounds(moved, operands).received()
+        received = xla.received(moved, operands, _group_size(moved, operands))
     return {d: received for t in (*operands, *op.infer(*operands)) for d in t.mesh.devices}

@@ -146,6 +146,11 @@ NATIVE: dict[type[Collective], Native] = {
 }
 
 
+def native(op: Collective) -> Native | None:
+    """Return how XLA runs an op, None where it has no such collective."""
+    return NATIVE.get(type(op))
+
+
 def loop_of(elements: int, chunks: int) -> tuple[int, int]:
     """Return how many parts, of how many elements each, a chunked all-reduce has; the last may overlap the one before.
 

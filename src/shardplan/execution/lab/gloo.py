@@ -58,7 +58,7 @@ class GlooCall:
 Do = Callable[[GlooCall, torch.Tensor, torch.Tensor], None]  # of an operand, into the result
 
 
-class Native(NamedTuple):
+class GlooCollective(NamedTuple):
     """A collective of gloo."""
 
     do: Do
@@ -108,17 +108,17 @@ def _all_to_all(c: GlooCall, x: torch.Tensor, out: torch.Tensor) -> None:
     _unpack(came.split([n // width for n in ins]), c.takes, out)
 
 
-NATIVE: dict[type[Op], Native] = {  # all else goes as its lowering says
-    AllReduce: Native(_all_reduce, reduces=True),
-    Reduce: Native(_reduce, reduces=True),
-    Broadcast: Native(_broadcast),
-    AllGather: Native(_all_gather),
-    ReduceScatter: Native(_reduce_scatter, reduces=True),
-    AllToAll: Native(_all_to_all),
+NATIVE: dict[type[Op], GlooCollective] = {  # all else goes as its lowering says
+    AllReduce: GlooCollective(_all_reduce, reduces=True),
+    Reduce: GlooCollective(_reduce, reduces=True),
+    Broadcast: GlooCollective(_broadcast),
+    AllGather: GlooCollective(_all_gather),
+    ReduceScatter: GlooCollective(_reduce_scatter, reduces=True),
+    AllToAll: GlooCollective(_all_to_all),
 }
 
 
-def _native(op: Op, t: TensorType) -> Native | None:
+def _native(op: Op, t: TensorType) -> GlooCollective | None:
     """The collective of gloo for an operand, where it has one for its dtype."""
     found = NATIVE.get(type(op))
     return None if found is None or (found.reduces and t.dtype not in SUMMED) else found
@@ -205,7 +205,8 @@ def _parts(op: Collective, t: TensorType, u: TensorType, device: int) -> tuple[d
     """By device id, what the first round gives of the operand, and takes of the result; the own part is copied."""
     gives: dict[int, View] = {}
     takes: dict[int, View] = {}
-    for one in itertools.islice(rank_rounds(op, [t], [u], device).rounds, 1):
+    found = rank_rounds(op, [t], [u], device)
+    for one in itertools.islice(found.rounds(), 1) if found else ():
         copies = [(c.source, c.target) for c in (*one.meanwhile, *one.then) if c.source and c.source.buffer == "x0"]
         gives |= {peer: piece.views[0] for peer, piece in (*one.puts, *((device, x) for x, _ in copies))}
         takes |= {peer: piece.views[0] for peer, piece in (*one.takes, *((device, y) for _, y in copies))}

@@ -9,7 +9,7 @@ import numpy as np
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
-from shardplan.core.ops.compute import Compute, at_place
+from shardplan.core.ops.compute import at_place, computing
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import place_of
@@ -19,12 +19,13 @@ from shardplan.execution.mpi.wire import MpiWire
 
 def compute(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
     """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
-    if not isinstance(op, Compute):
+    local = computing(op)
+    if local is None:
         raise BackendError(f"MPI cannot run {op.name}")
     makers = [maker(u, binding.device) for u in results]
     place = place_of(results[0], binding.device)
     held = place is not None and bool(at_root(results[0])[place])
-    bound = op.bind(operands, at_place(place)) if place is not None and held else None
+    bound = local.bind(operands, at_place(place)) if place is not None and held else None
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
         out = [make() for make in makers]

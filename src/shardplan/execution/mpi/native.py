@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.core.ops.collective import Collective
+from shardplan.core.op import Op
+from shardplan.core.ops.collective import moving
 from shardplan.core.tensor import TensorType
 
 # By the algorithm of a lowering: from which part on, of all pairs of members that send or receive, an all-to-all is
@@ -18,17 +19,18 @@ from shardplan.core.tensor import TensorType
 NATIVE = {"direct": 0.5}
 
 
-def together(op: Collective, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
+def together(op: Op, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
     """Return the members of a group, device ids, whose rounds are all-to-alls; nothing where all is messages.
 
     All members of the group find the same, since all look at the lowering of the whole group.
     """
-    least = NATIVE.get(op.algorithms[0])
-    if least is None or len(group) < 2:
+    move = moving(op)
+    least = None if move is None else NATIVE.get(move.algorithms[0])
+    if move is None or least is None or len(group) < 2:
         return ()
     ids = np.array(group)
     pairs: set[tuple[int, int]] = set()
-    for one in op.lowering(operands, ids).rounds():
+    for one in move.lowering(operands, ids).rounds():
         if not one.closes:  # an all-to-all waits for all members: nobody would be ahead
             return ()
         for put in one.puts:

@@ -23,7 +23,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
-from shardplan.errors import BackendError, LayoutError
+from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.drive import Hands, drive, finish, plain
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
@@ -66,7 +66,7 @@ class MpiExecutable:
         )
         try:
             self.steps = hands.steps(program)
-        except BackendError:
+        except ShardplanError:
             self.free()
             raise
 

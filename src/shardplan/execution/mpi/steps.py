@@ -18,7 +18,6 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.op import Op
-from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import group_of, place_of
 from shardplan.execution.mpi.binding import Arrays, Binding, Bound
@@ -44,25 +43,21 @@ class MpiRound(NamedTuple):
 
 def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
     """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
-    move = moving(op)
-    if move is None:
-        return compute(op, operands, results, binding)
-    return _move(move, operands, results, binding)
+    found = rank_rounds(op, operands, results, binding.device)
+    return compute(op, operands, results, binding) if found is None else _move(op, operands, results, binding, found)
 
 
-def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
+def _move(
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding, found: RankRounds
+) -> Bound:
     device, place = binding.device, place_of(operands[0], binding.device)
     near = [device] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
     members = together(op, operands, near)
     native = device in members
     if native:
         binding.groups.append(members)
-    given, made = ([f"{letter}{k}" for k in range(len(operands))] for letter in "xy")
-
-    def start() -> RankRounds:
-        return rank_rounds(op, operands, results, device)
-
-    shapes, dtypes, _ = start()
+    given, made = ([f"{letter}{k}" for k in range(len(side))] for letter, side in (("x", operands), ("y", results)))
+    shapes, dtypes, start = found
     new = {name: (shapes[name], numpy_dtype(dtypes[name])) for name in shapes if name not in given}
 
     def with_types(one: RankRound, types: Types) -> MpiRound:
@@ -76,7 +71,7 @@ def _move(op: Collective, operands: Sequence[TensorType], results: Sequence[Tens
         group = tuple(sorted({device, *near, *one.peers}))
         return MpiRound(messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group)
 
-    rounds = _bound_rounds(lambda: start().rounds, with_types, binding.types)
+    rounds = _bound_rounds(start, with_types, binding.types)
 
     def run(arrays: Arrays, wire: MpiWire) -> Arrays:
         held = dict(zip(given, arrays, strict=True)) | {name: np.empty(*what) for name, what in new.items()}

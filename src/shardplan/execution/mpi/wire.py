@@ -25,7 +25,7 @@ DATA = 1  # the tag of point-to-point messages: one is enough, since a communica
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MpiPiece:
     """Parts of one array, as MPI takes them: `count` of a datatype, from `offset` bytes after its first one on."""
 
     array: str  # which buffer of the step
@@ -35,7 +35,7 @@ class Piece:
     nbytes: int
 
 
-Message = tuple[Piece, ...]  # what one peer gets, or gives, in one round
+Message = tuple[MpiPiece, ...]  # what one peer gets, or gives, in one round
 Messages = dict[int, Message]  # by the device id of the peer
 Buffers = Mapping[str, np.ndarray]
 
@@ -51,14 +51,14 @@ class Types:
         """Count them."""
         return len(self._made)
 
-    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Piece:
+    def piece(self, array: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> MpiPiece:
         """Return the piece of the boxes of a contiguous array of `shape`, in their order."""
         from mpi4py import MPI
 
         view = view_of(shape, boxes[0])
         if len(boxes) == 1 and view.contiguous:
             nbytes = view.elements * itemsize
-            return Piece(array, view.offset * itemsize, nbytes, MPI.BYTE, nbytes)
+            return MpiPiece(array, view.offset * itemsize, nbytes, MPI.BYTE, nbytes)
         key = (shape, itemsize, tuple(boxes))
         if key not in self._made:
             parts = [_subarray(shape, itemsize, box) for box in boxes]
@@ -69,7 +69,7 @@ class Types:
                     part.Free()
             self._made[key] = made.Commit()
         found = self._made[key]
-        return Piece(array, 0, 1, found, found.Get_size())
+        return MpiPiece(array, 0, 1, found, found.Get_size())
 
     def free(self) -> None:
         """Free all of them; nothing where MPI has ended."""

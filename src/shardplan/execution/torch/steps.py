@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from shardplan.core.op import Op
-from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running
 from shardplan.execution.rank_rounds import RankRound, rank_rounds
@@ -38,20 +36,17 @@ def bind(
     op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
 ) -> Bound[TorchWire]:
     """Return the step of the device of that id, a movement op by that algorithm where it has it."""
-    found = moving(op)
+    found = rank_rounds(op, operands, results, device, algorithm)
     if found is None:
-        return bind_compute(cast("Compute", op), operands, results, device)
-    first = rank_rounds(found, operands, results, device, algorithm)
-    few = list(islice(_stages(first.rounds), MOST_KEPT + 1))
+        return bind_compute(op, operands, results, device)
+    few = list(islice(_stages(found.rounds()), MOST_KEPT + 1))
 
     def again() -> Iterable[list[RankRound]]:
-        if len(few) <= MOST_KEPT:
-            return few
-        return _stages(rank_rounds(found, operands, results, device, algorithm).rounds)
+        return few if len(few) <= MOST_KEPT else _stages(found.rounds())
 
     ends = {f"{letter}{k}" for letter, side in (("x", operands), ("y", results)) for k in range(len(side))}
-    staged = {name: shape for name, shape in first.shapes.items() if name not in ends}
-    packing = Packing(staged, first.dtypes, landings(again(), staged))
+    staged = {name: shape for name, shape in found.shapes.items() if name not in ends}
+    packing = Packing(staged, found.dtypes, landings(again(), staged))
     stages = map(packing.stage, again())
     kept = tuple(stages) if len(few) <= MOST_KEPT else ()
     deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
