@@ -23,6 +23,7 @@ from shardplan.core.ops import (
     AllReduce,
     Einsum,
     Elementwise,
+    Exchange,
     Op,
     ReduceDims,
     ReduceScatter,
@@ -35,7 +36,7 @@ from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from strategies import draw_type, legal_ops, operand_types, repeat_of
+from strategies import draw_type, legal_ops, operand_types, random_end, repeat_of
 
 SIZES = {
     1: ((1,),),
@@ -292,6 +293,24 @@ def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[
             programs.append(program)
     for k, program in enumerate(programs):
         yield Case(f"body {k}", program, tuple(data(rng, t) for t in program.input_types))
+
+
+def boxed(seed: int, count: int, devices: int) -> Iterator[Case]:
+    """Yield `count` random walks between tables of boxes and layouts, on one mesh or several, at times in chunks."""
+    rng = random.Random(f"boxed {seed} {devices}")
+    for number in range(count):
+        mesh, dtype = mesh_of(rng, devices), rng.choice(DTYPES)
+        shape = [rng.randint(1, 9) for _ in range(rng.randint(0, 3))]
+        types = [random_end(rng, shape, mesh, dtype)]
+        steps: list[Step] = []
+        for k in range(rng.randint(1, 3)):
+            types.append(random_end(rng, shape, rng.choice((mesh, mesh, mesh_of(rng, devices))), dtype))
+            chunks = rng.choice((1, 1, 3))
+            s, t = types[-2:]
+            op = Exchange(t.layout, chunks=chunks) if s.mesh == t.mesh else Send(t.layout, t.mesh, chunks)
+            steps.append(Step(op, (str(k),), (str(k + 1),)))
+        program = Program({"0": types[0]}, steps, (str(len(steps)),))
+        yield Case(f"boxed {number}", program, (data(rng, types[0]),))
 
 
 def differences(

@@ -3,13 +3,16 @@
 The draws of layouts are those of `benchmarks/suites.py`, with choices that Hypothesis can shrink.
 """
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 from benchmarks import suites
+from shardplan.core.box_table import Box, BoxRow, BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import rows
 from shardplan.core.ops import (
@@ -265,3 +268,113 @@ def repeats(draw: st.DrawFn, most: int = 8, kinds: tuple[str, ...] = ("even", "u
     results = tuple(f"r{k}" for k in range(len(op.body.outputs)))
     kept = draw(st.sampled_from(((), ("i0",))))
     return Program(given, [Step(op, tuple(given), results)], (*results, *kept))
+
+
+def dense(shape: Sequence[int], rng: random.Random) -> tuple[int, ...]:
+    """Strides of an array of `shape`, its dims in any order."""
+    strides, step = [0] * len(shape), 1
+    for d in rng.sample(range(len(shape)), len(shape)):
+        strides[d], step = step, step * shape[d]
+    return tuple(strides)
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    return tuple(hi - lo for lo, hi in box)
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
+    """Boxes that hold the elements `start` to `stop` of an array in row-major order, and the number of the first."""
+    if not shape or stop <= start:
+        return [((), start)] if start < stop else []
+    inner = math.prod(shape[1:])
+    found: list[tuple[Box, int]] = []
+    while start < stop:
+        row, rest = divmod(start, inner)
+        if rest or stop - start < inner:  # a part of a row
+            end = min(stop, (row + 1) * inner)
+            parts = flat_boxes(shape[1:], rest, rest + end - start)
+            found += [(((row, row + 1), *box), row * inner + first) for box, first in parts]
+        else:
+            end = start + (stop - start) // inner * inner
+            found.append((((row, end // inner), *((0, n) for n in shape[1:])), start))
+        start = end
+    return found
+
+
+def flat_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
+    """Flat shards, as an optimizer has them: runs of any lengths of the row-major array, at times on two devices."""
+    n = math.prod(shape)
+    cuts = sorted([0, n, *(rng.randint(0, n) for _ in devices[1:])])
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    rows = [
+        BoxRow(device, box, first - start, strides)
+        for device, (start, stop) in zip(devices, itertools.pairwise(cuts), strict=True)
+        for box, first in flat_boxes(shape, start, stop)
+    ]
+    twin = {a: b for a, b in itertools.pairwise(devices) if rng.random() < 0.2}
+    held = {row.device for row in rows}
+    copies = [row._replace(device=twin[row.device]) for row in rows if twin.get(row.device, row.device) not in held]
+    return rows + copies
+
+
+def strided_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
+    """Uneven strided shards: runs of one dim, dealt to devices (some to two), each device's in one array."""
+    d = rng.randrange(len(shape))
+    cuts = sorted({0, shape[d], *(rng.randint(0, shape[d]) for _ in range(2 * len(devices)))})
+    mine: dict[int, list[tuple[int, int]]] = {}
+    for run in itertools.pairwise(cuts):
+        for device in rng.sample(devices, rng.choice((1, 1, min(2, len(devices))))):
+            mine.setdefault(device, []).append(run)
+    rows: list[BoxRow] = []
+    for device, runs in mine.items():
+        local = [sum(hi - lo for lo, hi in runs) if k == d else n for k, n in enumerate(shape)]
+        strides, at = dense(local, rng), 0
+        for lo, hi in runs:
+            box = tuple((lo, hi) if k == d else (0, n) for k, n in enumerate(shape))
+            rows.append(BoxRow(device, box, at * strides[d], strides))
+            at += hi - lo
+    return rows
+
+
+def scattered_rows(rng: random.Random, shape: Sequence[int], devices: Sequence[int]) -> list[BoxRow]:
+    """Boxes of any sizes on any devices, at times on several, stored one after another, each in its own order."""
+    boxes: list[Box] = [tuple((0, n) for n in shape)]
+    for _ in range(rng.randint(0, 6)):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        wide = [d for d, (lo, hi) in enumerate(box) if hi - lo > 1]
+        if not wide:
+            boxes.append(box)
+            continue
+        d = rng.choice(wide)
+        cut = rng.randint(box[d][0] + 1, box[d][1] - 1)
+        boxes += [(*box[:d], (box[d][0], cut), *box[d + 1 :]), (*box[:d], (cut, box[d][1]), *box[d + 1 :])]
+    used = dict.fromkeys(devices, 0)
+    rows: list[BoxRow] = []
+    for box in boxes:
+        for device in rng.sample(devices, rng.choice((1, 1, len(devices)))):
+            rows.append(BoxRow(device, box, used[device], dense(sizes_of(box), rng)))
+            used[device] += math.prod(sizes_of(box))
+    return rows
+
+
+def random_table(rng: random.Random, shape: Sequence[int], mesh: Mesh) -> BoxTable:
+    """A table of flat shards, of strided shards, or of any boxes."""
+    makers = [flat_rows, scattered_rows] + ([strided_rows] if shape else [])
+    return BoxTable(rng.choice(makers)(rng, shape, rng.sample(mesh.devices, mesh.size)))
+
+
+def random_end(rng: random.Random, shape: Sequence[int], mesh: Mesh, dtype: str = "i32") -> TensorType:
+    """A type of a table, or of a layout, even or uneven."""
+    if rng.random() < 0.6:
+        return TensorType(dtype, shape, random_table(rng, shape, mesh), mesh)
+    names = suites.pick_names(rng, list(mesh.axes), len(shape))
+    return TensorType(dtype, shape, names if shape else (), mesh)
+
+
+@st.composite
+def boxed_pairs(draw: st.DrawFn, most: int = 8) -> tuple[TensorType, TensorType]:
+    """Two types of one array, of layouts or tables, on one mesh or two; mostly one at least has a table."""
+    rng, mesh = draw(rngs()), draw(meshes(most, split=False))
+    other = draw(st.sampled_from((mesh, mesh, suites.other_mesh(rng, mesh, most))))
+    shape = [rng.randint(1, 7) for _ in range(draw(st.integers(0, 3)))]
+    return random_end(rng, shape, mesh), random_end(rng, shape, other)

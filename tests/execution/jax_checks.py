@@ -20,6 +20,7 @@ import shardplan as sp
 from benchmarks import suites
 from execution.jax_child import main
 from shardplan.core.accounting import account
+from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
 from shardplan.core.group_rounds import addends, scatter_sums
 from shardplan.core.layout import REDUCTIONS
@@ -489,11 +490,14 @@ def errors() -> Any:
 
     t = typed("f32[8@a, 4]")
     uneven = sp.redistribute(typed("i32[7@a]"), typed("i32[7]")).program
+    rows = BoxTable([(0, ((0, 7),), 0, (1,))])
+    boxed = sp.redistribute(typed("i32[7]"), sp.TensorType("i32", (7,), rows, typed("i32[7]").mesh)).program
     far = sp.Mesh({"z": 2}, devices=[7, 8])
     good = single(AllGather(0, ("a",)), [t])
     shards = distribute(np.zeros((8, 4), np.float32), t)
     return {
         "uneven": told(lambda: jax_run(uneven, [])),
+        "boxes": told(lambda: jax_run(boxed, [])),
         "complex": told(lambda: jax_run(single(AllReduce(("a",), "max"), [typed("c64[2]{max:a}")]), [])),
         "unknown": told(lambda: jax_run(single(Unknown(), [t]), [shards])),
         "device": told(lambda: jax_run(single(AllGather(0, ("z",)), [typed("f32[4@z]", far)]), [])),

@@ -102,6 +102,8 @@ def test_chunks_stay_apart(seen: dict[str, Any]) -> None:
 ERRORS = {
     "uneven": "BackendError: jax: %0 has the type i32[7@a] on a=2, b=2, c=2, which is unevenly tiled; JAX gives every "
     "device a shard of one size: legal are dims that the product of their axes divides",
+    "boxes": "BackendError: jax: %1 has the type i32[7]{boxes#d9a564cf} on a=2, b=2, c=2, which lies in a table of "
+    "boxes; JAX gives every device a shard of one size: legal are dims that the product of their axes divides",
     "complex": "BackendError: jax: step 0 (all_reduce): max is not defined for c64; legal is a real dtype",
     "unknown": "BackendError: jax: step 0 (unknown): it has no lowering to JAX",
     "device": "BackendError: jax: the program is on device 8, but jax.devices() has the ids 0, 1, 2, 3, 4, 5, 6, 7",

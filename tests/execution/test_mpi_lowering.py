@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from conformance import bodies, cases, differences
+from conformance import bodies, boxed, cases, differences
 from execution.threads import Network, Shards, played
 from shardplan.core.accounting import account
 from shardplan.core.lowering import Boxes, Copy, Group, Round
@@ -101,7 +101,7 @@ def test_programs_equal_the_reference(table: dict[str, float], monkeypatch: pyte
     """And every device receives the bytes that the ops say, with MPI's all-to-alls and without."""
     monkeypatch.setattr(native, "NATIVE", table)
     wrong: list[str] = []
-    for case in (*cases(5, 40, 4), *bodies(5, 20, 4)):
+    for case in (*cases(5, 40, 4), *bodies(5, 20, 4), *boxed(5, 30, 4)):
         got, network = played(case.program, case.inputs(), drive)
         wrong += differences(case, lambda mesh: range(mesh.size), got, case.expected())
         assert [network.received(d) for d in case.program.devices] == account(case.program).received.tolist()

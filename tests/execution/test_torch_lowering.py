@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from conformance import bodies, cases, differences
+from conformance import bodies, boxed, cases, differences
 from shardplan.core.accounting import account
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of
@@ -118,7 +118,7 @@ def one(text: str, op: Op, mesh: sp.Mesh) -> Program:
 def test_programs_equal_the_reference(engine: str) -> None:
     """And every byte that the ops say is received, no more: by each device, and in rings by all together."""
     wrong: list[str] = []
-    for case in (*cases(5, 40, 4), *bodies(5, 20, 4)):
+    for case in (*cases(5, 40, 4), *bodies(5, 20, 4), *boxed(5, 30, 4)):
         got, network = played(case.program, case.inputs(), driven(BINDERS[engine]))
         wrong += differences(case, lambda mesh: range(mesh.size), got, case.expected())
         said = account(case.program).received.tolist()

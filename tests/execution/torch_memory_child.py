@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 from storages import Storages  # noqa: E402
 
 import shardplan as sp  # noqa: E402
-from conformance import cases  # noqa: E402
+from conformance import boxed, cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.execution.drive import finish  # noqa: E402
 from shardplan.execution.torch.dtypes import to_torch  # noqa: E402
@@ -40,7 +40,8 @@ def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong, chunked, ratios = [], 0, []
-    for case in cases(int(sys.argv[1]), int(sys.argv[2]), world):
+    seed, count = map(int, sys.argv[1:])
+    for case in (*cases(seed, count, world), *boxed(seed, count // 2, world)):
         if case.name.startswith("computation") or rank not in case.program.devices:
             continue
         peak = measured(case.program, own(case.program, case.inputs(), rank))

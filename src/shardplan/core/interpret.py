@@ -58,6 +58,10 @@ def _copy(held: Mapping[str, Sequence[Array]], copy: Copy) -> None:
 
 def _view(array: Array, region: Region, row: int) -> Array:
     box = region.box[row]
+    if region.strides is not None:
+        flat, strides = array.reshape(-1), region.strides[row]
+        sizes = box[:, 1] - box[:, 0]
+        return np.lib.stride_tricks.as_strided(flat[box[:, 0] @ strides :], sizes, strides * flat.strides[0])
     if len(box) != array.ndim:
         return array.reshape(-1)[box[0, 0] : box[0, 1]]
     return array[tuple(slice(a, b) for a, b in box)]

@@ -7,9 +7,10 @@ named replicate. Complete runs of sub-axes are folded into their parent, so equa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardplan.core import border
+from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
@@ -21,7 +22,9 @@ Spec = Sequence[str | Sequence[str] | None]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which axes cut which dim: what a JAX `PartitionSpec` says, plus partial and root axes.
+    """Which axes cut which dim: what a JAX `PartitionSpec` says, plus partial and root axes; or a table of boxes.
+
+    A layout with a table names no axes.
 
     >>> str(Layout((("data",), ("tensor", "pipe"), ())))
     '[@data, @(tensor,pipe), _]'
@@ -31,6 +34,7 @@ class Layout:
     partial: tuple[str, ...] = ()
     reduction: str | None = None
     root: tuple[str, ...] = ()
+    boxes: BoxTable | None = field(default=None, repr=False)  # most layouts have none
 
     def __post_init__(self) -> None:
         """Refuse what is no tuple of names, and partial axes without a reduction."""
@@ -44,6 +48,8 @@ class Layout:
                 f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
                 f"legal are {', '.join(REDUCTIONS)}"
             )
+        if self.boxes is not None and self.used:
+            raise LayoutError(f"{self} lies in a table of boxes, so it names no axes")
 
     @property
     def spec(self) -> tuple[str | tuple[str, ...] | None, ...]:
@@ -56,8 +62,8 @@ class Layout:
         return (*(a for d in self.dims for a in d), *self.partial, *self.root)
 
     def suffix(self) -> str:
-        """Return the text of the partial and root axes, `{+a,+b}{root:c}` or empty."""
-        return suffix_text(self.partial, self.reduction, self.root)
+        """Return the text of the partial and root axes, `{+a,+b}{root:c}` or empty, or that of a table of boxes."""
+        return suffix_text(self.partial, self.reduction, self.root) + (f"{{{self.boxes}}}" if self.boxes else "")
 
     def __str__(self) -> str:
         """Return `[@data, _]{+seq}`."""
@@ -140,7 +146,7 @@ def scan_suffix(scanner: Scanner) -> tuple[tuple[str, ...], str | None, tuple[st
 
 def make_layout(
     ndim: int,
-    spec: Layout | Spec,
+    spec: Layout | Spec | BoxTable,
     mesh: Mesh,
     partial: Mapping[str, str] | None = None,
     root: Iterable[str] = (),
@@ -149,6 +155,8 @@ def make_layout(
 
     Raises `LayoutError` for an unknown axis, an axis used twice, mixed reductions, or more entries than dims.
     """
+    if isinstance(spec, BoxTable):
+        spec = Layout(((),) * ndim, boxes=spec)
     if isinstance(spec, Layout):
         if partial or root:
             raise LayoutError(
@@ -176,6 +184,7 @@ def make_layout(
         _fold_set(mesh, partials),
         reduction if partials else None,
         _fold_set(mesh, roots),
+        spec.boxes if isinstance(spec, Layout) else None,
     )
     _check_once(mesh, layout)
     return layout

@@ -29,12 +29,14 @@ SEGMENT = 2**17  # bytes that a chain passes on at once: little beside a shard, 
 class Region:
     """A box of a local, contiguous buffer; a row a device, empty rows take no part.
 
-    A box with another number of dims than its buffer has one dim, and counts the buffer's elements in row-major order.
+    A box with another number of dims than its buffer has one dim, and counts the buffer's elements in row-major order;
+    with strides it has any number of them, and the element i of the box is number sum(i * stride) of the buffer's.
     """
 
     buffer: str  # "x0" operand, "y0" result (of one operand "x" and "y"); any other name is staging
     box: Ints  # int64 [devices, ndim, 2]
     chunk: tuple[int, int] = (0, 1)  # (c, C): of the n elements in row-major order, those from n c // C to n (c+1) // C
+    strides: Ints | None = None  # int64 [devices, ndim of the box]
 
     def elements(self) -> Ints:
         """Return the number of elements, int64 [devices]."""

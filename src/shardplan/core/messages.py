@@ -3,7 +3,8 @@
 The *general move* from a type `s` to a type `t`, on the same mesh or another, sends each device of `t` what it lacks of
 its box. The holder rule: of the replicas of a source tile, the sender is the device with the tile's coordinates on the
 source's axes and the receiver's own coordinates elsewhere. A receiver never gets what it holds, and replicas share the
-load. All functions work on any tiling; those that take even types only say so.
+load. All functions work on any tiling; those that take even types only say so. Where one end is a table of boxes,
+`core.parcels` says who sends.
 
 Arrays over devices have a row a place of the mesh that is meant: senders are places of `s`, receivers places of `t`.
 """
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.parcels import Parcels, Rows, parcels_of
 from shardplan.core.tensor import TensorType, counter, live_reduction
 
 MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are bounded, not listed
@@ -74,9 +76,43 @@ def at_root(t: TensorType) -> np.ndarray:
     return held
 
 
+def tabled(s: TensorType, t: TensorType) -> bool:
+    """Say whether either type lies in a table of boxes."""
+    return s.layout.boxes is not None or t.layout.boxes is not None
+
+
+def _rows(t: TensorType, share: np.ndarray) -> Rows:
+    """What the devices of a type hold, `share` by place."""
+    table, order = t.layout.boxes, np.argsort(t.mesh.ids)
+    if table is not None:
+        places = order[np.searchsorted(t.mesh.ids, table.ids, sorter=order)]
+        return Rows(places, table.ids, table.boxes, table.offsets, table.strides, share[places])
+    places = order[(at_root(t) & (t.elements() > 0))[order]]
+    boxes = t.boxes()[places]
+    inner = np.cumprod((boxes[..., 1] - boxes[..., 0])[:, ::-1], axis=1)[:, ::-1]
+    strides = np.concatenate([inner[:, 1:], np.ones_like(inner[:, :1])], axis=1)
+    return Rows(places, t.mesh.ids[places], boxes, np.zeros_like(places), strides, share[places])
+
+
+@lru_cache(maxsize=RECENT)
+def parcels(s: TensorType, t: TensorType) -> Parcels:
+    """Return the boxes of which the general move consists where either type lies in a table.
+
+    Of a source with a layout the holder rule leaves one replica of each tile for each receiver.
+    """
+    if s.layout.boxes is not None:
+        return parcels_of(_rows(s, np.zeros(s.mesh.size)), _rows(t, np.zeros(t.mesh.size)))
+    return parcels_of(_rows(s, _bases(s, s)), _rows(t, _bases(s, t)))
+
+
 @lru_cache(maxsize=RECENT)
 def kept(s: TensorType, t: TensorType) -> np.ndarray:
     """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
+    if tabled(s, t):
+        found = parcels(s, t)
+        out = np.zeros(t.mesh.size, dtype=counter(t))
+        np.add.at(out, found.ends[1][found.kept], found.sizes[found.kept])
+        return out
     places = own_places(s, t)
     a, b = s.boxes()[places], t.boxes()  # a place of -1 reads some row, which is dropped below
     overlap = np.minimum(a[:, :, 1], b[:, :, 1]) - np.maximum(a[:, :, 0], b[:, :, 0])
@@ -128,6 +164,13 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
     What a device holds already is not sent. The box of a message is the intersection of the sender's box under `s` with
     the receiver's under `t`.
     """
+    if tabled(s, t):
+        found = parcels(s, t)
+        away = [ends[~found.kept] for ends in found.ends]
+        pairs, number = np.unique(away[0] * t.mesh.size + away[1], return_inverse=True)
+        size = np.zeros(len(pairs), dtype=counter(t))
+        np.add.at(size, number, found.sizes[~found.kept])
+        return pairs // t.mesh.size, pairs % t.mesh.size, size
     ranges = _ranges(s, t)
     cuts = [tiles(s, d) for d in range(s.ndim)]
     offsets = [_offsets(s, d) for d in range(s.ndim)]
@@ -160,6 +203,8 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
 @lru_cache(maxsize=RECENT)
 def most_senders(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
+    if tabled(s, t):
+        return int(np.bincount(messages(s, t)[1]).max(initial=0))
     count = np.ones(t.mesh.size, dtype=np.int64)
     for d, (first, last) in enumerate(_ranges(s, t)):
         cuts = tiles(s, d)
@@ -179,6 +224,8 @@ def most_receivers(s: TensorType, t: TensorType) -> int:
 
 def message_count(s: TensorType, t: TensorType) -> int:
     """Return an upper bound of the number of messages of the general move."""
+    if tabled(s, t):
+        return len(messages(s, t)[0])
     return t.mesh.size * math.prod(int(max(1, (last - first).max(initial=0))) for first, last in _ranges(s, t))
 
 
@@ -227,11 +274,12 @@ def traffic(s: TensorType, t: TensorType) -> Packed:
     if message_count(s, t) > MOST_MESSAGES:
         return Packed(int(s.elements().max()) * _copies(s, t), got, False, False)
     senders, receivers, sizes = messages(s, t)
+    alone = not tabled(s, t)  # a message of several boxes is packed
     return Packed(
         int(np.bincount(senders, sizes.astype(np.float64)).max()),
         got,
-        bool(np.all(sizes == s.elements()[senders])),
-        bool(np.all(sizes == t.elements()[receivers])),
+        alone and bool(np.all(sizes == s.elements()[senders])),
+        alone and bool(np.all(sizes == t.elements()[receivers])),
     )
 
 

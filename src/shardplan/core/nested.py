@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.parse import MOST_NESTED
@@ -21,6 +22,7 @@ class Nested(Op):
     """An op with a program in it; how its values enter and leave the body, see the module."""
 
     __slots__ = ()
+    boxed: ClassVar[bool] = True
     body: Program
     at_once: ClassVar[bool]  # its steps do not depend on each other, and are posted together
 
@@ -43,6 +45,11 @@ class Nested(Op):
     def meshes(self) -> tuple[Mesh, ...]:
         """Those of the body."""
         return self.body.meshes
+
+    @property
+    def tables(self) -> tuple[BoxTable, ...]:
+        """Those of the body."""
+        return self.body.tables
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Hold the operands against the body's inputs; carried results are the body's, the others rows of a stack."""
@@ -75,6 +82,8 @@ def check_depth(op: Nested) -> None:
 
 def rows(t: TensorType, count: int) -> TensorType:
     """Return the type of `count` values of one type, stacked along a leading dim that no axis cuts."""
+    if t.layout.boxes is not None:
+        raise TypingError(f"{t} lies in a table of boxes, which has no rows to stack or to slice")
     partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
     return TensorType(t.dtype, (count, *t.shape), ((), *t.layout.dims), t.mesh, partial, t.layout.root)
 

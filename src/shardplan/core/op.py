@@ -14,10 +14,12 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from shardplan.core.box_table import BoxTable
 from shardplan.core.lowering import Ints, Lowering
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 
 Array = np.ndarray
 Shards = Sequence[Array]  # one array a device, in mesh order
@@ -28,6 +30,7 @@ class Op(abc.ABC):
     """An operation of a program."""
 
     name: ClassVar[str]
+    boxed: ClassVar[bool] = False  # whether operands and results may lie in a table of boxes
     peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
     chunks = 1  # parts that it runs in one after another; unannotated, so that it is no field before an op's own
 
@@ -89,6 +92,11 @@ class Op(abc.ABC):
         """The meshes that it uses inside, beside those of its operands and results."""
         return ()
 
+    @property
+    def tables(self) -> tuple[BoxTable, ...]:
+        """The tables of boxes that it uses inside, as of `meshes`."""
+        return ()
+
     @classmethod
     def moves(cls, source: TensorType, destination: TensorType) -> Sequence[Op]:
         """Return ops of this class that the planner may try on the way from one type to another; by default none."""
@@ -98,7 +106,16 @@ class Op(abc.ABC):
 @lru_cache(maxsize=4096)
 def results_of(op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """Return the result types of an op; remembered, since the layers of a model repeat the same few thousand."""
-    return op.infer(*operands)
+    _check_boxed(op, operands)
+    found = op.infer(*operands)
+    _check_boxed(op, found)
+    return found
+
+
+def _check_boxed(op: Op, types: Sequence[TensorType]) -> None:
+    for t in types:
+        if t.layout.boxes is not None and not op.boxed:
+            raise TypingError(f"{op.name}: {t} lies in a table of boxes; of such exchange and send move to a layout")
 
 
 def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:

@@ -10,20 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardplan.core import border
+from shardplan.core.box_table import NAME, BoxTable, scan_row
 from shardplan.core.layout import Layout, scan_layout
 from shardplan.core.mesh import Mesh, scan_mesh
 from shardplan.core.notation import MOST_DIGITS, Scanner
 from shardplan.core.op import Op
 from shardplan.core.registry import every_op, op_named
 from shardplan.core.step import Step
-from shardplan.core.tensor import TensorType, scan_type
+from shardplan.core.tensor import TensorType, scan_table_name, scan_type
 from shardplan.core.text import BODY, WORDS
-from shardplan.errors import ParseError, ShardplanError, shown
+from shardplan.errors import LayoutError, ParseError, ShardplanError, shown
 
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _MESH_NAME = re.compile(r"m\d+")
+_COMMENT = re.compile(r"(?<!\bboxes)#[^\n]*")
+_NEXT_ROW = re.compile(r"\s*\n\s*\d")
 _ON_MESH = re.compile(r"[^;\n]*?\son\s+(m\d+)")
 # What a parser has read once it knows again: all of a type but its mesh, and an op's attributes with the bracket at the
 # end. Either is a guess, right where reading ends at the same character; what is guessed wrong is read every time.
@@ -54,6 +57,8 @@ _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
     "tuple[int, ...]": _tuple_of(_whole),
     "tuple[str, ...]": _tuple_of(lambda x: isinstance(x, str)),
     "Layout": lambda value, _: isinstance(value, Layout),
+    "Layout | None": lambda value, _: isinstance(value, Layout),
+    "BoxTable | None": lambda value, _: isinstance(value, BoxTable),
     "Mesh": lambda value, meshes: isinstance(value, str) and value in meshes,
 }
 
@@ -99,9 +104,10 @@ class _Scope:
 class _Parser:
     def __init__(self, text: str, verified: Callable[[Written], Any]) -> None:
         border.text("the text of a program", text, ParseError)
-        self.text = re.sub(r"#[^\n]*", lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
+        self.text = _COMMENT.sub(lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
         self.scanner = Scanner(self.text)
         self.meshes: dict[str, Mesh] = {}
+        self.tables: dict[str, BoxTable] = {}
         self.scope = _Scope()
         self.depth = 0  # of the body that is read
         self.verified = verified
@@ -137,7 +143,7 @@ class _Parser:
         if guess and t is not None:
             s.position = guess.end()
         else:
-            t = scan_type(s, self.meshes[name])
+            t = scan_type(s, self.meshes[name], self.tables)
             if guess and guess.end() == s.position:
                 self.known_types[key] = t
         if s.take("on "):
@@ -148,6 +154,8 @@ class _Parser:
         s = self.scanner
         if s.peek("["):
             return scan_layout(s)
+        if s.peek("boxes#"):
+            return scan_table_name(s, self.tables)
         if s.take("("):
             items: list[Any] = []
             while not s.take(")"):
@@ -206,7 +214,9 @@ class _Parser:
         """Read the attributes of an op, and the bracket behind them."""
         s = self.scanner
         fields = {f.name: f for f in dataclasses.fields(cls) if f.type != BODY}
-        attributes: dict[str, Any] = {}
+        # What has no default and is left out is None, where that is legal.
+        bare = (f for f in fields.values() if f.default is dataclasses.MISSING and str(f.type).endswith("| None"))
+        attributes: dict[str, Any] = {f.name: None for f in bare}
         if s.take(";"):
             while True:
                 s.skip()
@@ -257,6 +267,8 @@ class _Parser:
             self.meshes[name] = scan_mesh(s)
             self.known_types.clear()  # what was read so far stands for this name's other mesh
             self.known_ops.clear()
+        elif not self.depth and s.peek("boxes#"):
+            self.table()
         elif s.take("input "):
             name = self.value()
             s.expect(":", "an input")
@@ -275,8 +287,25 @@ class _Parser:
                     self.scope.claims.append(Claim(result, self.type(), at))
             self.scope.steps.append(Step(op, operands, results))
         else:
-            mesh = "" if self.depth else "'mesh', "  # meshes are named once, above all bodies
+            mesh = "" if self.depth else "'mesh', "  # meshes and tables are named once, above all bodies
             raise s.error(f"expected {mesh}'input', 'output' or a step (%name = op(...))")
+
+    def table(self) -> None:
+        """Read the name of a table, and the lines of its rows."""
+        s = self.scanner
+        s.skip()
+        at, name, rows = s.position, s.match(NAME), []
+        while _NEXT_ROW.match(s.text, s.position):
+            self.newline()
+            rows.append(scan_row(s))
+        end, s.position = s.position, at
+        try:
+            table = BoxTable(rows)
+        except LayoutError as error:
+            raise s.error(str(error)) from None
+        if table.name != name or name in self.tables:
+            raise s.error(f"these are the rows of {table}" if table.name != name else f"{name} is listed twice")
+        self.tables[table.name], s.position = table, end
 
     def values(self) -> tuple[str, ...]:
         found = [self.value()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from shardplan.core import border
+from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
 from shardplan.core.parse import Written, parse_text
@@ -100,6 +101,12 @@ class Program:
         """The distinct meshes, in order of appearance; those that only bodies of ops use come last."""
         own = (t.mesh for t in self.types.values())
         return tuple(dict.fromkeys((*own, *(mesh for step in self.steps for mesh in step.op.meshes))))
+
+    @property
+    def tables(self) -> tuple[BoxTable, ...]:
+        """The distinct tables of boxes, as of `meshes`."""
+        own = (t.layout.boxes for t in self.types.values() if t.layout.boxes is not None)
+        return tuple(dict.fromkeys((*own, *(table for step in self.steps for table in step.op.tables))))
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -39,6 +39,12 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
         raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
+    if t.layout.boxes is not None:
+        stored = [np.empty(t.local_shape(k), dtype) for k in range(t.mesh.size)]
+        for device, storage in zip(t.mesh.devices, stored, strict=True):
+            for where, view in t.layout.boxes.views(device, storage):
+                view[...] = array[where]
+        return stored
     return spread(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
 
 
@@ -89,33 +95,59 @@ def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = No
     shards = border.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
-    return gather(shards, t, t.boxes(), t.shape)
+    if t.layout.boxes is None:
+        return gather(shards, t, t.boxes(), t.shape)
+    joint = _Joint(t, t.shape)
+    for k, (device, shard) in enumerate(zip(t.mesh.devices, shards, strict=True)):
+        storage = _shard(k, shard, t.local_shape(k), t)
+        for where, view in t.layout.boxes.views(device, np.ascontiguousarray(storage)):
+            joint.write(k, where, view)
+    return joint.array
+
+
+class _Joint:
+    """An array that is put together of what devices hold; replicas must be equal."""
+
+    def __init__(self, t: TensorType, shape: tuple[int, ...]) -> None:
+        self.type = t
+        self.array = np.zeros(shape, dtype=numpy_dtype(t.dtype))
+        self.written = np.zeros(shape, dtype=bool)
+
+    def write(self, device: int, where: tuple[slice, ...], part: Array) -> None:
+        """Take what a device, given by its place, holds."""
+        written = self.written[where]
+        if written.any():
+            known = np.where(written, self.array[where], part)
+            if not np.array_equal(known, part, equal_nan=self.array.dtype.kind in "fcV"):
+                raise LayoutError(f"device {device} holds other values than its replica, under {self.type}")
+        self.array[where] = part
+        self.written[where] = True
+
+
+def _shard(device: int, value: object, legal: tuple[int, ...], t: TensorType) -> Array:
+    """Return the shard of a device, given by its place; raises `LayoutError` for another shape or dtype."""
+    shard = _array(f"device {device}", value)
+    if shard.shape != legal:
+        raise LayoutError(f"device {device}: shard of shape {shard.shape}, but {t} has {legal}")
+    if shard.dtype != numpy_dtype(t.dtype) and not np.can_cast(shard.dtype, numpy_dtype(t.dtype), "same_kind"):
+        raise LayoutError(f"device {device}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
+    return shard
 
 
 def gather(shards: Shards, t: TensorType, boxes: np.ndarray, shape: tuple[int, ...]) -> Array:
     """Return the array of `shape` of which every device holds its box; errors as of `collect`."""
     dtype, held = numpy_dtype(t.dtype), at_root(t)
-    out = np.zeros(shape, dtype=dtype)
-    written = np.zeros(shape, dtype=bool)
+    joint = _Joint(t, shape)
     for group in t.mesh.group_places(t.layout.partial):
         if not held[group].all():
             continue
         total = None
         for m in group:
-            shard = _array(f"device {m}", shards[m])
-            legal = tuple((boxes[m][:, 1] - boxes[m][:, 0]).tolist())
-            if shard.shape != legal:
-                raise LayoutError(f"device {m}: shard of shape {shard.shape}, but {t} has {legal}")
-            if shard.dtype != dtype and not np.can_cast(shard.dtype, dtype, "same_kind"):
-                raise LayoutError(f"device {m}: a shard of dtype {shard.dtype}, but {t} has {t.dtype}")
+            shard = _shard(m, shards[m], tuple((boxes[m][:, 1] - boxes[m][:, 0]).tolist()), t)
             total = shard if total is None else COMBINE[t.layout.reduction or "sum"](total, shard).astype(dtype)
-        where = _index(boxes[group[0]])
         assert total is not None
-        if written[where].any() and not np.array_equal(out[where], total, equal_nan=dtype.kind in "fcV"):
-            raise LayoutError(f"device {group[0]} holds other values than its replica, under {t}")
-        out[where] = total
-        written[where] = True
-    return out
+        joint.write(group[0], _index(boxes[group[0]]), total)
+    return joint.array
 
 
 def _array(what: str, value: object) -> Array:

@@ -16,12 +16,11 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core import border, dtypes
+from shardplan.core.box_table import NAME, Box, BoxTable, check_covers
 from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS, Scanner, axes_text
 from shardplan.errors import LayoutError, shown
-
-Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -29,8 +28,8 @@ class TensorType:
     """The type of a distributed tensor.
 
     `TensorType("f32", (64, 48), ("data", "tensor"), mesh, partial={"seq": "sum"}, root=("a",))`: the spec is what a
-    JAX `PartitionSpec` takes (None or () for a whole dim; missing trailing dims are whole), or a `Layout`; the mesh
-    is a `Mesh` or its text. Raises `LayoutError`.
+    JAX `PartitionSpec` takes (None or () for a whole dim; missing trailing dims are whole), a `Layout`, or a
+    `BoxTable`, of which every device holds a flat array; the mesh is a `Mesh` or its text. Raises `LayoutError`.
 
     >>> mesh = Mesh(data=4, tensor=2)
     >>> t = TensorType("f32", (64, 48), ("data", "tensor"), mesh)
@@ -50,7 +49,7 @@ class TensorType:
         self,
         dtype: object,
         shape: Sequence[int],
-        spec: Layout | Spec,
+        spec: Layout | Spec | BoxTable,
         mesh: Mesh | str,
         partial: Mapping[str, str] | None = None,
         root: Iterable[str] = (),
@@ -67,6 +66,10 @@ class TensorType:
         layout = make_layout(len(sizes), spec, mesh, partial, root)
         if layout.reduction is not None and not dtypes.reduces(layout.reduction, name):
             raise LayoutError(f"{layout.reduction} of {name} is not defined; legal are integers and bool")
+        if layout.boxes is not None:
+            check_covers(layout.boxes, sizes)
+            if strange := set(layout.boxes.ids.tolist()) - set(mesh.devices):
+                raise LayoutError(f"{layout.boxes} has rows of device {min(strange)}, which is not on the mesh {mesh}")
         atoms = tuple(mesh.expand(d) for d in layout.dims)
         even: list[bool] = []
         for k, (n, names, run) in enumerate(zip(sizes, layout.dims, atoms, strict=True)):
@@ -108,13 +111,14 @@ class TensorType:
     @property
     def all_even(self) -> bool:
         """Whether every dim is even, so that all devices hold boxes of one size."""
-        return all(self.even)
+        return self.layout.boxes is None and all(self.even)
 
     def box(self, device: int | tuple[int, ...]) -> Box:
         """Return the part of the global array that a device holds: (start, stop) per dim; empty when start == stop.
 
         `device` is a place in mesh order, or coordinates over the axes.
         """
+        self._one_box()
         place = self.mesh.place(device)
         box: list[tuple[int, int]] = []
         for n, names in zip(self.shape, self.layout.dims, strict=True):
@@ -131,11 +135,18 @@ class TensorType:
 
     def local_shape(self, device: int | tuple[int, ...] = 0) -> tuple[int, ...]:
         """Return the shape of the shard of a device (a place in mesh order, or coordinates)."""
+        if self.layout.boxes is not None:
+            return (int(self.elements()[self.mesh.place(device)]),)
         return tuple(hi - lo for lo, hi in self.box(device))
 
     def boxes(self) -> np.ndarray:
         """Return the boxes of all devices, int64 [devices, ndim, 2], in mesh order; read-only."""
+        self._one_box()
         return _boxes(self)
+
+    def _one_box(self) -> None:
+        if self.layout.boxes is not None:
+            raise LayoutError(f"{self} lies in rows of boxes, not in one box a device")
 
     def elements(self) -> np.ndarray:
         """Return the elements that each device holds, int64 [devices], in mesh order; read-only."""
@@ -143,6 +154,8 @@ class TensorType:
 
     def local_bytes(self) -> int:
         """Return the bytes of the largest shard."""
+        if self.layout.boxes is not None:
+            return int(self.elements().max()) * self.itemsize
         count = 1
         for n, names in zip(self.shape, self.layout.dims, strict=True):
             for name in names:  # place 0 of every axis has the largest chunk
@@ -155,8 +168,8 @@ class TensorType:
         """This type; of a part of a value (`core.part`) the type of the whole."""
         return self
 
-    def with_layout(self, layout: Layout, mesh: Mesh | None = None) -> TensorType:
-        """Return this type with another layout, on this mesh or another."""
+    def with_layout(self, layout: Layout | BoxTable, mesh: Mesh | None = None) -> TensorType:
+        """Return this type with another layout or table of boxes, on this mesh or another."""
         return TensorType(self.dtype, self.shape, layout, mesh or self.mesh)
 
     def __eq__(self, other: object) -> bool:
@@ -184,8 +197,8 @@ class TensorType:
         return f"TensorType({self} on {self.mesh})"
 
     @staticmethod
-    def parse(text: str, mesh: Mesh | str) -> TensorType:
-        """Read the notation on `mesh`, or on the mesh that its text says.
+    def parse(text: str, mesh: Mesh | str, tables: Iterable[BoxTable] = ()) -> TensorType:
+        """Read the notation on `mesh`, or on the mesh that its text says; `tables` are those that it may name.
 
         Raises `ParseError` pointing at the character, or `LayoutError`.
 
@@ -193,13 +206,13 @@ class TensorType:
         (2, 3)
         """
         scanner = Scanner(text)
-        found = scan_type(scanner, mesh_of("mesh", mesh))
+        found = scan_type(scanner, mesh_of("mesh", mesh), {t.name: t for t in tables})
         scanner.finish("the type")
         return found
 
 
-def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
-    """Read a type at the scanner's position."""
+def scan_type(scanner: Scanner, mesh: Mesh, tables: Mapping[str, BoxTable]) -> TensorType:
+    """Read a type at the scanner's position; `tables` by name are those that it may name."""
     scanner.skip()
     start = scanner.position
     name = scanner.match(AXIS)
@@ -227,8 +240,31 @@ def scan_type(scanner: Scanner, mesh: Mesh) -> TensorType:
             dims.append(())
         if not scanner.take(",") and not scanner.peek("]"):
             raise scanner.error("expected '@', ',' or ']' in a type")
+    at = scanner.position
+    if scanner.peek("{boxes#"):
+        scanner.take("{")
+        table = scan_table_name(scanner, tables)
+        scanner.expect("}", "a table of boxes")
+        try:
+            return TensorType(name, shape, Layout(tuple(dims), boxes=table), mesh)
+        except LayoutError as error:
+            scanner.position = at
+            raise scanner.error(str(error)) from None
     partial, reduction, root = scan_suffix(scanner)
     return TensorType(name, shape, Layout(tuple(dims), partial, reduction, root), mesh)
+
+
+def scan_table_name(scanner: Scanner, tables: Mapping[str, BoxTable]) -> BoxTable:
+    """Read `boxes#1a2b3c4d` at the scanner's position, one of `tables` by name."""
+    scanner.skip()
+    at = scanner.position
+    name = scanner.match(NAME)
+    if name is None:
+        raise scanner.error("expected boxes# and 8 hexadecimal digits")
+    if name not in tables:
+        scanner.position = at
+        raise scanner.error(f"unknown table {name}; legal are {', '.join(tables) or 'those that a program lists'}")
+    return tables[name]
 
 
 def mesh_of(what: str, value: object) -> Mesh:
@@ -281,7 +317,9 @@ def _boxes(t: TensorType) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _elements(t: TensorType) -> np.ndarray:
-    if t.all_even:
+    if t.layout.boxes is not None:
+        out = t.layout.boxes.elements(t.mesh.ids).astype(counter(t))
+    elif t.all_even:
         out = np.full(t.mesh.size, t.local_bytes() // t.itemsize, dtype=counter(t))
     else:
         boxes = t.boxes()
@@ -303,6 +341,8 @@ def same(t: TensorType, u: TensorType) -> bool:
             type_of("an operand of same", x)
     if (t.dtype, t.shape) != (u.dtype, u.shape):
         return False
+    if t.layout.boxes is not None or u.layout.boxes is not None:
+        return t.layout.boxes == u.layout.boxes and set(t.mesh.devices) == set(u.mesh.devices)
     if t.mesh == u.mesh:
         if t.layout == u.layout:
             return True

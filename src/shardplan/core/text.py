@@ -6,8 +6,9 @@
       %1 = all_gather(%0; dim=0, axes=(data)): f32[64, 48@tensor]
       output %1
 
-With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). The type after a step
-is a claim that `Program.parse` checks. Comments run from '#' to the end of the line.
+With several meshes each is named (`mesh m1: ...`), and types say where they are (`... on m1`). Behind the meshes stand
+the tables of boxes, a line a row, each under its hash (`boxes#1a2b3c4d`), by which types and ops name it. The type
+after a step is a claim that `Program.parse` checks. Comments run from '#' to the end of the line.
 
 The body of an op stands in braces behind it, with names of its own, on the meshes of the first lines:
 
@@ -26,6 +27,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from shardplan.core.box_table import BoxTable
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS
@@ -66,13 +68,19 @@ class Lines(Protocol):
         """All meshes, those of bodies too."""
         ...
 
+    @property
+    def tables(self) -> Sequence[BoxTable]:
+        """All tables of boxes, those of bodies too."""
+        ...
+
 
 def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None) -> str:
     """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default are left out, and a body."""
     shown: list[str] = []
     for item in dataclasses.fields(op):
         value = getattr(op, item.name)
-        if item.type != BODY and (item.default is dataclasses.MISSING or value != item.default):
+        usual = None if item.default is dataclasses.MISSING else item.default
+        if item.type != BODY and value != usual:
             shown.append(f"{item.name}={_value_text(value, meshes or {})}")
     attributes = f"; {', '.join(shown)}" if shown else ""
     return f"{op.name}({', '.join('%' + o for o in operands)}{attributes})"
@@ -81,7 +89,7 @@ def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = 
 def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
     if isinstance(value, Mesh):
         return meshes.get(value, f"<{value}>")
-    if isinstance(value, Layout):
+    if isinstance(value, (Layout, BoxTable)):
         return str(value)
     if isinstance(value, tuple):
         return f"({','.join(_value_text(v, meshes) for v in value)})"  # pyright: ignore[reportUnknownVariableType]
@@ -96,6 +104,7 @@ def program_text(program: Lines, note: Callable[[int, Step], str] | None = None)
     several = len(names) > 1
     lines = ["program"]
     lines += [f"  mesh {name}: {m}" if several else f"  mesh {m}" for m, name in names.items()]
+    lines += [text for table in program.tables for text in (f"  {table}", *(f"    {row}" for row in table.rows))]
     found = list(_lines(program, names, several, "  ", note))
     width = max((len(text) for text, noted in found if noted is not None and len(text) <= ALIGNED), default=0)
     return "\n".join([*lines, *(f"{text:<{width}}  # {noted}" if noted else text for text, noted in found)])

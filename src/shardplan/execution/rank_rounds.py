@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.box_table import runs
 from shardplan.core.lowering import Copy, Put, Region, Take
 from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
@@ -89,6 +90,9 @@ def rank_rounds(
     def piece(region: Region) -> Piece:
         box: Box = tuple((lo, hi) for lo, hi in region.box[0].tolist())
         shape = shapes[region.buffer]
+        if region.strides is not None:
+            found = _strided(box, region.strides[0].tolist(), region.chunk)
+            return Piece(region.buffer, (math.prod(shape),), found)
         if len(box) != len(shape):
             shape = (math.prod(shape),)
         run = chunk_of(box_elements(box), *region.chunk)
@@ -98,10 +102,15 @@ def rank_rounds(
         found = ((int(m.peer[0]), piece(m.source if isinstance(m, Put) else m.target)) for m in moves)
         return tuple(PeerPiece(peer, one) for peer, one in found if one.boxes)
 
+    def copied(c: Copy) -> PieceCopy:
+        if c.source is None:
+            return PieceCopy(None, piece(c.target), c.fold)
+        ends = piece(c.source), piece(c.target)
+        strided = c.source.strides is not None or c.target.strides is not None
+        return PieceCopy(*(_alike(*ends) if strided else ends), c.fold)
+
     def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
-        return tuple(
-            PieceCopy(None if c.source is None else piece(c.source), piece(c.target), c.fold) for c in found if c.target
-        )
+        return tuple(copied(c) for c in found if c.target)
 
     def rounds() -> Iterator[RankRound]:
         for one in lowering.rounds():
@@ -110,3 +119,31 @@ def rank_rounds(
                 yield mine
 
     return RankRounds(shapes, dtypes, rounds)
+
+
+def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:
+    """The runs of storage that hold a chunk of a box with strides, in row-major order of the box."""
+    at = sum(lo * stride for (lo, _), stride in zip(box, strides, strict=True))
+    starts, length = runs(at, [hi - lo for lo, hi in box], strides)
+    first, last = (end - np.arange(len(starts)) * length for end in chunk_of(length * len(starts), *chunk))
+    begin, end = starts + np.maximum(first, 0), starts + np.minimum(last, length)
+    return tuple(((lo, hi),) for lo, hi in zip(begin.tolist(), end.tolist(), strict=True) if lo < hi)
+
+
+def _alike(one: Piece, other: Piece) -> tuple[Piece, Piece]:
+    """Two pieces of equal size as runs of equal lengths, so that one is copied into the other without staging."""
+    starts: list[np.ndarray] = []
+    ends: list[np.ndarray] = []
+    for piece in (one, other):
+        found = [runs(view.offset, list(view.size), list(view.stride)) for view in piece.views]
+        starts.append(np.concatenate([at for at, _ in found]))
+        ends.append(np.cumsum(np.concatenate([np.full(len(at), length) for at, length in found])))
+    stop = np.unique(np.concatenate(ends))
+    begin = np.concatenate([[0], stop[:-1]])
+    boxes: list[tuple[Box, ...]] = []
+    for start, end in zip(starts, ends, strict=True):
+        run = np.searchsorted(end, begin, side="right")
+        low = start[run] + begin - np.concatenate([[0], end])[run]
+        boxes.append(tuple(((lo, hi),) for lo, hi in zip(low.tolist(), (low + stop - begin).tolist(), strict=True)))
+    flat = [Piece(p.buffer, (math.prod(p.shape),), found) for p, found in zip((one, other), boxes, strict=True)]
+    return flat[0], flat[1]

@@ -148,6 +148,8 @@ def _spread(array: Array, t: TensorType, positions: Positions) -> list[Array]:
 def _parts(program: Program, name: str) -> Iterator[Positions]:
     """Yield all blocks of an input in row-major order, or the ends of its runs where that is too much to run."""
     types = list(descent(program, name).values())
+    for boxed in (t for t in types if t.layout.boxes is not None):
+        raise Infeasible(f"{boxed} lies in a table of boxes, which is run as a whole only, and {too_large(types)}")
     t, most = types[0], max(map(shard_bytes, types))
     if sum(map(shard_bytes, types)) <= LARGEST_RUN:
         yield from blocks(t.shape, max(1, BLOCK * math.prod(t.shape) // most))
@@ -254,11 +256,17 @@ def compare(
             raise BackendError(f"{what}: the addends at index {index} reduce to {total[here]}, not {array[here]}")
         return
     places = {d: k for k, d in enumerate(found.mesh.devices)}
-    roots, boxes = at_root(asked), Part(asked, at).boxes()
-    for place, device in enumerate(asked.mesh.devices):
+    if asked.layout.boxes is not None:
+        boxes = np.zeros((asked.mesh.size, 1, 2), dtype=np.int64)  # an index is one of the storage
+        at, wanted = (np.arange(asked.elements().max()),), distribute(array, asked)
+    else:
+        boxes = Part(asked, at).boxes()
+        wanted = (array[tuple(slice(int(a), int(b)) for a, b in box)] for box in boxes)
+    roots = at_root(asked)
+    for place, (device, want) in enumerate(zip(asked.mesh.devices, wanted, strict=True)):
         if not roots[place]:
             continue
-        got, want = shards[places[device]], array[tuple(slice(int(a), int(b)) for a, b in boxes[place])]
+        got = shards[places[device]]
         if got.shape != want.shape:
             raise BackendError(f"{what}: device {device} holds a shard of shape {got.shape}, not {want.shape}")
         if not np.array_equal(got, want):

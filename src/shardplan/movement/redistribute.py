@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
+from shardplan.core.messages import tabled
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.errors import LayoutError
 from shardplan.hardware.placement import Placement
@@ -112,6 +113,8 @@ def check_pair(s: TensorType, t: TensorType) -> None:
     """Raise `LayoutError` unless the two types describe one array."""
     if s.shape != t.shape or s.dtype != t.dtype:
         raise LayoutError(f"cannot redistribute {s} to {t}: dtype and global shape must be equal")
+    if tabled(s, t) and any(x.layout.partial or x.layout.root for x in (s, t)):
+        raise LayoutError(f"cannot redistribute {s} to {t}: beside a table of boxes nothing is partial or at a root")
     kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
     if len(kinds) > 1 and s.layout.partial and t.layout.partial and s.mesh == t.mesh:
         common = set(s.mesh.expand(s.layout.partial)) & set(t.mesh.expand(t.layout.partial))

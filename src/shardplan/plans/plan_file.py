@@ -57,9 +57,9 @@ def save_plan(certificate: Certificate, path: Path) -> None:
         raise ShardplanError(f"cannot write the plan file {line(path)}: {error.strerror}") from None
 
 
-def _type(text: str) -> TensorType:
+def _type(text: str, program: Program) -> TensorType:
     kind, _, mesh = text.partition(" on ")
-    return TensorType.parse(kind, Mesh.parse(mesh))
+    return TensorType.parse(kind, Mesh.parse(mesh), program.tables)
 
 
 def load_plan(path: Path) -> Certificate:
@@ -70,15 +70,15 @@ def load_plan(path: Path) -> Certificate:
             found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
             raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
         claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
-        for name in TYPES:
-            claims[name] = tuple(_type(t) for t in claims[name])
+        texts = {name: claims[name] for name in TYPES}
+        program = Program.parse(raw["program"])
+        claims |= {name: tuple(_type(t, program) for t in found) for name, found in texts.items()}
         for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
             claims[name] = tuple(claims[name])
         where: dict[str, str] | None = claims["where"]
         if where is not None:
             kind, text = next(iter(where.items()))
             claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
-        program = Program.parse(raw["program"])
         unknown = set(claims) - set(CLAIMS)
         if unknown:
             raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")

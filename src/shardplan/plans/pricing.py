@@ -8,7 +8,7 @@ import numpy as np
 
 from shardplan.core.accounting import lower_bound
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root
+from shardplan.core.messages import at_root, tabled
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TopologyError, shown
@@ -74,7 +74,8 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     """Return a lower bound in seconds of moves whose sources and destinations are paired in order.
 
     The largest of what each device must receive of all tensors over its own ports, of the cut bounds over every unit
-    of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced.
+    of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced. A table
+    of boxes is not cut.
     """
     ids = np.array(sorted({i for t in (*sources, *destinations) for i in t.mesh.devices}), dtype=np.int64)
     least = sum(
@@ -86,6 +87,8 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
             best = max(best, reduction_bound(s, t, fabric))
+            continue
+        if tabled(s, t):
             continue
         # One row for every device of either end: an empty box where it holds, or wants, nothing.
         boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]

@@ -57,7 +57,8 @@ class Frame:
 def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]:
     """Return the frames of a program, its inputs first and then each step, or the single frame of a type.
 
-    Only the `most_devices` devices with the smallest ids are drawn, and of each step up to `MOST_VALUES` values.
+    Only the `most_devices` devices with the smallest ids are drawn, and of each step up to `MOST_VALUES` values. Of a
+    program with tables of boxes nothing is.
 
     >>> from shardplan.core.mesh import Mesh
     >>> frame, = frames(TensorType.parse("f32[4@x]", Mesh(x=2)))
@@ -67,6 +68,8 @@ def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]
     if isinstance(subject, TensorType):
         devices = tuple(sorted(subject.mesh.devices))[:most_devices]
         return [Frame("holds", "", "", "", subject, "held", _holdings(subject, devices))]
+    if subject.tables:
+        return []
     devices = subject.devices[:most_devices]
     received = account(subject).step_received
     out = _drawn(

@@ -66,7 +66,7 @@ def shown(subject: Plan | Program | TensorType) -> str:
         local = f"{shape_text(subject.local_shape(0))} on a device, {subject.local_bytes()} bytes; mesh {subject.mesh}"
         return f"{text_picture(subject)}\n\n{local}"
     program = subject.program if isinstance(subject, Plan) else subject
-    return f"{subject}\n\n{text_picture(program)}"
+    return f"{subject}\n\n{text_picture(program)}".rstrip()
 
 
 def check_object(path: Path, plan: Plan, verdict: TrialVerdict) -> dict[str, Any]:

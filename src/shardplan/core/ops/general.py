@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core import border
+from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
@@ -24,8 +26,10 @@ from shardplan.core.messages import (
     most_receivers,
     most_senders,
     own_places,
+    parcels,
     permutation,
     stays,
+    tabled,
     traffic,
 )
 from shardplan.core.notation import axes_text
@@ -40,9 +44,14 @@ from shardplan.core.ops.collective import (
     typed,
 )
 from shardplan.core.ops.movement import check_chunks
+from shardplan.core.parcels import Rows
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType, counter, live_reduction
 from shardplan.errors import TypingError
+
+# Who sends what several devices hold: of a layout's replicas the one with the receiver's coordinates (`core.messages`),
+# of a table's rows the one that has sent least (`core.parcels`); a receiver that has it keeps it.
+HOLDERS = ("coordinates",)
 
 
 def deliver(
@@ -66,6 +75,40 @@ def deliver(
                 *(Take(_ids(t, peer, part), part.cut(c, chunks)) for peer, part in takes),
             )
         )
+
+
+def deliver_parcels(t: TensorType, u: TensorType, devices: Ints, chunks: int) -> Iterator[Round]:
+    """Yield the rounds of a move with a table of boxes at either end: all its parcels, each a message of its own."""
+    found = parcels(t, u)
+    senders, receivers = found.source.ids[found.given], found.target.ids[found.taken]
+    home, away = np.flatnonzero(found.kept), np.flatnonzero(~found.kept)
+    give = lambda k: _part("x", t, found.source, found.given[k], found.boxes[k], k >= 0)  # noqa: E731
+    take = lambda k: _part("y", u, found.target, found.taken[k], found.boxes[k], k >= 0)  # noqa: E731
+    peer = lambda k, ends: np.where(k >= 0, ends[k], -1)  # noqa: E731
+    copies = [Copy(give(k), take(k)) for k in _nth(devices, senders[home], home)]
+    puts = [Put(peer(k, receivers), give(k)) for k in _nth(devices, senders[away], away)]
+    takes = [Take(peer(k, senders), take(k)) for k in _nth(devices, receivers[away], away)]
+    for c in range(chunks):
+        yield Round.of(
+            (
+                *([] if c else copies),
+                *(Put(x.peer, x.source.cut(c, chunks)) for x in puts),
+                *(Take(x.peer, x.target.cut(c, chunks)) for x in takes),
+            )
+        )
+
+
+def _part(buffer: str, t: TensorType, rows: Rows, row: Ints, box: Ints, live: Ints) -> Region:
+    """The region of each device in which a box of the array lies, inside one of its rows."""
+    start, size = box[..., 0] - rows.boxes[row][..., 0], box[..., 1] - box[..., 0]
+    if t.layout.boxes is None and t.ndim:
+        return Region(buffer, np.where(live[:, None, None], np.stack([start, start + size], axis=2), 0))
+    strides = rows.strides[row]
+    at = rows.offsets[row] + (start * strides).sum(axis=1)
+    # Before the dims of the box stands one of size 1, whose index is where the box begins.
+    low, high = (np.column_stack([first, rest]) for first, rest in ((at, np.zeros_like(size)), (at + 1, size)))
+    inside = np.where(live[:, None, None], np.stack([low, high], axis=2), 0)
+    return Region(buffer, inside, strides=np.column_stack([np.ones_like(at), strides]))
 
 
 def _ids(t: TensorType, places: Ints, part: Region) -> Ints:
@@ -162,12 +205,16 @@ class Permute(Collective):
 class General(Collective):
     """A move on box intersections: every receiver hears from the holders of what it lacks (`core.messages`)."""
 
+    boxed: ClassVar[bool] = True
+
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
         return lacking(t, u)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
+        if tabled(t, u):
+            return Collective.move(self, shards, t, u)
         senders, receivers, _ = messages(t.whole, u.whole)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
@@ -186,9 +233,11 @@ class General(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """The messages, all at once."""
+        if tabled(t, u):
+            yield from deliver_parcels(t, u, devices, self.chunks)
+            return
         senders, receivers, _ = messages(t.whole, u.whole)
-        home = np.ones(u.mesh.size, dtype=bool)
-        yield from deliver(t, u, devices, senders, receivers, home, self.chunks)
+        yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
@@ -199,7 +248,11 @@ class General(Collective):
         return traffic(t, u)
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
-        """One part a peer."""
+        """One part a peer; with a table of boxes, one a parcel."""
+        if tabled(t, u):
+            found = parcels(t, u)
+            counts = [int(np.bincount(ends[~found.kept]).max(initial=1)) for ends in found.ends]
+            return counts[0], counts[1]
         return most_receivers(t, u), max(1, most_senders(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
@@ -216,15 +269,40 @@ class General(Collective):
         return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
 
 
+def _set_end(op: Exchange | Send) -> None:
+    """Check where an op moves to; a layout that has a table stands for the table."""
+    border.choice(f"the holder of {op.name}", op.holder, HOLDERS, TypingError)
+    if op.layout is not None and op.layout.boxes is not None and op.boxes is None:
+        object.__setattr__(op, "boxes", op.layout.boxes)
+        object.__setattr__(op, "layout", None)
+    if (op.layout is None) == (op.boxes is None):
+        raise TypingError(f"{op.name} takes either a layout or boxes=; got {'none' if op.layout is None else 'both'}")
+
+
+def _end(op: Exchange | Send) -> Layout | BoxTable:
+    found = op.layout or op.boxes
+    assert found is not None  # checked when the op is made
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange(General):
-    """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh)."""
+    """The general move, one all-to-all-v on box intersections inside groups over `axes` (empty: the whole mesh).
+
+    It moves to a layout, or to a table of boxes.
+    """
 
     name: ClassVar[str] = "exchange"
     peers: ClassVar[int] = 2
-    layout: Layout
+    layout: Layout | None = None
     axes: tuple[str, ...] = ()
     chunks: int = 1
+    boxes: BoxTable | None = None
+    holder: str = HOLDERS[0]
+
+    def __post_init__(self) -> None:
+        """Check the end and the holder."""
+        _set_end(self)
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """The axes of the groups."""
@@ -233,7 +311,7 @@ class Exchange(General):
     def result(self, t: TensorType) -> TensorType:
         """Check that every group covers the new boxes of its members."""
         check_chunks(self.name, self.chunks)
-        u = t.with_layout(self.layout)
+        u = t.with_layout(_end(self))
         parts = [set(t.mesh.expand(x)) for x in (t.layout.partial, u.layout.partial, t.layout.root, u.layout.root)]
         if parts[0] != parts[1] or parts[2] != parts[3] or live_reduction(t) != live_reduction(u):
             raise TypingError(f"exchange: {t} and {u} differ in their partial or root axes; those must be equal")
@@ -244,19 +322,25 @@ class Exchange(General):
 
 @dataclass(frozen=True, slots=True)
 class Send(General):
-    """Move to another mesh: every device of `mesh` fetches what it lacks of its box under `layout`."""
+    """Move to another mesh: every device of `mesh` fetches what it lacks of its box under `layout`, or of its rows."""
 
     name: ClassVar[str] = "send"
-    layout: Layout
+    layout: Layout | None
     mesh: Mesh
     chunks: int = 1
+    boxes: BoxTable | None = None
+    holder: str = HOLDERS[0]
+
+    def __post_init__(self) -> None:
+        """Check the end and the holder."""
+        _set_end(self)
 
     def result(self, t: TensorType) -> TensorType:
         """The same tensor on the other mesh; the operand may not be partial."""
         check_chunks(self.name, self.chunks)
         if t.layout.partial:
             raise TypingError(f"send: {t} is partial; reduce it first")
-        u = t.with_layout(self.layout, self.mesh)
+        u = t.with_layout(_end(self), self.mesh)
         if u.layout.partial or u.layout.root:
             raise TypingError(f"send: the result {u} may be neither partial nor rooted")
         return u

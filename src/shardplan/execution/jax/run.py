@@ -62,8 +62,9 @@ def check(program: Program, placed: bool = True) -> None:
 
     for name, t in (pair for p in programs(program) for pair in p.types.items()):
         if not t.all_even:
+            how = "is unevenly tiled" if t.layout.boxes is None else "lies in a table of boxes"
             raise BackendError(
-                f"jax: %{name} has the type {t} on {t.mesh}, which is unevenly tiled; JAX gives every device a shard "
+                f"jax: %{name} has the type {t} on {t.mesh}, which {how}; JAX gives every device a shard "
                 f"of one size: legal are dims that the product of their axes divides"
             )
     for number, step in enumerate(program.steps):

@@ -121,7 +121,8 @@ class Staging:
     @staticmethod
     def of(op: Op, operands: Sequence[TensorType], base: int) -> Staging:
         """Return the stage of an op; one that does not come in chunks has one."""
-        top = max(math.prod(t.local_shape()) for t in (*operands, *op.infer(*operands))) if op.cuttable else 1
+        ends = (*operands, *op.infer(*operands))
+        top = max(t.local_bytes() // t.itemsize for t in ends) if op.cuttable else 1
         return Staging(base, op.staged(*operands), top)
 
     def chunks(self, limit: float, most: float) -> int:

@@ -11,6 +11,8 @@ from functools import lru_cache, partial
 import numpy as np
 
 from shardplan.core.accounting import account, bound_bytes
+from shardplan.core.messages import tabled
+from shardplan.core.ops import Exchange, Send
 from shardplan.core.program import Program
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
@@ -136,6 +138,10 @@ def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
     choice = Choice()
     if same(s, t):
         offer(choice, Program({"0": s}, (), ("0",)), True, rules)
+        return choice
+    if tabled(s, t):  # no other op takes a table
+        direct = Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh)
+        consider(choice, [Candidate((direct,))], s, t, rules)
         return choice
     placement = rules.placement
     if placement is not None and s.mesh == t.mesh and (payload := recognise(s, t, placement)) is not None:
