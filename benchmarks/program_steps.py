@@ -2,8 +2,9 @@
 
 `python -m benchmarks.program_steps [--count 5]`: the program is the unrolled training step of a 96-layer transformer,
 forward and backward, of einsums, elementwise ops, reductions and collectives, data parallel over 512 and tensor
-parallel over 8. Beside it the same step with another width in every layer, so that no layer repeats another. Every
-figure is cold: what the package remembers is forgotten before. Processor time, not wall time.
+parallel over 8. Beside it the same step with another width in every layer, so that no layer repeats another; and one
+layer, and that as the body of a `repeat` that runs 96 times, as a whole. Every figure is cold: what the package
+remembers is forgotten before. Processor time, not wall time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from benchmarks.common import arguments, record, spread, table, write
 
 import shardplan as sp
 from shardplan.core.accounting import account
-from shardplan.core.ops import AllReduce, Einsum, Elementwise, Op, ReduceDims
+from shardplan.core.nested import rows
+from shardplan.core.ops import AllReduce, Einsum, Elementwise, Op, ReduceDims, Repeat
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 
@@ -101,6 +103,16 @@ def written(widths: list[int]) -> tuple[Writer, list[str]]:
     return w, [name for number, width in enumerate(widths) for name in layer(w, number, width)]
 
 
+def repeated() -> tuple[Writer, list[str]]:
+    """Write the layers as one step, which slices what each of them takes."""
+    one, results = written([WIDTH])
+    w = Writer(one.mesh)
+    w.inputs = {name: rows(t, LAYERS) for name, t in one.inputs.items()}
+    body = Program(one.inputs, one.steps, results)
+    w.steps.append(Step(Repeat(LAYERS, body, sliced=len(one.inputs)), tuple(w.inputs), tuple(results)))
+    return w, results
+
+
 def forget() -> None:
     """Empty every cache of the package."""
     for name, module in list(sys.modules.items()):
@@ -140,16 +152,24 @@ def main() -> None:
         w, outputs = written(widths)
         counts[kind] = len(w.steps)
         micros[kind] = measured(w, outputs, options.count)
-    rows = [
+    wholes = {"one layer": written([WIDTH]), f"repeat of {LAYERS}": repeated()}
+    whole = {
+        kind: {n: [len(w.steps) * x / 1e3 for x in v] for n, v in measured(w, outputs, options.count).items()}
+        for kind, (w, outputs) in wholes.items()
+    }
+    lines = [
         [name, *(spread(micros[kind][name])["median"] for kind in micros), TARGETS[name], NEW_TARGET]
         for name in TARGETS
     ]
     head = ("microseconds a step", "layers alike", "all new", "target", "new: target")
-    print(table(head, rows, f"{counts['alike']} steps on {DATA * TENSOR} devices, median of {options.count}"))
+    print(table(head, lines, f"{counts['alike']} steps on {DATA * TENSOR} devices, median of {options.count}"))
+    lines = [[name, *(spread(whole[kind][name])["median"] for kind in whole)] for name in TARGETS]
+    print(table(("milliseconds", *whole), lines, "a layer, and 96 of them as one step"))
     result = {
         "steps": counts,
         "devices": DATA * TENSOR,
         "microseconds a step": {k: {n: spread(v) for n, v in found.items()} for k, found in micros.items()},
+        "milliseconds": {k: {n: spread(v) for n, v in found.items()} for k, found in whole.items()},
         "targets": TARGETS | {"new": NEW_TARGET},
         "samples": micros,
     }
