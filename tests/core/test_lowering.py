@@ -16,7 +16,7 @@ from shardplan.core.group_rounds import FILLED
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import SEGMENT, Boxes, Copy, Group, Put, Round, Take
 from shardplan.core.messages import at_root
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Send, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.part import Part, run_part
@@ -191,3 +191,34 @@ def test_groups_of_every_size(members: int, chunks: int) -> None:
         ("i32[13@x, 3]", AllToAll(0, 1, ("x",), chunks=chunks)),
     ):
         check(op, [TensorType.parse(text, sp.Mesh(x=members))])
+
+
+def test_the_moves_of_a_together_are_posted_at_once() -> None:
+    """Both halves of a swap between two meshes, and an all-gather on one of them, begin in one round."""
+    here, there = sp.Mesh(x=3), sp.Mesh({"x": 3}, devices=(2, 3, 4))
+    a, b = TensorType("i32", (6, 2), ("x",), here), TensorType("u8", (6, 2), (None, "x"), there)
+    steps = [
+        Step(Send(a.layout, there), ("a",), ("c",)),
+        Step(Send(b.layout, here), ("b",), ("d",)),
+        Step(AllGather(0, ("x",)), ("a",), ("e",)),
+    ]
+    op = Together(Program({"b": b, "a": a}, steps, ("e", "d", "c")))
+    ids = np.arange(5)
+    lowering = op.lowering([b, a], ids)
+    first = next(lowering.rounds())
+    senders = {(d, int(put.peer[d]), put.source.buffer) for put in first.puts for d in np.flatnonzero(put.peer >= 0)}
+    assert {(0, 2, "x1"), (3, 1, "x0"), (0, 1, "x1")} <= senders
+    results = op.infer(b, a)
+    given = [shards_of(b, 5), shards_of(a)]
+    arrays = {
+        f"{letter}{k}": [np.zeros(0)] * 5 for letter, side in (("x", (b, a)), ("y", results)) for k in range(len(side))
+    }
+    for k, t in enumerate((b, a)):
+        for d, x in zip(t.mesh.devices, given[k], strict=True):
+            arrays[f"x{k}"][d] = x
+    for k, u in enumerate(results):
+        for place, d in enumerate(u.mesh.devices):
+            arrays[f"y{k}"][d] = np.zeros(u.local_shape(place), numpy_dtype(u.dtype))
+    interpret(lowering, arrays, op.name)
+    for k, (u, want) in enumerate(zip(results, op.reference(given, [b, a]), strict=True)):
+        assert all(np.array_equal(arrays[f"y{k}"][d], x) for d, x in zip(u.mesh.devices, want, strict=True))
