@@ -9,7 +9,12 @@ import pytest
 
 from hardware.topologies import GB, switches
 from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Local, Messages
+from shardplan.core.nested import rows
+from shardplan.core.ops import Repeat, matmul
+from shardplan.core.pattern import Groups, Local, Messages, Work
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
 from shardplan.errors import TopologyError
 from shardplan.hardware import (
     Fabric,
@@ -23,6 +28,7 @@ from shardplan.hardware import (
     seconds,
 )
 from shardplan.hardware.algorithms import tree
+from shardplan.plans.pricing import fabric_of, priced
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]
 
@@ -413,3 +419,32 @@ def test_errors():
         seconds(Groups("all_reduce", np.arange(4), np.ones(4)), fabric)
     with pytest.raises(TopologyError, match="device 4 is not in topology"):
         Fabric(switches(4), np.array([0, 4]))
+
+
+def test_a_kernel_takes_the_longer_of_its_operations_and_its_bytes():
+    a100 = Fabric(Topology.load("dgx-a100-40g", nodes=1))
+    assert seconds(Work(312e12, "bf16", 1e6), a100) == pytest.approx(1.0)
+    assert seconds(Work(312e12, "f16", 1e6), a100) == pytest.approx(1.0)
+    assert seconds(Work(1e6, "bf16", 1.555e12), a100) == pytest.approx(1.0)
+    assert seconds(Work(1e30, "c128", 1.555e12), a100) == pytest.approx(1.0)  # no flops are stated for it
+    assert seconds(Work(1e30, "f32", 1e30), Fabric(Topology("bare", (Level("gpu", 2, "switch", GB),)))) == 0
+    assert level_bytes(Work(1e12, "bf16", 1e9), a100) == (0.0, 0.0)
+
+
+def test_a_matrix_product_costs_what_its_device_makes_of_it():
+    mesh = Mesh(x=8)
+    a, b = (TensorType("bf16", (8192, 8192), dims, mesh) for dims in (("x",), (None, None)))
+    pattern = matmul().pattern(a, b)
+    assert pattern.flops == 2 * 1024 * 8192 * 8192
+    assert pattern.nbytes == 2 * (2 * 1024 * 8192 + 8192 * 8192)
+    program = Program({"a": a, "b": b}, [Step(matmul(), ("a", "b"), ("c",))], ("c",))
+    for n in (1, 7):
+        where = Topology.load("dgx-a100", nodes=1)
+        total, _ = priced(repeated(program, n), fabric_of(where, program.meshes))
+        assert total == pytest.approx(n * pattern.flops / 312e12)
+
+
+def repeated(program: Program, n: int) -> Program:
+    outputs = ("c",)
+    inputs = {name: rows(t, n) for name, t in program.inputs}
+    return Program(inputs, [Step(Repeat(n, program, sliced=2), ("a", "b"), outputs)], outputs)

@@ -40,6 +40,15 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One kernel on every device: its operations in a dtype, and the bytes it reads and writes, on the worst device."""
+
+    flops: float
+    dtype: str
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class InTurn:
     """Patterns one after another, all of them `times` times."""
 
@@ -47,11 +56,18 @@ class InTurn:
     parts: tuple[Pattern, ...]
 
 
-Pattern = Groups | Messages | Local | InTurn
+Pattern = Groups | Messages | Local | Work | InTurn
+
+
+def communicates(pattern: Pattern) -> bool:
+    """Say whether anything goes from one device to another."""
+    if isinstance(pattern, InTurn):
+        return any(map(communicates, pattern.parts))
+    return isinstance(pattern, Groups | Messages)
 
 
 def in_turn(times: int, parts: Sequence[Pattern]) -> Pattern:
-    """Return patterns one after another, all of them `times` times; where nothing is communicated, as one copy."""
+    """Return patterns one after another, all of them `times` times; where all are copies, as one."""
     copied = [part.nbytes for part in parts if isinstance(part, Local)]
     if not times or len(copied) == len(parts):
         return Local(times * sum(copied))

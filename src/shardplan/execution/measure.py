@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.core.pattern import Local
+from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.record import Record, StepSpan
@@ -37,7 +37,7 @@ def timeline_of(program: Program, spans: Sequence[StepSpan], title: str) -> Time
     intervals: list[Interval] = []
     for s in sorted(spans, key=lambda s: (s.start, s.device, s.step)):
         step = program.steps[s.step]
-        local = isinstance(step.op.pattern(*program.step_types(step)[0]), Local)
+        local = not communicates(step.op.pattern(*program.step_types(step)[0]))
         intervals.append(
             Interval(
                 s.device,

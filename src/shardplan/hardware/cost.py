@@ -12,7 +12,7 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, Work
 from shardplan.errors import TopologyError
 from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal
 from shardplan.hardware.algorithms import ALGORITHMS, FlowRound
@@ -58,6 +58,9 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         case Local():
             # A copy reads and writes.
             return Price("copy", 0.0, 2 * pattern.nbytes / fabric.topology.device.memory_bandwidth, _none(fabric))
+        case Work():
+            busy = fabric.topology.device.kernel_seconds(pattern.flops, pattern.dtype, pattern.nbytes)
+            return Price("kernel", 0.0, busy, _none(fabric))
         case Messages():
             return _messages(pattern, fabric)
         case Groups():

@@ -126,11 +126,23 @@ class DeviceSpec:
 
         `f16` and `bf16` stand for each other, `f8` for `f8...`, and `f4` for `f4...`.
         """
+        found = self._stated(dtype)
+        if found is None:
+            stated = ", ".join(name for name, _ in self.flops) or "none"
+            raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {stated}")
+        return found
+
+    def kernel_seconds(self, flops: float, dtype: str, nbytes: float) -> float:
+        """Return the seconds of a kernel: the longer of its operations and of what it reads and writes.
+
+        What the device does not state takes no time. Source: the roofline model (Williams et al., 2009).
+        """
+        return max(flops / (self._stated(dtype) or math.inf), nbytes / self.memory_bandwidth)
+
+    def _stated(self, dtype: str) -> float | None:
         table = dict(self.flops)
-        for name in (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*"):
-            if name in table:
-                return table[name]
-        raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {', '.join(table) or 'none'}")
+        names = (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*")
+        return next((table[name] for name in names if name in table), None)
 
 
 class Hardware(NamedTuple):

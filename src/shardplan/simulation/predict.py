@@ -14,7 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from shardplan.core.accounting import account, holds
-from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
@@ -58,8 +58,10 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
 
     Source: arXiv 2112.01075 and 2110.10548 price programs so; see `hardware.cost`.
 
+    >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllGather
     >>> from shardplan.core.step import Step
+    >>> from shardplan.core.tensor import TensorType
     >>> t = TensorType("f32", (1000,), ("x",), Mesh(x=2))
     >>> line = predict(Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",)))
     >>> [(i.device, i.name, i.received_bytes) for i in line.intervals]
@@ -78,7 +80,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         pattern, ids = step.op.pattern(*operands), step.op.devices(*results)
         start, received = clock, dict(zip(ids.tolist(), step.op.received(*operands).tolist(), strict=True))
         clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
-        stream = "compute" if isinstance(pattern, Local) else "comm"
+        stream = "comm" if communicates(pattern) else "compute"
         slots.append(_Slot(start, clock, stream, taking_part(pattern, ids), received))
     samples = _live(program, slots)
     drawn = set(program.devices[:most_devices])
@@ -108,7 +110,7 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
             ids = np.concatenate([pattern.sender, pattern.receiver])
         case InTurn():
             ids = np.concatenate([taking_part(part, devices) for part in pattern.parts])
-        case Local():
+        case Local() | Work():
             ids = devices
         case _:
             assert_never(pattern)

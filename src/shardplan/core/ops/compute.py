@@ -18,7 +18,7 @@ from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, poison, results_of
-from shardplan.core.pattern import Local, Pattern
+from shardplan.core.pattern import Pattern, Work
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, TypingError
@@ -105,8 +105,9 @@ class Compute(Op):
         return 0
 
     def pattern(self, *operands: TensorType) -> Pattern:
-        """No communication; what it computes has no price yet."""
-        return Local(0.0)
+        """One kernel."""
+        dtype = (operands or self.infer())[0].dtype
+        return Work(self.flops(*operands), dtype, float(self.touched(*operands)))
 
 
 def at_place(place: int) -> Where:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.core import border, ops
 from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Local, Pattern, in_turn
+from shardplan.core.pattern import Groups, Pattern, communicates, in_turn
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
@@ -153,7 +153,7 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[P
     others: list[Pattern] = []
     for times, op, operands in program_leaves(program):
         pattern = op.pattern(*operands)
-        if isinstance(pattern, Local):
+        if not communicates(pattern):
             continue
         axes = op.members(operands[0])
         whole = all(a in mesh.axes for a in axes) and not any(t.layout.root for t in operands)
