@@ -427,7 +427,7 @@ def test_a_kernel_takes_the_longer_of_its_operations_and_its_bytes():
     assert seconds(Work(312e12, "f16", 1e6), a100) == pytest.approx(1.0)
     assert seconds(Work(1e6, "bf16", 1.555e12), a100) == pytest.approx(1.0)
     assert seconds(Work(1e30, "c128", 1.555e12), a100) == pytest.approx(1.0)  # no flops are stated for it
-    assert seconds(Work(1e30, "f32", 1e30), Fabric(Topology("bare", (Level("gpu", 2, "switch", GB),)))) == 0
+    assert seconds(Work(1e30, "f32", 1e30), Fabric(Topology("bare", (Level("gpu", 2, "switch", GB, 0.0),)))) == 0
     assert level_bytes(Work(1e12, "bf16", 1e9), a100) == (0.0, 0.0)
 
 
