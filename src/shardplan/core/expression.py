@@ -96,17 +96,13 @@ class Expression:
         found = _degree(self.root, chosen)
         return (1 if chosen & set(self.names) else 0) if found == ZERO else found
 
-    def monotone(self, name: str, *, finite: bool = False) -> bool:
-        """Say whether the value increases (weakly) with the operand `name`, the others fixed and finite.
-
-        Holds on the infinities too, which fill a max or min partial; hence `log` and `sqrt` do not count. With
-        `finite` the fill is the least or largest number of the dtype instead, which arithmetic could take out of
-        range: only selections (maximum, minimum, relu, where) count then.
-        """
-        return _direction(self.root, frozenset((name,)), "max", finite) == 1
-
     def commutes(self, names: Iterable[str], reduction: str, *, finite: bool = False) -> bool:
-        """Say whether reducing (`max`, `min`) the operands `names` together and evaluating may change places."""
+        """Say whether reducing (`max`, `min`) the operands `names` together and evaluating may change places.
+
+        The value then increases (weakly) with them, the others fixed and finite; also on the infinities, which fill a
+        partial value: hence `log` and `sqrt` do not count. With `finite` the fill is the least or largest number of the
+        dtype instead, which arithmetic could take out of range: only selections (maximum, minimum, relu, where) count.
+        """
         return _direction(self.root, frozenset(names), reduction, finite) == 1
 
     def flops(self) -> int:

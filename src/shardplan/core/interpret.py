@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import Copy, Lowering, Region
+from shardplan.core.lowering import Copy, Lowering, Region, matched
 from shardplan.core.op import Array
-from shardplan.errors import TypingError
 
 
 def interpret(lowering: Lowering, arrays: Mapping[str, Sequence[Array]], what: str) -> None:
@@ -22,27 +20,13 @@ def interpret(lowering: Lowering, arrays: Mapping[str, Sequence[Array]], what: s
     held = {n: [np.empty(k, numpy_dtype(b.dtype)) for k in b.elements.tolist()] for n, b in lowering.buffers.items()}
     held |= {name: list(shards) for name, shards in arrays.items()}
     for one in lowering.rounds():
-        mail: dict[tuple[int, int], deque[Array]] = defaultdict(deque)
-        for put in one.puts:
-            for row in np.flatnonzero(put.source.elements()).tolist():
-                mail[ids[row], int(put.peer[row])].append(read(held, put.source, row))
+        came = [(row, into, read(held, frm, sender)) for sender, row, frm, into in matched(one, ids, what)]
         for copy in one.meanwhile:
             _copy(held, copy)
-        for take in one.takes:
-            for row in np.flatnonzero(take.target.elements()).tolist():
-                pair, n = (int(take.peer[row]), ids[row]), int(take.target.elements()[row])
-                came = mail[pair].popleft() if mail[pair] else None
-                if came is None or came.size != n:
-                    sent = "nothing" if came is None else f"{came.size} elements"
-                    raise TypingError(
-                        f"{what}: device {pair[1]} takes {n} elements from device {pair[0]}, which puts {sent}"
-                    )
-                write(held, take.target, row, came)
+        for row, into, elements in came:
+            write(held, into, row, elements)
         for copy in one.then:
             _copy(held, copy)
-        left = [pair for pair, messages in mail.items() if messages]
-        if left:
-            raise TypingError(f"{what}: device {left[0][0]} puts what device {left[0][1]} does not take")
 
 
 def _copy(held: Mapping[str, Sequence[Array]], copy: Copy) -> None:

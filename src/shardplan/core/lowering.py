@@ -10,6 +10,7 @@ so far are done too. Chunks and segments are further rounds.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -20,6 +21,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 
 Ints = np.ndarray
 SEGMENT = 2**17  # bytes that a chain passes on at once: little beside a shard, so that all its links are busy
@@ -127,6 +129,35 @@ class Round(NamedTuple):
     def actions(self) -> tuple[Action, ...]:
         """All of them, in order."""
         return (*self.puts, *self.meanwhile, *self.takes, *self.then)
+
+
+def matched(one: Round, ids: Sequence[int], what: str) -> list[tuple[int, int, Region, Region]]:
+    """Return the messages of a round: the rows of sender and receiver, what is put, and where it is taken.
+
+    `ids` are those of all devices that take part, by row. Raises `TypingError`, which `what` opens, where what is put
+    is not what is taken.
+    """
+    rows = {device: row for row, device in enumerate(ids)}
+    posted: dict[tuple[int, int], deque[tuple[Region, int]]] = defaultdict(deque)
+    for put in one.puts:
+        sizes = put.source.elements()
+        for row in np.flatnonzero(sizes).tolist():
+            posted[ids[row], int(put.peer[row])].append((put.source, int(sizes[row])))
+    found: list[tuple[int, int, Region, Region]] = []
+    for take in one.takes:
+        sizes = take.target.elements()
+        for row in np.flatnonzero(sizes).tolist():
+            pair, n = (int(take.peer[row]), ids[row]), int(sizes[row])
+            source, given = posted[pair].popleft() if posted[pair] else (None, 0)
+            if source is None or given != n:
+                sent = f"{given} elements" if given else "nothing"
+                raise TypingError(
+                    f"{what}: device {pair[1]} takes {n} elements from device {pair[0]}, which puts {sent}"
+                )
+            found.append((rows[pair[0]], row, source, take.target))
+    for sender, receiver in (pair for pair, left in posted.items() if left):
+        raise TypingError(f"{what}: device {sender} puts what device {receiver} does not take")
+    return found
 
 
 class Buffer(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.dtypes import itemsize
-from shardplan.core.lowering import Copy, Region, Round
+from shardplan.core.lowering import Copy, Region, matched
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
@@ -124,7 +124,6 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
     results = op.infer(*operands)
     meshes = {t.mesh for t in (*operands, *results)}
     devices = operands[0].mesh.devices if len(meshes) == 1 else tuple(sorted({d for m in meshes for d in m.devices}))
-    index = {d: k for k, d in enumerate(devices)}
     lowering = op.in_chunks(1).lowering(operands, np.array(devices))
     shapes: dict[str, Shape] = {name: (int(b.elements.max()),) for name, b in lowering.buffers.items()}
     dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
@@ -148,7 +147,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
 
     batches: list[tuple[PermuteRound, ...]] = []
     for one in lowering.rounds():
-        messages = list(_messages(one, index))
+        messages = matched(one, devices, op.name)
         kept, sent = list(copied(one.meanwhile)), list(permutes(messages))
         if all(c.source and not c.fold for c in one.meanwhile):
             joint = list(permutes(itertools.chain(messages, *map(_to_itself, one.meanwhile))))
@@ -168,18 +167,6 @@ def _rows(region: Region) -> list[int]:
 
 def _to_itself(copy: Copy) -> Iterator[Message]:
     return ((row, row, copy.source, copy.target) for row in _rows(copy.target))
-
-
-def _messages(one: Round, index: dict[int, int]) -> Iterator[Message]:
-    """Yield sender and receiver, what is put and where it is taken: the n-th put of a pair meets its n-th take."""
-    posted: dict[tuple[int, int], deque[Region]] = defaultdict(deque)
-    for put in one.puts:
-        for row in _rows(put.source):
-            posted[row, index[int(put.peer[row])]].append(put.source)
-    for take in one.takes:
-        for row in _rows(take.target):
-            sender = index[int(take.peer[row])]
-            yield sender, row, posted[sender, row].popleft(), take.target
 
 
 def _boxes(region: Region, row: int, shape: Shape) -> list[Box]:
