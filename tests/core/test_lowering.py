@@ -222,3 +222,10 @@ def test_the_moves_of_a_together_are_posted_at_once() -> None:
     interpret(lowering, arrays, op.name)
     for k, (u, want) in enumerate(zip(results, op.reference(given, [b, a]), strict=True)):
         assert all(np.array_equal(arrays[f"y{k}"][d], x) for d, x in zip(u.mesh.devices, want, strict=True))
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    t = TensorType("i32", (6,), ("x",), sp.Mesh(x=3))
+    with pytest.raises(sp.TypingError, match=r"^all_gather: the algorithm 'rnig' is unknown; legal are direct, ring, "):
+        AllGather(0, ("x",)).lowering([t], np.arange(3), "rnig")
+    assert len(list(AllGather(0, ("x",)).lowering([t], np.arange(3), "chain").rounds())) == 1  # its first: direct

@@ -20,7 +20,9 @@ from shardplan.core.messages import Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TypingError
+from shardplan.errors import TypingError, shown
+
+ALGORITHMS = ("direct", "ring", "chain", "tree")  # that may be asked for of any op; one without it takes its first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,10 @@ class Collective(Op):
         return {}
 
     def lowered(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
-        """Return the lowering of one operand "x" that becomes "y"."""
+        """Return the lowering of one operand "x" that becomes "y"; raises `TypingError` for an unknown algorithm."""
+        if algorithm and algorithm not in (*ALGORITHMS, *self.algorithms):
+            legal = ", ".join(dict.fromkeys((*ALGORITHMS, *self.algorithms)))
+            raise TypingError(f"{self.name}: the algorithm {shown(algorithm)} is unknown; legal are {legal}")
         chosen = algorithm if algorithm in self.algorithms else self.algorithms[0]
         buffers = self.buffers(t, u, devices, chosen)
         return Lowering(devices, buffers, lambda: self.lower(t, u, devices, chosen))

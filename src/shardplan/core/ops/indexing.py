@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -132,20 +133,39 @@ class ScatterAdd(Ruled):
         return float(math.prod(operands[0].local_shape(0)))
 
 
-def _made(op: str, shape: tuple[int, ...], operands: Sequence[TensorType]) -> FactorRule:
-    names = factor_names(len(shape))
-    return rule_of(op, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
+@dataclass(frozen=True, slots=True)
+class Made(Ruled):
+    """An op without operands, which says the type of what it makes."""
 
+    @abc.abstractmethod
+    def made(self) -> TensorType:
+        """Return the type as the fields say it, checked but for addends, which are not said."""
 
-def _unsummed(op: str, t: TensorType) -> TensorType:
-    """Refuse a value that is made partial: its addends are not said."""
-    if t.layout.partial:
-        raise TypingError(f"{op}: {t} is partial; legal are sharded, replicated and rooted values")
-    return t
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """A result only."""
+        shape = self.made().shape
+        names = factor_names(len(shape))
+        return rule_of(self.name, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Refuse operands, and a value whose addends are not said."""
+        counted(self.name, operands, 0)
+        t = self.made()
+        if t.layout.partial:
+            raise TypingError(f"{self.name}: {t} is partial; legal are sharded, replicated and rooted values")
+        return (t,)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """No operands."""
+        return False
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Iota(Ruled):
+class Iota(Made):
     """0, 1, 2, ... along a dim, the same along all others.
 
     >>> from shardplan.core.mesh import Mesh
@@ -160,22 +180,13 @@ class Iota(Ruled):
     layout: Layout
     mesh: Mesh
 
-    def rule(self, *operands: TensorType) -> FactorRule:
-        """A result only."""
-        return _made(self.name, self.shape, operands)
-
-    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+    def made(self) -> TensorType:
         """As the fields say."""
-        self.rule(*operands)
-        t = _unsummed(self.name, TensorType(self.dtype, self.shape, self.layout, self.mesh))
+        t = TensorType(self.dtype, self.shape, self.layout, self.mesh)
         if not 0 <= self.dim < t.ndim:
             raise TypingError(f"iota: {t} has no dim {self.dim}; legal are 0 to {t.ndim - 1}")
         check_value(self.name, t.shape[self.dim] - 1, t.dtype)
-        return (t,)
-
-    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """No operands."""
-        return False
+        return t
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Count on from where the box starts."""
@@ -183,13 +194,9 @@ class Iota(Ruled):
         along = at.results[0][self.dim] + xp.arange(shape[self.dim])
         return (along.reshape(tuple(n if d == self.dim else 1 for d, n in enumerate(shape))),)
 
-    def flops(self, *operands: TensorType) -> float:
-        """None."""
-        return 0.0
-
 
 @dataclass(frozen=True, slots=True)
-class Constant(Ruled):
+class Constant(Made):
     """One value everywhere."""
 
     name: ClassVar[str] = "constant"
@@ -199,25 +206,12 @@ class Constant(Ruled):
     layout: Layout
     mesh: Mesh
 
-    def rule(self, *operands: TensorType) -> FactorRule:
-        """A result only."""
-        return _made(self.name, self.shape, operands)
-
-    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+    def made(self) -> TensorType:
         """As the fields say."""
-        self.rule(*operands)
-        t = _unsummed(self.name, TensorType(self.dtype, self.shape, self.layout, self.mesh))
+        t = TensorType(self.dtype, self.shape, self.layout, self.mesh)
         check_value(self.name, self.value, t.dtype)
-        return (t,)
-
-    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """No operands."""
-        return False
+        return t
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Fill."""
         return (xp.full((), self.value, numpy_dtype(short_name(self.dtype))),)
-
-    def flops(self, *operands: TensorType) -> float:
-        """None."""
-        return 0.0

@@ -167,9 +167,12 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
 
     It comes first, or behind any step of the best program found; the way that is left behind it is searched.
     """
-    ops = () if best is None else tuple(step.op for step in best.program.steps)
-    kinds, here = every_op().values(), s
-    for k in range(len(ops) + 1):
+    steps = () if best is None else best.program.steps
+    ops = tuple(step.op for step in steps)
+    kinds, heres = every_op().values(), [s]
+    if best is not None:
+        heres += [best.program.types[step.results[0]] for step in steps]
+    for k, here in enumerate(heres):
         for op in (op for kind in kinds for op in kind.moves(here, t)):
             try:
                 (there,) = op.infer(here)
@@ -177,8 +180,6 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
                 continue
             ways = [Candidate(())] if same(there, t) else _ways(there, t, rules)
             yield from (Candidate((*ops[:k], op, *way.ops)) for way in ways)
-        if k < len(ops):
-            (here,) = ops[k].infer(here)
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
