@@ -118,6 +118,18 @@ def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") ->
     return tuple(line for n, line in enumerate(lines) if all(line[1] < other[1] for other in lines[:n]))
 
 
+def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tuple[float, float]:
+    """Return the cost of a collective as one affine function of bytes: that of the row which is cheapest at `nbytes`.
+
+    `members` are device ids, int64 [G, k], in member order.
+
+    Returns:
+        Seconds at 0 bytes, and seconds per byte that a member holds before the op.
+    """
+    lines = offers(kind, fabric.topology_ids(members), fabric)
+    return min(lines, key=lambda line: line[0] + line[1] * nbytes)
+
+
 def _none(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 

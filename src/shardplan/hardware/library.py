@@ -7,7 +7,7 @@ A row is one algorithm under one protocol. For the groups of a collective it tak
 where *far* levels are the level called `node` and those outside it (a NIC is an uplink of a node), *near* ones those
 inside it; a rate is the level's bandwidth times its efficiency times the row's share. The least over the rows is paid.
 So a price is monotone in bytes, and the rows of an op on some groups are lines that a search may fold. Which hops and
-loads an algorithm has is in `loads`, tables are TOML files in `libraries/`, and every number in them is cited there.
+loads an algorithm has is in `traffic`, tables are TOML files in `libraries/`, and every number in them is cited there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from shardplan.core import border
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.units import exact, parse_seconds
 
+# What `traffic` knows: an algorithm's hops and loads.
+ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
 _TABLES = Path(__file__).parent / "libraries"
 _LENGTHS = ("base", "base_far", "near", "far")  # seconds of a row
 _SHARES = ("near_share", "far_share")
@@ -31,7 +33,7 @@ _SHARES = ("near_share", "far_share")
 class Row:
     """One algorithm under one protocol: seconds beside those of the topology, and shares of its rates."""
 
-    algorithm: str  # a name of `loads.ALGORITHMS`
+    algorithm: str  # one of `ALGORITHM_NAMES`
     protocol: str  # such as LL; empty where the library has one
     ops: tuple[str, ...]  # the kinds of collectives that it serves, as `Groups.kind`; `messages` for messages
     base: float = 0.0  # seconds once, of groups inside a node
@@ -41,6 +43,12 @@ class Row:
     near_share: float = 1.0  # of the rate of ports and links inside a node
     far_share: float = 1.0  # of the rate of NICs and of what lies outside them
     asked: bool = False  # priced only where its algorithm is asked for by name
+
+    def __post_init__(self) -> None:
+        """Refuse an algorithm that nothing is known of."""
+        if self.algorithm not in ALGORITHM_NAMES:
+            legal = ", ".join(ALGORITHM_NAMES)
+            raise TopologyError(f"library row: algorithm {shown(self.algorithm)} is unknown; legal: {legal}")
 
     @property
     def name(self) -> str:
