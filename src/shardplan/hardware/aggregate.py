@@ -89,7 +89,9 @@ def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric
         return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
     row = np.cumsum(fresh) - 1  # one row for each group and parent
     dims = range(len(level.extents))
-    return np.concatenate([_summed(j, dim, row, parent[starts], unit % level.size, members, part, fabric) for dim in dims])
+    return np.concatenate(
+        [_summed(j, dim, row, parent[starts], unit % level.size, members, part, fabric) for dim in dims]
+    )
 
 
 def _summed(

@@ -137,15 +137,19 @@ def _none(fabric: Fabric) -> tuple[float, ...]:
 def _in_turn(times: int, parts: Sequence[Price], fabric: Fabric) -> Price:
     moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
     alpha, transfer = sum(part.alpha for part in parts), sum(part.transfer for part in parts)
-    load = scaled(added(part.load for part in parts), [times] * len(fabric.wires))
+    load = scaled(_all(parts, fabric), [times] * len(fabric.wires))
     own = times * sum(part.own for part in parts)
     return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()), load, own)
+
+
+def _all(parts: Sequence[Price], fabric: Fabric) -> Load:
+    return added([(None,) * len(fabric.wires), *(part.load for part in parts)])
 
 
 def _at_once(parts: Sequence[Price], fabric: Fabric) -> Price:
     """Loads add; the largest alpha and the longest copy count once; no part ends before it would alone."""
     moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
-    load = added(part.load for part in parts)
+    load = _all(parts, fabric)
     own = max((part.own for part in parts), default=0.0)
     transfer = max([busiest(load) + own, *(part.transfer for part in parts)])
     return Price("at once", max((p.alpha for p in parts), default=0.0), transfer, tuple(moved.tolist()), load, own)
@@ -154,7 +158,7 @@ def _at_once(parts: Sequence[Price], fabric: Fabric) -> Price:
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
-        return Price("direct", 0.0, 0.0, _none(fabric))
+        return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
     rows = fabric.library.serving("messages", algorithm)

@@ -31,7 +31,7 @@ import numpy as np
 from shardplan.core.group_rounds import tree_parents
 from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal, spread, units_spanned, walked
 from shardplan.hardware.algorithms import FlowRound, ring, tree
-from shardplan.hardware.fabric import Fabric, Flows, Floats, Ints, Load
+from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,9 +97,9 @@ def _nodes(members: Ints, fabric: Fabric) -> Ints:
 
 def _reduces(members: Ints, fabric: Fabric, near: bool) -> bool:
     """Whether the levels spanned, or those of them inside a node, all reduce; some level inside a node is spanned."""
-    spans = (np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0).any(axis=1)
+    spans: list[bool] = (np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0).any(axis=1).tolist()
     levels = [w.level.reduces for w, s in zip(fabric.wires, spans, strict=True) if s]
-    inner = levels[int(spans[: fabric.far].sum()) :]
+    inner = levels[sum(spans[: fabric.far]) :]
     return bool(inner) and all(inner if near else levels)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import overload
 
-from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import LayoutError, TopologyError, shown
+from shardplan.errors import LayoutError, shown
 from shardplan.hardware.cost import checked_algorithm
 from shardplan.hardware.library import library
 from shardplan.hardware.placement import placements

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardplan.core import border
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, TopologyError, TypingError
+from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.alpha_beta import AlphaBeta, alpha_beta
 from shardplan.hardware.cost import checked_algorithm
 from shardplan.hardware.library import library

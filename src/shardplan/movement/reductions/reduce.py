@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import CertificateError, LayoutError, TopologyError, TypingError, shown
+from shardplan.errors import CertificateError, LayoutError, TypingError, shown
 from shardplan.hardware.cost import checked_algorithm
 from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
