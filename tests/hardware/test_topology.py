@@ -1,10 +1,12 @@
 """Topology files and presets: round trips and error texts."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hardware.topologies import any_topology
 from shardplan.errors import ParseError, TopologyError
@@ -13,10 +15,12 @@ from shardplan.hardware import DeviceSpec, Level, Topology, presets
 FILE = """
 version = 1
 name = "dgx-a100"
+library = "nccl"
 [device]
 flops = { f32 = "19.5 TFLOP/s", tf32 = "156 TFLOP/s", bf16 = "312 TFLOP/s" }
 memory = "80 GB"
 memory_bandwidth = "2.0 TB/s"
+launch = "6 us"
 [[levels]]                    # outermost first
 name = "node"
 size = 4
@@ -25,7 +29,8 @@ bandwidth = "25 GB/s"
 latency = "5 us"
 uplinks = 8
 source = "vendor datasheet"
-degraded = { 2 = 0.5 }
+efficiency = 0.85
+degraded = { 2 = 0.5, "3.7" = 0.25 }
 reduces = false
 [[levels]]
 name = "gpu"
@@ -39,9 +44,12 @@ LEVEL = '[[levels]]\nname = "gpu"\nsize = 4\nlink = "switch"\nbandwidth = "1 GB/
 
 def test_the_file_of_the_design():
     topology = Topology.parse(FILE)
-    assert topology.levels[0] == Level("node", 4, "switch", 25e9, 5e-6, 8, (), "vendor datasheet", ((2, 0.5),))
+    assert topology.levels[0] == Level(
+        "node", 4, "switch", 25e9, 5e-6, 8, (), "vendor datasheet", ((2, 0.5),), False, 0.85, ((3, 7, 0.25),)
+    )
     assert topology.levels[1] == Level("gpu", 8, "switch", 300e9, 2e-6)
-    assert topology.device == DeviceSpec((("f32", 19.5e12), ("tf32", 156e12), ("bf16", 312e12)), 80e9, 2e12)
+    assert topology.device == DeviceSpec((("f32", 19.5e12), ("tf32", 156e12), ("bf16", 312e12)), 80e9, 2e12, 6e-6)
+    assert topology.library == "nccl"
     assert (topology.size, topology.level_sizes, topology.strides) == (32, (4, 8), (8, 1))
     assert topology.describe() == "node=4 x gpu=8"
     assert topology.digits(np.array([0, 9, 31])).tolist() == [[0, 0], [1, 1], [3, 7]]
@@ -57,11 +65,31 @@ def test_optional_keys():
     assert Topology.parse(str(one)) == one
     grid = Topology.parse(LEVEL.replace("size = 4", "shape = [2, 3]").replace("switch", "torus"))
     assert (grid.size, grid.levels[0].shape) == (6, (2, 3))
+    full = Topology.parse(LEVEL.replace("switch", "full"))
+    assert (full.levels[0].link, full.library, full.device.launch) == ("full", "ring", 0.0)
+    assert Topology.parse(str(full)) == full
 
 
-@given(any_topology())
-def test_text_round_trip(topology):
+@given(any_topology(), st.data())
+def test_text_round_trip(topology, data):
+    """Also of what no price is asked for: a library, a launch, an efficiency and slow ports."""
+    count, levels = 1, []
+    for level in topology.levels:
+        count *= level.size
+        ports = st.tuples(st.integers(0, count - 1), st.integers(0, level.uplinks - 1))
+        several = level.link == "switch" and level.uplinks > 1
+        slow = data.draw(st.lists(ports, unique=True, max_size=3)) if several else []
+        reached = data.draw(st.floats(0, 1, exclude_min=True))
+        levels.append(replace(level, efficiency=reached, slow_ports=tuple((u, p, 1 / 3) for u, p in slow)))
+    device = replace(topology.device, launch=data.draw(st.floats(0, 1)))
+    topology = Topology(topology.name, tuple(levels), device, data.draw(st.text(min_size=1)))
     assert Topology.parse(str(topology)) == topology
+
+
+def test_what_is_slow():
+    level = Level("node", 4, "switch", 25e9, 5e-6, 8, degraded=((2, 0.5),), slow_ports=((3, 7, 0.25), (3, 1, 0.5)))
+    assert list(level.slow()) == [("node[2]", 2, 0.5), ("node[3].1", 3, 0.5), ("node[3].7", 3, 0.25)]
+    assert level.sound() == Level("node", 4, "switch", 25e9, 5e-6, 8)
 
 
 def test_awkward_strings_round_trip():
@@ -116,31 +144,41 @@ def test_preset_numbers_of_the_specification():
 def test_load_from_a_path(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
-    assert Topology.load(path, nodes=3).level_sizes == (3, 8)
+    assert Topology.load(path, nodes=5).level_sizes == (5, 8)
     assert Topology.load(str(path)).level_sizes == (4, 8)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour = 1\n" + LEVEL, "topology: unknown key 'colour'; legal: version, name, device, levels"),
+        ("colour = 1\n" + LEVEL, "topology: unknown key 'colour'; legal: version, name, library, device, levels"),
         ("nme = 'x'\n" + LEVEL, "topology: unknown key 'nme'; did you mean 'name'; "
-         "legal: version, name, device, levels"),
+         "legal: version, name, library, device, levels"),
         ("version = 2\n" + LEVEL, "topology: version 2 is unknown; this shardplan reads version 1"),
         ("name = 'x'", "topology: at least one [[levels]] table is needed, outermost first"),
-        ("device = 3\n" + LEVEL, "topology: device must be a table with the keys flops, memory, memory_bandwidth"),
+        ("device = 3\n" + LEVEL, "topology: device must be a table with the keys flops, memory, "
+         "memory_bandwidth, launch"),
         (
             LEVEL + "bandwith = 1",
             "levels[0] 'gpu': unknown key 'bandwith'; did you mean 'bandwidth'; legal: name, size, link, bandwidth, "
-            "latency, uplinks, shape, source, degraded, reduces",
+            "latency, uplinks, shape, source, efficiency, degraded, reduces",
         ),
         ("device = { flop = '1 TFLOP/s' }\n" + LEVEL, "device: unknown key 'flop'; did you mean 'flops'; legal: flops, "
-         "memory, memory_bandwidth"),
+         "memory, memory_bandwidth, launch"),
         ("device = { flops = 3 }\n" + LEVEL, "device: flops must be a string or a table of dtypes, got 3"),
         (LEVEL.replace("size = 4\n", ""), "levels[0] 'gpu': key 'size' is missing"),
         (LEVEL.replace("size = 4", "size = true"), "levels[0] 'gpu': size must be a whole number, got True"),
         (LEVEL.replace("size = 4", "size = 0"), "level 'gpu': size 0 is below 1, the least number of children"),
-        (LEVEL.replace("switch", "bus"), "level 'gpu': link 'bus' is unknown; legal: switch, ring, torus, mesh"),
+        (LEVEL.replace("switch", "bus"), "level 'gpu': link 'bus' is unknown; legal: switch, ring, torus, mesh, "
+         "full"),
+        (LEVEL.replace("switch", "full") + "shape = [4]", "level 'gpu': a full takes no shape, got [4]; only torus and "
+         "mesh do"),
+        ("library = 3\n" + LEVEL, "topology: library must be a string, got 3"),
+        ("library = ''\n" + LEVEL, "topology '': library is ''; legal is a name: 'nccl'"),
+        ("device = { launch = 6e-6 }\n" + LEVEL, "device: launch must be a string with a unit, like '6 us', got 6e-06"),
+        (LEVEL + "efficiency = 0", "level 'gpu': efficiency 0.0 is not above 0 and at most 1"),
+        (LEVEL + "efficiency = 1.2", "level 'gpu': efficiency 1.2 is not above 0 and at most 1"),
+        (LEVEL + "efficiency = '85 %'", "levels[0] 'gpu': efficiency must be a number, got '85 %'"),
         (LEVEL.replace('latency = "1 us"\n', ""), "levels[0] 'gpu': key 'latency' is missing; write it like "
          "latency = '5 us'"),
         (LEVEL.replace('"1 us"', "1e-6"), "levels[0] 'gpu': latency must be a string with a unit, "
@@ -165,8 +203,27 @@ def test_load_from_a_path(tmp_path):
             "level 'gpu': degraded factor 0.0 leaves gpu[1] unreachable; legal: above 0, at most 1",
         ),
         (LEVEL + "degraded = { 1 = 2 }", "level 'gpu': degraded factor 2.0 of gpu[1] is above 1"),
-        (LEVEL + "degraded = { a = 0.5 }", "levels[0] 'gpu': degraded maps the number of a child to a factor, "
-         "got a = 0.5"),
+        *(
+            (f"{LEVEL}degraded = {{ {key} = {factor} }}",
+             "levels[0] 'gpu': degraded maps the number of a child, or of one of its ports, to a factor, as in "
+             f'{{ 2 = 0.5, "3.1" = 0.5 }}; got {said}')
+            for key, factor, said in (
+                ("a", 0.5, "a = 0.5"), ("'1.'", 0.5, "1. = 0.5"), ("1", "true", "1 = True"),
+                ("1.2", 0.5, "1 = {'2': 0.5}"),
+            )
+        ),
+        (LEVEL + "degraded = { '1.0' = 0.5 }", "level 'gpu': degraded names a port, gpu[1].0; only a switch with "
+         "several uplinks has ports that are slow one by one, this is a switch with 1"),
+        (LEVEL.replace("switch", "ring") + "uplinks = 2\ndegraded = { '1.0' = 0.5 }", "level 'gpu': degraded names a "
+         "port, gpu[1].0; only a switch with several uplinks has ports that are slow one by one, this is a ring "
+         "with 2"),
+        (LEVEL + "uplinks = 2\ndegraded = { '1.2' = 0.5 }", "level 'gpu': degraded names gpu[1].2, but a unit has the "
+         "ports 0 to 1"),
+        (LEVEL + "uplinks = 2\ndegraded = { '1.1' = 0.5, '1.01' = 0.5 }", "level 'gpu': degraded names gpu[1].1 twice"),
+        (LEVEL + "uplinks = 2\ndegraded = { '4.1' = 0.5 }", "level 'gpu': degraded names gpu[4].1, but the whole level "
+         "has 4 units, 0 to 3"),
+        (LEVEL + "uplinks = 2\ndegraded = { '1.1' = 0 }", "level 'gpu': degraded factor 0.0 leaves gpu[1].1 "
+         "unreachable; legal: above 0, at most 1"),
         (LEVEL.replace("switch", "ring") + "reduces = true", "level 'gpu': only a switch reduces in the network, "
          "this is a ring"),
         (LEVEL + LEVEL, "topology '' names two levels 'gpu'; names are unique"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,15 +12,17 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import TopologyError, shown
 
-Link = Literal["switch", "ring", "torus", "mesh"]
+Link = Literal["switch", "ring", "torus", "mesh", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
     """One hardware level: how the children of one parent are linked.
 
-    Invariants: `size` >= 1; `shape` is empty for `switch` and `ring`, and multiplies to `size` for `torus` and `mesh`.
-    Raises `TopologyError` where a value breaks one.
+    A child of a `full` level has a port to each of its siblings.
+
+    Invariants: `size` >= 1; `shape` multiplies to `size` for `torus` and `mesh`, and is empty for any other link; only
+    ports of a switch are slow one by one. Raises `TopologyError` where a value breaks one.
     """
 
     name: str  # of one child, such as `node`
@@ -27,11 +30,13 @@ class Level:
     link: Link
     bandwidth: float  # bytes per second of one port of a child, in each direction
     latency: float  # seconds of one message over this level
-    uplinks: int = 1  # ports that a child has on a switch; on other links, parallel links of each pair of neighbours
+    uplinks: int = 1  # ports that a child has on a switch; on other links, parallel links of each linked pair
     shape: tuple[int, ...] = ()  # extents of a torus or mesh
     source: str = ""  # where the numbers come from
     degraded: tuple[tuple[int, float], ...] = ()  # pairs of a unit and the factor on its bandwidth, above 0, at most 1
     reduces: bool = False  # whether the switch reduces in the network
+    efficiency: float = 1.0  # part of the bandwidth that a library reaches, above 0, at most 1
+    slow_ports: tuple[tuple[int, int, float], ...] = ()  # a unit, one of its uplinks, and the factor on its bandwidth
 
     def __post_init__(self) -> None:
         where = f"level {shown(self.name)}"
@@ -48,6 +53,8 @@ class Level:
             raise TopologyError(f"{where}: bandwidth {self.bandwidth} bytes per second is not positive and finite")
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise TopologyError(f"{where}: latency {self.latency} seconds is negative or not finite")
+        if not 0 < self.efficiency <= 1:
+            raise TopologyError(f"{where}: efficiency {self.efficiency} is not above 0 and at most 1")
         grid = self.link in ("torus", "mesh")
         if grid and (not self.shape or math.prod(self.shape) != self.size or min(self.shape) < 1):
             got = f"shape {list(self.shape)} has product {math.prod(self.shape)}" if self.shape else "no shape is given"
@@ -58,36 +65,62 @@ class Level:
             )
         if self.reduces and self.link != "switch":
             raise TopologyError(f"{where}: only a switch reduces in the network, this is a {self.link}")
-        seen: set[int] = set()
-        for unit, factor in self.degraded:
-            if unit in seen:
-                raise TopologyError(f"{where}: degraded names {self.name}[{unit}] twice")
-            seen.add(unit)
+        if self.slow_ports and (self.link != "switch" or self.uplinks == 1):
+            raise TopologyError(
+                f"{where}: degraded names a port, {self.name}[{self.slow_ports[0][0]}].{self.slow_ports[0][1]}; only a "
+                f"switch with several uplinks has ports that are slow one by one, this is a {self.link} with "
+                f"{self.uplinks}"
+            )
+        for unit, port, _ in self.slow_ports:
+            if not 0 <= port < self.uplinks:
+                raise TopologyError(
+                    f"{where}: degraded names {self.name}[{unit}].{port}, but a unit has the ports 0 to "
+                    f"{self.uplinks - 1}"
+                )
+        seen: set[str] = set()
+        for name, _, factor in self.slow():
+            if name in seen:
+                raise TopologyError(f"{where}: degraded names {name} twice")
+            seen.add(name)
             if factor <= 0:
                 raise TopologyError(
-                    f"{where}: degraded factor {factor} leaves {self.name}[{unit}] unreachable; "
-                    "legal: above 0, at most 1"
+                    f"{where}: degraded factor {factor} leaves {name} unreachable; legal: above 0, at most 1"
                 )
             if not factor <= 1:
-                raise TopologyError(f"{where}: degraded factor {factor} of {self.name}[{unit}] is above 1")
+                raise TopologyError(f"{where}: degraded factor {factor} of {name} is above 1")
         object.__setattr__(self, "degraded", tuple(sorted(self.degraded)))
+        object.__setattr__(self, "slow_ports", tuple(sorted(self.slow_ports)))
+
+    def slow(self) -> Iterator[tuple[str, int, float]]:
+        """Yield what is slow, a whole unit (`node[2]`) or one port (`node[2].5`): its name, its unit and the factor."""
+        for unit, factor in self.degraded:
+            yield f"{self.name}[{unit}]", unit, factor
+        for unit, port, factor in self.slow_ports:
+            yield f"{self.name}[{unit}].{port}", unit, factor
+
+    def sound(self) -> Level:
+        """Return the level with nothing slow."""
+        return replace(self, degraded=(), slow_ports=())
 
     def _check_kinds(self, where: str) -> None:
         """Refuse a value of another kind than its field's."""
         for name in ("size", "uplinks"):
             border.integer(f"{where}: {name}", getattr(self, name), TopologyError)
-        for name in ("bandwidth", "latency"):
+        for name in ("bandwidth", "latency", "efficiency"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
                 raise TopologyError(f"{where}: {name} is {shown(value)}; legal is a number in SI units")
         for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
             border.integer(f"{where}: an extent", extent, TopologyError)
-        for pair in border.items(f"{where}: degraded", self.degraded, "pairs (unit, factor)", TopologyError):
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise TopologyError(f"{where}: degraded has {shown(pair)}; legal are pairs (unit, factor)")
-            border.integer(f"{where}: a degraded unit", pair[0], TopologyError)
-            if isinstance(pair[1], bool) or not isinstance(pair[1], (int, float, np.number)):
-                raise TopologyError(f"{where}: the degraded factor {shown(pair[1])} is no number")
+        for name, of in (("degraded", "(unit, factor)"), ("slow_ports", "(unit, port, factor)")):
+            for row in border.items(f"{where}: {name}", getattr(self, name), f"rows {of}", TopologyError):
+                if not isinstance(row, tuple) or len(row) != of.count(",") + 1:
+                    raise TopologyError(f"{where}: {name} has {shown(row)}; legal are rows {of}")
+                *numbers, factor = row
+                for number in numbers:
+                    border.integer(f"{where}: a number in {name}", number, TopologyError)
+                if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
+                    raise TopologyError(f"{where}: the degraded factor {shown(factor)} is no number")
         border.flag(f"{where}: reduces", self.reduces, TopologyError)
         border.text(f"{where}: source", self.source, TopologyError)
 
@@ -101,12 +134,13 @@ class Level:
 class DeviceSpec:
     """What one device can do, infinite where it is unstated.
 
-    Raises `TopologyError` where a value is not positive, or a dtype is named twice.
+    Raises `TopologyError` where a value is not positive (`launch`: negative), or a dtype is named twice.
     """
 
     flops: tuple[tuple[str, float], ...] = ()  # pairs of dtype and operations per second; `*` stands for every dtype
     memory: float = math.inf  # bytes
     memory_bandwidth: float = math.inf  # bytes per second
+    launch: float = 0.0  # seconds to start a kernel or a collective
 
     def __post_init__(self) -> None:
         for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
@@ -120,6 +154,7 @@ class DeviceSpec:
         for name, value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
                 raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
+        border.number("device: launch", self.launch, TopologyError)
 
     def peak(self, dtype: str) -> float:
         """Return the operations per second for a dtype; raises `TopologyError` where none are stated.
@@ -151,3 +186,4 @@ class Hardware(NamedTuple):
     name: str
     levels: tuple[Level, ...]
     device: DeviceSpec
+    library: str = "ring"

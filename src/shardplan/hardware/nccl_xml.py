@@ -56,11 +56,11 @@ def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
     inner = Level("gpu", len(gpus), "switch", bandwidth, _LATENCY[kind], source=f"NCCL topology XML, {kind}")
     nets = [net for net in root.iter("net") if _number(text, net, "speed") > 0]
     if not nets:
-        return Hardware(name, (inner,), DeviceSpec())
+        return Hardware(name, (inner,), DeviceSpec(), "nccl")
     speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8  # Mbit/s in the file
     latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]  # microseconds there
     outer = Level("node", 1, "switch", speed, latency, uplinks=len(nets), source="NCCL topology XML, net")
-    return Hardware(name, (outer, inner), DeviceSpec())
+    return Hardware(name, (outer, inner), DeviceSpec(), "nccl")
 
 
 def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> tuple[float, str]:

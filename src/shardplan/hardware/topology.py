@@ -38,6 +38,7 @@ class Topology:
     name: str  # printed with results; may be empty
     levels: tuple[Level, ...]
     device: DeviceSpec = field(default_factory=DeviceSpec)
+    library: str = "ring"  # the library model that prices collectives
 
     def __post_init__(self) -> None:
         border.text("the name of a topology", self.name, TopologyError)
@@ -45,6 +46,8 @@ class Topology:
             raise TopologyError(f"topology {self.name!r}: levels is {shown(self.levels)}; legal is a tuple of levels")
         if not isinstance(self.device, DeviceSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"topology {self.name!r}: device is {shown(self.device)}; legal is a DeviceSpec")
+        if not isinstance(self.library, str) or not self.library:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(f"topology {self.name!r}: library is {shown(self.library)}; legal is a name: 'nccl'")
         if not self.levels:
             raise TopologyError(f"topology {self.name!r} has no levels; it needs at least one")
         if self.size > MOST_DEVICES:
@@ -56,11 +59,11 @@ class Topology:
         count = 1
         for level in self.levels:
             count *= level.size
-            for unit, _ in level.degraded:
+            for name, unit, _ in level.slow():
                 if not 0 <= unit < count:
                     raise TopologyError(
-                        f"level {level.name!r}: degraded names {level.name}[{unit}], but the whole level has "
-                        f"{count} units, 0 to {count - 1}"
+                        f"level {level.name!r}: degraded names {name}, but the whole level has {count} units, 0 to "
+                        f"{count - 1}"
                     )
 
     @property
@@ -163,7 +166,7 @@ class Topology:
         return Topology(*parse(text))
 
     def __str__(self) -> str:
-        return to_text(Hardware(self.name, self.levels, self.device))
+        return to_text(Hardware(self.name, self.levels, self.device, self.library))
 
 
 def topology_of(what: str, value: object) -> Topology:

@@ -21,9 +21,11 @@ from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
-_TOP = ("version", "name", "device", "levels")
-_DEVICE = ("flops", "memory", "memory_bandwidth")
-_LEVEL = ("name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "degraded", "reduces")
+_TOP = ("version", "name", "library", "device", "levels")
+_DEVICE = ("flops", "memory", "memory_bandwidth", "launch")
+_LEVEL = (
+    "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces"
+)  # fmt: skip
 
 
 def presets() -> tuple[str, ...]:
@@ -89,7 +91,8 @@ def parse(text: str) -> Hardware:
     device = data.get("device", {})
     if not isinstance(device, dict):
         raise TopologyError("topology: device must be a table with the keys " + ", ".join(_DEVICE))
-    return Hardware(name, tuple(levels), _device(cast(dict[str, Any], device)))
+    library = _typed("topology", data, "library", str, "ring")
+    return Hardware(name, tuple(levels), _device(cast(dict[str, Any], device)), library)
 
 
 def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
@@ -109,10 +112,17 @@ def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
             raise TopologyError(f"{where}: unknown key {key!r}{hint}; legal: {', '.join(legal)}")
 
 
-_KINDS = {str: "a string", int: "a whole number", bool: "true or false", list: "a list", dict: "a table"}
+_KINDS: dict[Any, str] = {
+    str: "a string",
+    int: "a whole number",
+    (int, float): "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
+}
 
 
-def _typed(where: str, data: dict[str, Any], key: str, kind: type[Any], default: Any = None) -> Any:
+def _typed(where: str, data: dict[str, Any], key: str, kind: Any, default: Any = None) -> Any:
     if key not in data:
         if default is None:
             raise TopologyError(f"{where}: key {key!r} is missing")
@@ -141,10 +151,19 @@ def _level(number: int, data: dict[str, Any]) -> Level:
     where = f"levels[{number}] {name!r}"
     _known(where, data, _LEVEL)
     degraded: list[tuple[int, float]] = []
+    slow_ports: list[tuple[int, int, float]] = []
     for key, factor in _typed(where, data, "degraded", dict, {}).items():
-        if not key.isdecimal() or isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TopologyError(f"{where}: degraded maps the number of a child to a factor, got {key} = {factor!r}")
-        degraded.append((int(key), float(factor)))
+        unit, dot, port = key.partition(".")
+        numbered = unit.isdecimal() and (port.isdecimal() if dot else True)
+        if not numbered or isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TopologyError(
+                f"{where}: degraded maps the number of a child, or of one of its ports, to a factor, as in "
+                f'{{ 2 = 0.5, "3.1" = 0.5 }}; got {key} = {shown(factor)}'
+            )
+        if dot:
+            slow_ports.append((int(unit), int(port), float(factor)))
+        else:
+            degraded.append((int(unit), float(factor)))
     shape = _typed(where, data, "shape", list, [])
     if not all(isinstance(extent, int) and not isinstance(extent, bool) for extent in shape):
         raise TopologyError(f"{where}: shape must be a list of whole numbers, got {shown(shape)}")
@@ -159,6 +178,8 @@ def _level(number: int, data: dict[str, Any]) -> Level:
         source=_typed(where, data, "source", str, ""),
         degraded=tuple(degraded),
         reduces=_typed(where, data, "reduces", bool, False),
+        efficiency=float(_typed(where, data, "efficiency", (int, float), 1.0)),
+        slow_ports=tuple(slow_ports),
     )
 
 
@@ -171,12 +192,14 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
         raise TopologyError(f"device: flops must be a string or a table of dtypes, got {shown(rates)}")
     table = cast(dict[str, Any], rates)
     flops = tuple((dtype, _quantity("device: flops", table, dtype, parse_flops, "312 TFLOP/s")) for dtype in table)
-    memory, bandwidth = math.inf, math.inf
+    memory, bandwidth, launch = math.inf, math.inf, 0.0
     if "memory" in data:
         memory = _quantity("device", data, "memory", parse_bytes, "80 GB")
     if "memory_bandwidth" in data:
         bandwidth = _quantity("device", data, "memory_bandwidth", parse_rate, "2.0 TB/s")
-    return DeviceSpec(flops, memory, bandwidth)
+    if "launch" in data:
+        launch = _quantity("device", data, "launch", parse_seconds, "6 us")
+    return DeviceSpec(flops, memory, bandwidth, launch)
 
 
 def to_text(topology: Hardware) -> str:
@@ -184,6 +207,8 @@ def to_text(topology: Hardware) -> str:
     lines = ["version = 1"]
     if topology.name:
         lines.append(f"name = {_string(topology.name)}")
+    if topology.library != "ring":
+        lines.append(f"library = {_string(topology.library)}")
     device = topology.device
     if device != DeviceSpec():
         lines.append("[device]")
@@ -196,6 +221,8 @@ def to_text(topology: Hardware) -> str:
             lines.append(f'memory = "{exact(device.memory, "B")}"')
         if math.isfinite(device.memory_bandwidth):
             lines.append(f'memory_bandwidth = "{exact(device.memory_bandwidth, "B/s")}"')
+        if device.launch:
+            lines.append(f'launch = "{exact(device.launch, "s")}"')
     for level in topology.levels:
         lines += ["[[levels]]", f'name = "{level.name}"', f"size = {level.size}", f'link = "{level.link}"']
         if level.shape:
@@ -205,8 +232,12 @@ def to_text(topology: Hardware) -> str:
             lines.append(f"uplinks = {level.uplinks}")
         if level.source:
             lines.append(f"source = {_string(level.source)}")
-        if level.degraded:
-            lines.append("degraded = { " + ", ".join(f"{unit} = {factor!r}" for unit, factor in level.degraded) + " }")
+        if level.efficiency != 1:
+            lines.append(f"efficiency = {level.efficiency!r}")
+        slow = [f"{unit} = {factor!r}" for unit, factor in level.degraded]
+        slow += [f'"{unit}.{port}" = {factor!r}' for unit, port, factor in level.slow_ports]
+        if slow:
+            lines.append(f"degraded = {{ {', '.join(slow)} }}")
         if level.reduces:
             lines.append("reduces = true")
     return "\n".join(lines) + "\n"

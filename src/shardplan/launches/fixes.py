@@ -115,7 +115,7 @@ def _gives(launch: Launch, ranks: Ints, placement: Placement) -> bool:
     flat: list[int] = ranks.reshape(-1).tolist()
     if any(r not in table for r in flat):
         return False
-    if any(level.degraded for level in launch.topology.levels):
+    if any(level != level.sound() for level in launch.topology.levels):
         # Its units are not equal: another name is another placement.
         return [table[r] for r in flat] == placement.device_mesh().reshape(-1).tolist()
     mesh = Mesh(launch.mesh.shape, devices=flat)

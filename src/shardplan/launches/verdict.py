@@ -159,7 +159,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
     """Say where hops on rings, toruses and meshes are more than those of the numbering, in the best order of digits."""
     mesh, topology = launch.mesh, launch.topology
     for j, level in enumerate(topology.levels):
-        if level.link == "switch" or level.size < 4:  # of three or fewer, every order is as good
+        if level.link in ("switch", "full") or level.size < 4:  # of three or fewer, every order is as good
             continue
         found = [_hops(launch, axis, j) for axis in mesh.axes]
         orders = [Launch(mesh, topology, ids, (), False) for ids in _numberings(mesh, topology, matrix, j)]

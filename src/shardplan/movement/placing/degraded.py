@@ -29,7 +29,7 @@ _WORTH = 1e-9  # of the seconds: a smaller gain is the rounding of a sum
 class Degraded:
     """What a slow unit costs."""
 
-    units: tuple[str, ...]  # names of the degraded units, such as `node[2]`
+    units: tuple[str, ...]  # names of the degraded units, such as `node[2]`, and ports, such as `node[2].5`
     healthy: Placement  # the best one without the degradation
     regret: float  # its seconds over those of the best, with the degradation
     renaming: tuple[int, ...] | None  # per device the topology id to use in its place; None where no swap helps
@@ -43,16 +43,14 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
     """
     best = rows[0]
     topology = best.placement.topology
-    slow = [(level, unit) for level in topology.levels for unit, _ in level.degraded]
-    if not slow:
+    names = tuple(name for level in topology.levels for name, _, _ in level.slow())
+    if not names:
         return None
-    levels = tuple(replace(level, degraded=()) for level in topology.levels)
-    sound = replace(topology, levels=levels)
+    sound = replace(topology, levels=tuple(level.sound() for level in topology.levels))
     demands = [share.demand for share in best.shares]
     without = [replace(row.placement, topology=sound) for row in rows]
     first = ranked(without, demands, best.programs, best.algorithm)[0].placement.matrix
     healthy = next(row for row in rows if row.placement.matrix == first)
-    names = tuple(f"{level.name}[{unit}]" for level, unit in slow)
     renaming, saved = None, 0.0
     if topology.size <= MOST_RENAMED:
         plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d.count) for d in demands]
@@ -83,7 +81,7 @@ def _swaps(topology: Topology) -> Iterator[NDArray[np.int64]]:
     """
     ids = np.arange(topology.size)
     for level, stride in zip(topology.levels, topology.strides, strict=True):
-        for unit, _ in level.degraded:
+        for unit in sorted({unit for _, unit, _ in level.slow()}):
             parent = unit // level.size * level.size
             for sibling in range(parent, parent + level.size):
                 if sibling == unit:
