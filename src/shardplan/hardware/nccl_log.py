@@ -36,7 +36,7 @@ _CARDS = {"PCIE", "NVL"}  # of a GPU's name: cards without the links of the pres
 class LogFacts:
     """What is said beside a log; None where the log is believed."""
 
-    system: str  # the cluster's name
+    system: str = ""  # the cluster's name
     op: str | None = None
     gpu: str | None = None
     gpus_per_node: int | None = None  # where a host is not a node, such as a tray of an NVLink domain

@@ -94,10 +94,11 @@ def topology_of_sample(sample: Sample) -> Topology:
         node = replace(
             node,
             uplinks=sample.nics_per_node,
-            bandwidth=sample.nic_gbps / 8 * 1e9 * system.efficiency,
+            bandwidth=sample.nic_gbps / 8 * 1e9,
             latency=system.latency,
+            efficiency=system.efficiency,
         )
-    return replace(preset, levels=(node, *preset.levels[j + 1 :]))
+    return replace(preset, levels=(node, *preset.levels[j + 1 :]), library=sample.library_name)
 
 
 def pattern_of_sample(sample: Sample, topology: Topology) -> Pattern:
