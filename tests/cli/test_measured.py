@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hardware.test_nccl_log import NEW
 
+from hardware.test_nccl_log import NEW
 from shardplan.cli import run_command
 
 ROWS = Path(__file__).parents[1] / "data" / "collectives_sample.jsonl"

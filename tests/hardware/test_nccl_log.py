@@ -9,7 +9,7 @@ from shardplan.hardware.nccl_log import LogFacts, parse_log
 NEW = """\
 # nccl-tests version 2.17.1 nccl-headers=22803 nccl-library=22907
 # Collective test starting: all_gather_perf
-# nThread 1 nGpus 1 minBytes 8 maxBytes 4194304 step: 8(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1 graph: 0
+# nThread 1 nGpus 1 minBytes 8 maxBytes 4194304 step: 8(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
 #
 # Using devices
 #  Rank  0 Group  0 Pid   4711 on    alpha-1 device  0 [0000:0a:00] NVIDIA H100 80GB HBM3

@@ -68,7 +68,7 @@ def test_a_file_of_the_other_form_and_an_empty_one() -> None:
         parse_rows('{"id": "a", "measured": {}}\n' + row(), "rows")
     message = "rows, line 1: rows of measured training are not read yet; legal are rows of measured collectives"
     assert str(error.value) == message
-    with pytest.raises(ParseError, match="^rows has no rows; legal is one JSON object a line$"):
+    with pytest.raises(ParseError, match=r"^rows has no rows; legal is one JSON object a line$"):
         parse_rows("\n \n", "rows")
 
 

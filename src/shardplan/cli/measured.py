@@ -13,7 +13,6 @@ from shardplan.cli.options import Json
 from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
-    from shardplan.hardware.nccl_log import LogFacts
     from shardplan.hardware.samples import Sample
 
 FILE_HELP = "Rows of measured collectives (.jsonl), or a log of nccl-tests or rccl-tests."
@@ -24,7 +23,7 @@ PerNode = Annotated[
 ]
 Nics = Annotated[
     str | None,
-    typer.Option("--nics", metavar="COUNTxGBIT", help="Of a log: NICs of a node, and Gbit/s of each: 8x400."),
+    typer.Option("--nics", metavar="COUNTxGBIT", help="Of a log: NICs of a node, Gbit/s of each: 8x400."),
 ]
 System = Annotated[str | None, typer.Option("--system", help="Of a log: the cluster's name; the file's without.")]
 

@@ -9,6 +9,7 @@ there is left alone.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Annotated
 
 import msgspec
@@ -47,9 +48,20 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"nbytes": "bytes
         return self.library.partition("-")[0]
 
     @property
+    def where(self) -> str:
+        """Whether it ran on `one` node or on `several`."""
+        return "one" if self.nodes == 1 else "several"
+
+    @property
     def members(self) -> int:
         """Members of one group."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def held_out(self) -> bool:
+        """Whether a fit leaves it out to be judged on: a third of the curves, by the hash of GPU, op, nodes, system."""
+        curve = "|".join(("shardplan", self.gpu, self.op, self.where, self.system))
+        return int(sha256(curve.encode()).hexdigest(), 16) % 3 == 0
 
 
 _ROW = msgspec.json.Decoder(Sample)

@@ -100,23 +100,27 @@ def validate_samples(samples: Sequence[Sample]) -> CollectivesVerdict:
     (1, 65536, 1048576)
     """
     found, skipped = predict_samples(samples)
-    parts: dict[tuple[str, str, bool, int], list[Predicted]] = defaultdict(list)
+    parts: dict[tuple[str, str, str, int], list[Predicted]] = defaultdict(list)
     for one in found:
         sample = one.sample
-        size = int(np.searchsorted(_STARTS, sample.nbytes, side="right"))
-        parts[sample.library_name, sample.op, sample.nodes > 1, size].append(one)
+        parts[sample.library_name, sample.op, sample.where, size_class(sample.nbytes)].append(one)
     strata = (stratum(*key, parts[key]) for key in sorted(parts))
     return CollectivesVerdict(len(samples), tuple(strata), tuple(skipped), tuple(unknown_systems(samples)))
 
 
-def stratum(library: str, op: str, several: bool, size: int, found: Sequence[Predicted]) -> Stratum:
-    """Return the errors of one part of the samples; `size` is the number of its range of bytes."""
+def size_class(nbytes: int) -> int:
+    """Return the number of the range of bytes: 0 to 64 KiB, 1 to 1 MiB, 2 to 64 MiB, 3 below 512 MiB, 4 above."""
+    return int(np.searchsorted(_STARTS, nbytes, side="right"))
+
+
+def stratum(library: str, op: str, nodes: str, size: int, found: Sequence[Predicted]) -> Stratum:
+    """Return the errors of one part of the samples, of the range of bytes with this number."""
     errors = np.array([one.error_percent for one in found])
     factors = np.exp([abs(math.log(one.seconds / one.sample.seconds)) for one in found])
     return Stratum(
         library,
         op,
-        "several" if several else "one",
+        nodes,
         _BOUNDS[size] or 0,
         _BOUNDS[size + 1],
         len(found),
