@@ -1,7 +1,6 @@
 """Prices of patterns against closed forms."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -112,16 +111,6 @@ def test_ring_volumes(k):
         assert binomial.level_bytes == pytest.approx(((k - 1) * 1e9,), rel=1e-9)
 
 
-@pytest.mark.parametrize("k", [2, 4, 16])
-def test_halving_doubling_moves_the_ring_volume(k):
-    fabric = Fabric(switches(k, latency=1e-6))
-    for kind, rounds in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
-        ring, hd = (price(groups(kind, [list(range(k))]), fabric, name) for name in ("ring", "halving-doubling"))
-        assert hd.transfer == pytest.approx(ring.transfer, rel=1e-9)
-        assert hd.level_bytes == pytest.approx(ring.level_bytes, rel=1e-9)
-        assert hd.alpha == pytest.approx(rounds * math.log2(k) * 1e-6, rel=1e-9)
-
-
 @pytest.mark.parametrize(("n", "g"), [(2, 8), (4, 4), (3, 6)])
 def test_ring_alpha_is_nccls(n, g):
     # NCCL tuning.cc: (nsteps - nInter) l_intra + nInter l_net, nsteps = 2(K-1), nInter = 2(n-1).
@@ -228,8 +217,8 @@ def test_all_to_all_loads_every_level_on_its_way():
     fabric = Fabric(two_levels(2, 4, inner=GB, outer=100 * GB, lat=(5e-6, 1e-6)), launch=1e-6)
     flat = groups("all_to_all", [list(range(8))], 8e9)
     got = price(flat, fabric)
-    assert (got.algorithm, got.transfer) == ("pairwise", pytest.approx(7.0))
-    assert got.alpha == pytest.approx(1e-6 + 7 * 5e-6)
+    assert (got.algorithm, got.transfer) == ("p2p", pytest.approx(7.0))
+    assert got.alpha == pytest.approx(1e-6 + 4 * 5e-6 + 3 * 1e-6)
     assert got.level_bytes == pytest.approx((32e9, 24e9))
     inside = groups("all_to_all", np.arange(8).reshape(2, 4), 8e9)
     assert price(inside, fabric).alpha == pytest.approx(1e-6 + 3 * 1e-6)
@@ -246,9 +235,10 @@ def test_uplinks():
     narrow, wide = Fabric(two_levels(2, 8)), Fabric(two_levels(2, 8, uplinks=8))
     assert seconds(eight, narrow, "ring") == pytest.approx(8 * seconds(eight, wide, "ring"), rel=1e-9)
     assert seconds(one, narrow, "ring") == pytest.approx(seconds(one, wide, "ring"), rel=1e-9)
-    many = Fabric(two_levels(2, 8, inner=1000 * GB, uplinks=8), channels=True)
-    assert seconds(one, many, "ring") == pytest.approx(seconds(one, narrow, "ring") / 8, rel=1e-9)
-    assert seconds(eight, many, "ring") == pytest.approx(seconds(eight, wide, "ring"), rel=1e-9)
+    # A library's channels use the NICs of all members.
+    nccl = Fabric(dataclasses.replace(two_levels(2, 8, inner=1000 * GB, uplinks=8), library="xla"))
+    assert price(one, nccl, "ring").transfer == pytest.approx(price(one, narrow, "ring").transfer / 8, rel=1e-9)
+    assert price(eight, nccl, "ring").transfer == pytest.approx(price(eight, wide, "ring").transfer, rel=1e-9)
     # Messages use rails: device 0 and device 3 share the only port, or have their own.
     pattern = Messages(np.array([0, 3]), np.array([11, 8]), np.array([1e9, 1e9]))
     assert price(pattern, narrow).transfer == pytest.approx(2 / 8, rel=1e-9)
@@ -256,23 +246,6 @@ def test_uplinks():
     # A device with two ports uses both.
     ports = Fabric(Topology("p", (Level("gpu", 2, "switch", GB, 0.0, uplinks=2),)))
     assert price(Messages(np.array([0]), np.array([1]), np.array([1e9])), ports).transfer == pytest.approx(0.5)
-
-
-def test_a_group_s_port_is_its_place_among_those_that_cross_the_unit():
-    # Of three nodes every two have a group. Each node is crossed by two groups, which take its two ports: the first and
-    # the third group node 1's, where both would be on port 0 by their number; and the second group is the second at
-    # node 0, but the first at node 2, where the third has port 1.
-    fabric = Fabric(Topology("t", (Level("node", 3, "switch", GB, 0.0, 2), Level("gpu", 2, "switch", 100 * GB, 0.0))))
-    pairs_of_nodes = groups("all_gather", [[0, 2], [1, 4], [3, 5]], GB)
-    assert price(pairs_of_nodes, fabric, "ring").transfer == pytest.approx(1, rel=1e-9)
-
-
-def test_ports_are_given_in_the_order_of_devices_however_groups_are_listed():
-    fabric = Fabric(Topology("t", (Level("node", 2, "switch", GB, 0.0, 2), Level("gpu", 3, "switch", 100 * GB, 0.0))))
-    # The first and the third group share a port, and carry 1 + 2 GB.
-    for order in itertools.permutations(range(3)):
-        pattern = groups("all_gather", [[k, k + 3] for k in order], [(1, 1, 2)[k] * GB for k in order])
-        assert price(pattern, fabric, "ring").transfer == pytest.approx(3, rel=1e-9)
 
 
 def test_what_meets_on_its_way_shares_it():
@@ -334,16 +307,16 @@ def test_in_network_reduction():
 
 
 def test_auto_is_the_cheapest_per_size():
-    fabric = Fabric(Topology.load("dgx-h100", nodes=3))
+    fabric = Fabric(dataclasses.replace(Topology.load("dgx-h100", nodes=3), library="nccl"))
     members = [list(range(24))]
     for nbytes in (1e3, 1e6, 1e9):
-        offers = [price(groups("all_reduce", members, nbytes), fabric, name) for name in ("ring", "tree")]
+        names = fabric.library.algorithms()
+        offers = [price(groups("all_reduce", members, nbytes), fabric, name) for name in names]
         best = price(groups("all_reduce", members, nbytes), fabric)
         assert best == min(offers, key=lambda offer: offer.seconds)
         assert best.algorithm == chosen(groups("all_reduce", members, nbytes), fabric)
-    assert chosen(groups("all_reduce", members, 1e3), fabric) == "tree"
-    assert price(groups("all_gather", members), fabric, "tree").algorithm == "ring"
-    assert price(groups("all_reduce", members), fabric, "halving-doubling").algorithm == "ring"
+    assert chosen(groups("all_reduce", members, 1e3), fabric).startswith("tree")
+    assert price(groups("all_gather", members), fabric, "tree").algorithm.startswith("ring")
 
 
 def test_messages_and_local():
@@ -355,7 +328,7 @@ def test_messages_and_local():
     assert got.level_bytes == (0.0, 3e9)
     outer = Messages(np.array([0, 1, 2, 0]), np.array([7, 7, 7, 1]), np.full(4, 1e9), chunks=2)
     got = price(outer, fabric)
-    assert (got.algorithm, got.alpha) == ("direct", pytest.approx(2 * (1e-6 + 3 * 5e-6)))
+    assert (got.algorithm, got.alpha) == ("p2p", pytest.approx(2 * (1e-6 + 3 * 5e-6)))
     assert got.transfer == pytest.approx(3 / 8)
     assert got.level_bytes == (3e9, 1e9)
     nothing = Messages(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
@@ -370,7 +343,7 @@ def test_linear_cost():
     fabric = Fabric(two_levels(2, 4, lat=(5e-6, 1e-6)), launch=1e-6)
     members = np.arange(8).reshape(2, 4).T
     for kind in KINDS:
-        alpha, beta = linear_cost(kind, members, fabric)
+        alpha, beta = linear_cost(kind, members, fabric, 1e6)
         for nbytes in (1.0, 1e6, 1e9):
             assert seconds(groups(kind, members, nbytes), fabric, "ring") == pytest.approx(
                 alpha + beta * nbytes, rel=1e-12
@@ -403,9 +376,7 @@ def test_errors():
     fabric = Fabric(switches(4))
     with pytest.raises(TopologyError) as caught:
         seconds(groups("all_reduce", [[0, 1]]), fabric, "rings")
-    assert str(caught.value) == (
-        "algorithm 'rings' is unknown; legal: auto, ring, tree, halving-doubling, network, pairwise, direct, copy"
-    )
+    assert str(caught.value) == ("algorithm 'rings' is unknown to library ring; legal: auto, ring, tree, network, p2p")
     with pytest.raises(TopologyError) as caught:
         seconds(groups("gather", [[0, 1]]), fabric)
     assert str(caught.value) == (

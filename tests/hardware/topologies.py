@@ -25,7 +25,7 @@ def any_topology(draw, most=24):
     """Up to three levels of any link, with odd bandwidths, uplinks and degraded units."""
     levels, count = [], 1
     for i in range(draw(st.integers(1, 3))):
-        link = draw(st.sampled_from(["switch", "switch", "ring", "torus", "mesh"]))
+        link = draw(st.sampled_from(["switch", "switch", "ring", "torus", "mesh", "full"]))
         if link in ("torus", "mesh"):
             shape = draw(st.sampled_from([(2, 2), (2, 3), (4,), (3, 2), (1, 4)]))
         else:
@@ -76,8 +76,12 @@ def route(topology, sender, receiver):
         if level.link == "switch":
             ways = min(level.uplinks, topology.strides[i])
             for kind, unit, device in (("out", out, sender), ("in", into, receiver)):
-                port = device % topology.strides[i] % ways
+                port = device % topology.strides[i] * ways // topology.strides[i]
                 used.append(((i, unit, kind, port), level.bandwidth * level.uplinks / ways * factor.get(unit, 1.0)))
+            continue
+        if level.link == "full":
+            factor_here = min(factor.get(out, 1.0), factor.get(into, 1.0))
+            used.append(((i, out, into), level.bandwidth * level.uplinks * factor_here))
             continue
         base = out // level.size * level.size
         here = list(np.unravel_index(out - base, level.extents))

@@ -1,7 +1,8 @@
 """The communication of one op, all devices at once, as `hardware` prices it.
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
-point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a body do, again and again.
+point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a body do, again and again, and an
+`AtOnce` what moves do that are posted together.
 """
 
 from __future__ import annotations
@@ -56,12 +57,19 @@ class InTurn:
     parts: tuple[Pattern, ...]
 
 
-Pattern = Groups | Messages | Local | Work | InTurn
+@dataclass(frozen=True, slots=True, eq=False)
+class AtOnce:
+    """Patterns that run at once."""
+
+    parts: tuple[Pattern, ...]
+
+
+Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
 
 
 def communicates(pattern: Pattern) -> bool:
     """Say whether anything goes from one device to another."""
-    if isinstance(pattern, InTurn):
+    if isinstance(pattern, InTurn | AtOnce):
         return any(map(communicates, pattern.parts))
     return isinstance(pattern, Groups | Messages)
 

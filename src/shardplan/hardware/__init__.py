@@ -9,8 +9,10 @@ Reading order:
 - `topology`       `Topology`: levels, outermost first, and the device at their leaves
 - `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration, counting, matrix of a mesh
 - `fabric`         `Fabric`: directed resources, and the load that flows put on them
-- `algorithms`     ring, double tree, halving-doubling, binomial tree, as rounds of flows
-- `aggregate`      all-to-all and in-network reduction, priced without listing flows
+- `aggregate`      loads of collectives by how many members a unit holds, without listing flows
+- `algorithms`     ring, double tree and binomial tree in member order, as rounds of flows
+- `library`        `Library`: what nccl, rccl, xla, gloo or no library makes of a collective, a table of rows
+- `traffic`        hops and loads of a library's algorithms
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered

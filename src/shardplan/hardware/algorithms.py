@@ -1,28 +1,27 @@
-"""The collective algorithms, as latency and flows: ring, double tree, halving-doubling, binomial tree.
+"""Algorithms in member order, as hops and flows: ring, double tree, binomial tree; what an engine of our own runs.
 
-An algorithm takes the collective's kind, the groups' members as topology ids, int64 [G, k] in member order, and the
-bytes B that a member holds before the op, float64 [G]. It yields *rounds* in the order in which they run: a latency and
-the flows of all groups that run together. One that pipelines (a ring, the double tree) is one round with all its bytes,
-since its steps run at once; one whose steps wait for each other yields a round a step.
+They are as in `traffic`, but yield flows: of all groups that run together, and the hops over each level that the round
+waits for. The lowerings of the same name send the same bytes between the same devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
+from shardplan.hardware.aggregate import units_spanned
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowRound:
-    """Flows that run together after a latency in seconds; None for that of the outermost level they cross."""
+    """Flows that run together, and how many hops over each level of each group they wait for, [L, G]."""
 
     flows: Flows
-    latency: float | None = None
+    hops: Floats
 
 
 Rounds = Iterator[FlowRound]
@@ -32,46 +31,26 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     """Run a collective on a ring in member order; reduce and broadcast on the chain to, or from, member 0.
 
     Yields one round: 2(k-1)/k B (all_reduce), (k-1)/k B (reduce_scatter) or (k-1) B (all_gather) an edge of the ring, B
-    an edge of the chain. Its latency is r times the sum over levels of (u_l - u_(l-1)) latency_l, where u_l counts the
-    distinct units of a group and r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
+    an edge of the chain. Its hops over level l are r (u_l - u_(l-1)), where u_l counts the distinct units of a group and
+    r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
     """
-    groups, k = members.shape
+    k = members.shape[1]
     share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
-    latency = (2 if kind == "all_reduce" else 1) * _hop_latency(members, fabric)
+    hops = (2.0 if kind == "all_reduce" else 1.0) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
     if kind in share:
         receiver = np.roll(members, -1, axis=1)
-        flows = _flows(members, receiver, nbytes * share[kind], groups)
+        flows = _flows(members, receiver, nbytes * share[kind])
     elif kind == "broadcast":
-        flows = _flows(members[:, :-1], members[:, 1:], nbytes, groups)
+        flows = _flows(members[:, :-1], members[:, 1:], nbytes)
     else:
-        flows = _flows(members[:, 1:], members[:, :-1], nbytes, groups)
+        flows = _flows(members[:, 1:], members[:, :-1], nbytes)
     # All steps of the ring in one: they are alike, and each starts when its predecessor's first bytes are there.
-    yield FlowRound(flows, latency)
+    yield FlowRound(flows, hops)
 
 
-def _flows(sender: Ints, receiver: Ints, nbytes: Floats, groups: int, rails: bool = False) -> Flows:
-    """The flows of all groups, from senders to receivers [G, m]; by `rails`, or each group by a port of its own."""
-    width = sender.shape[1]
-    lane = None if rails else np.repeat(np.arange(groups), width)
-    return Flows(sender.reshape(-1), receiver.reshape(-1), np.repeat(nbytes, width), lane)
-
-
-def units_spanned(members: Ints, fabric: Fabric) -> Ints:
-    """Return the number of distinct units of every group at every level: [L, G]."""
-    ordered = np.sort(members, axis=1)
-    rows: list[Ints] = []
-    for wires in fabric.wires:
-        # Device ids are mixed radix, so that sorted ids have sorted units.
-        units = ordered // wires.stride
-        rows.append(1 + np.count_nonzero(units[:, 1:] != units[:, :-1], axis=1))
-    return np.array(rows)
-
-
-def _hop_latency(members: Ints, fabric: Fabric) -> float:
-    """The latency of one pass around a ring that visits units one after another, of the slowest group."""
-    spanned = units_spanned(members, fabric)
-    hops = np.diff(spanned, axis=0, prepend=1)
-    return float((fabric.latencies() @ hops).max())
+def _flows(sender: Ints, receiver: Ints, nbytes: Floats) -> Flows:
+    """The flows of all groups, from senders to receivers [G, m]."""
+    return Flows(sender.reshape(-1), receiver.reshape(-1), np.repeat(nbytes, sender.shape[1]))
 
 
 def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
@@ -87,14 +66,16 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     if kind == "all_reduce":
         yield _double_tree(members, nbytes, fabric)
         return
-    groups, k = members.shape
+    k = members.shape[1]
     distances = [1 << t for t in range((k - 1).bit_length())]
     for distance in reversed(distances) if kind == "broadcast" else distances:
         parents = np.arange(0, k - distance, 2 * distance)
         upper, lower = members[:, parents], members[:, parents + distance]
         pair = (upper, lower) if kind == "broadcast" else (lower, upper)
         # Towards the root from neighbours to far members, from it the other way: a member has all before it passes on.
-        yield FlowRound(_flows(*pair, nbytes, groups))
+        flows = _flows(*pair, nbytes)
+        crossed = fabric.crossed(flows.sender, flows.receiver)
+        yield FlowRound(flows, (crossed == np.arange(len(fabric.wires))[:, None]).astype(np.float64))
 
 
 def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
@@ -140,7 +121,6 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
         np.concatenate([up_from, up_to]),
         np.concatenate([up_to, up_from]),
         np.tile(nbytes[group] / 2, 2),
-        np.tile(group, 2),
     )
     hops = np.diff(spanned, axis=0, prepend=1).astype(np.float64)
     depth = np.ceil(np.log2(np.maximum(spanned[top, np.arange(groups)], 1)))
@@ -148,7 +128,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
     below = np.arange(len(fabric.wires))[:, None] > top[None, :]
     # Chains of one level run side by side in all units: what counts is a unit's members, not their sum.
     inner = np.ceil(spanned / np.concatenate([np.ones((1, groups)), spanned[:-1]])) - 1
-    return FlowRound(flows, 2 * float((fabric.latencies() @ np.where(below, inner, hops)).max()))
+    return FlowRound(flows, 2 * np.where(below, inner, hops))
 
 
 def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
@@ -160,36 +140,3 @@ def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
     turn = np.empty_like(order)
     turn[order] = np.arange(len(order)) - np.repeat(start, np.diff(start, append=len(order)))
     return turn
-
-
-def halving_doubling(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
-    """Run all_reduce, reduce_scatter or all_gather by halving and doubling; k must be a power of two.
-
-    Yields log2 k rounds (twice that for all_reduce): reducing, the distance doubles from 1 while bytes halve from B/2,
-    so that far partners exchange little; gathering runs backwards. Messages use their devices' rails.
-    """
-    groups, k = members.shape
-    distances = [1 << t for t in range(k.bit_length() - 1)]
-    member = np.arange(k)
-    total = nbytes * (k if kind == "all_gather" else 1)
-    for distance in reversed(distances) if kind == "all_gather" else distances:
-        one = FlowRound(_flows(members, members[:, member ^ distance], total / (2 * distance), groups, rails=True))
-        yield one
-        if kind == "all_reduce":
-            # The gathering half runs the same exchanges in reverse order, at the same price: yielding each twice, and
-            # the same object, lets the cost price it once.
-            yield one
-
-
-Algorithm = Callable[[str, Ints, Floats, Fabric], Rounds]
-
-# Open set: a new algorithm is one function and one line for each kind it serves. all_to_all and in-network reduction
-# are no lists of flows and live in `aggregate`.
-ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "all_reduce": {"ring": ring, "tree": tree, "halving-doubling": halving_doubling},
-    "reduce_scatter": {"ring": ring, "halving-doubling": halving_doubling},
-    "all_gather": {"ring": ring, "halving-doubling": halving_doubling},
-    "reduce": {"ring": ring, "tree": tree},
-    "broadcast": {"ring": ring, "tree": tree},
-}
-PRICED = (*ALGORITHMS, "all_to_all", "permute")  # what traffic may name; a permute sends to the next member

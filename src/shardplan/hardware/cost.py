@@ -1,35 +1,38 @@
 """The price of a communication pattern on a fabric: seconds, bytes for each level, and the algorithm chosen.
 
-`seconds = chunks * alpha + largest load / bandwidth`, all groups of the pattern on the resources at once. Alpha is the
-launch plus the latencies of the algorithm's rounds (arXiv 2110.10548; NCCL tuning.cc for latencies); `auto`
-takes the cheapest algorithm for the pattern's sizes.
+`seconds = chunks * alpha + largest load / rate`, all groups of the pattern on the resources at once. Which algorithms
+there are, when they start and what they reach of the rates is the library's (`library`); everyone who prices, planner,
+certificate, placement, audit and simulation, asks `price`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, Work
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work
 from shardplan.errors import TopologyError
-from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal
-from shardplan.hardware.algorithms import ALGORITHMS, FlowRound
-from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
+from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
+from shardplan.hardware.library import Library, Row
+from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
 
-# What may be asked for (the first five; the others are what prices of other patterns say).
-ALGORITHM_NAMES = ("auto", "ring", "tree", "halving-doubling", "network", "pairwise", "direct", "copy")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")
+PRICED = (*KINDS, "permute")  # what traffic may name; a permute sends to the next member
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a pattern costs under one algorithm."""
+    """What a pattern costs under the library's cheapest row, or that of the algorithm asked for."""
 
     algorithm: str
     alpha: float  # seconds that do not depend on bytes, for all chunks
-    transfer: float  # seconds of the busiest resource
+    transfer: float  # seconds of the busiest resource, round by round, and of a member's copy of its own part
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
+    load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
+    own: float = 0.0  # of `transfer` what is no communication
 
     @property
     def seconds(self) -> float:
@@ -40,35 +43,45 @@ class Price:
 def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     """Return the price of a communication pattern.
 
-    `algorithm` is `auto` for the cheapest, or `ring`, `tree`, `halving-doubling` or `network`; where it does not serve
-    the collective or the group size, the ring does (NCCL's tree is all_reduce only).
+    `algorithm` is `auto` for the library's cheapest row, or the name of an algorithm or row of the library; where it
+    does not serve the collective or the groups, the cheapest that does is taken (NCCL's trees are all_reduce only).
 
     Raises `TopologyError` for an unknown algorithm or collective, and a device that is not on the topology.
 
-    Source: arXiv 2110.10548; NCCL tuning.cc for latencies.
+    Source: arXiv 2110.10548; `library` for rows.
 
     >>> from shardplan.hardware.topology import Topology
     >>> fabric = Fabric(Topology.load("nominal", devices=4))
     >>> price(Groups("all_gather", np.array([[0, 1, 2, 3]]), np.array([1e6])), fabric, "ring").transfer
     6e-05
     """
-    if algorithm not in ALGORITHM_NAMES:
-        raise TopologyError(f"algorithm {algorithm!r} is unknown; legal: {', '.join(ALGORITHM_NAMES)}")
+    checked_algorithm(algorithm, fabric.library)
     match pattern:
         case Local():
             # A copy reads and writes.
-            return Price("copy", 0.0, 2 * pattern.nbytes / fabric.topology.device.memory_bandwidth, _none(fabric))
+            copied = 2 * pattern.nbytes / fabric.topology.device.memory_bandwidth
+            return Price("copy", 0.0, copied, _none(fabric), own=copied)
         case Work():
             busy = fabric.topology.device.kernel_seconds(pattern.flops, pattern.dtype, pattern.nbytes)
-            return Price("kernel", 0.0, busy, _none(fabric))
+            return Price("kernel", 0.0, busy, _none(fabric), own=busy)
         case Messages():
-            return _messages(pattern, fabric)
+            return _messages(pattern, fabric, algorithm)
         case Groups():
             return _groups(pattern, fabric, algorithm)
         case InTurn():
             return _in_turn(pattern.times, [price(part, fabric, algorithm) for part in pattern.parts], fabric)
+        case AtOnce():
+            return _at_once([price(part, fabric, algorithm) for part in pattern.parts], fabric)
         case _:
             assert_never(pattern)
+
+
+def checked_algorithm(algorithm: object, library: Library) -> str:
+    """Return an algorithm; raises `TopologyError` for one that the library does not have."""
+    legal = ("auto", *library.algorithms())
+    if not isinstance(algorithm, str) or algorithm not in legal:
+        raise TopologyError(f"algorithm {algorithm!r} is unknown to library {library.name}; legal: {', '.join(legal)}")
+    return algorithm
 
 
 def seconds(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> float:
@@ -87,11 +100,11 @@ def chosen(pattern: Pattern, fabric: Fabric) -> str:
 
 
 def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
-    """Return the cost of a collective as affine functions of bytes, one for each algorithm; the least of them is paid.
+    """Return the cost of a collective as affine functions of bytes, one for each row; the least of them is paid.
 
     Args:
-        kind: As in `Groups.kind`, but no all_to_all.
-        members: Topology ids, int64 [G, k], in member order, groups in the order of their least id.
+        kind: As in `Groups.kind`.
+        members: Topology ids, int64 [G, k], in member order.
         fabric: The resources.
         algorithm: As for `price`.
 
@@ -99,55 +112,63 @@ def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") ->
         Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
     """
     byte = Groups(kind, members, np.ones(len(members)))  # seconds are linear in bytes: those of one are the slope
-    found = (_one(name, byte, members, byte.nbytes, fabric) for name in _algorithms(kind, members, fabric, algorithm))
-    return tuple((one.alpha, one.transfer) for one in found)
+    found = _rows(byte, members, byte.nbytes, fabric, algorithm)
+    lines = sorted({(one.alpha, one.transfer) for one in found})
+    # What starts later and is no faster is never the least.
+    return tuple(line for n, line in enumerate(lines) if all(line[1] < other[1] for other in lines[:n]))
 
 
-def linear_cost(kind: str, members: Ints, fabric: Fabric) -> tuple[float, float]:
-    """Return the ring's cost of a collective as an affine function of bytes; errors as for `price`.
+def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tuple[float, float]:
+    """Return the cost of a collective as one affine function of bytes: that of the row which is cheapest at `nbytes`.
 
     `members` are device ids, int64 [G, k], in member order.
 
     Returns:
         Seconds at 0 bytes, and seconds per byte that a member holds before the op.
     """
-    byte = price(Groups(kind, members, np.ones(len(members))), fabric, "ring")
-    return byte.alpha, byte.transfer
+    lines = offers(kind, fabric.topology_ids(members), fabric)
+    return min(lines, key=lambda line: line[0] + line[1] * nbytes)
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 
 
-def _in_turn(times: int, parts: list[Price], fabric: Fabric) -> Price:
+def _in_turn(times: int, parts: Sequence[Price], fabric: Fabric) -> Price:
     moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
     alpha, transfer = sum(part.alpha for part in parts), sum(part.transfer for part in parts)
-    return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()))
+    load = scaled(_all(parts, fabric), [times] * len(fabric.wires))
+    own = times * sum(part.own for part in parts)
+    return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()), load, own)
 
 
-def _messages(pattern: Messages, fabric: Fabric) -> Price:
+def _all(parts: Sequence[Price], fabric: Fabric) -> Load:
+    return added([(None,) * len(fabric.wires), *(part.load for part in parts)])
+
+
+def _at_once(parts: Sequence[Price], fabric: Fabric) -> Price:
+    """Loads add; the largest alpha and the longest copy count once; no part ends before it would alone."""
+    moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    load = _all(parts, fabric)
+    own = max((part.own for part in parts), default=0.0)
+    transfer = max([busiest(load) + own, *(part.transfer for part in parts)])
+    return Price("at once", max((p.alpha for p in parts), default=0.0), transfer, tuple(moved.tolist()), load, own)
+
+
+def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
-        return Price("direct", 0.0, 0.0, _none(fabric))
+        return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
-    flows = Flows(sender, receiver, pattern.nbytes[keep])
-    moved = fabric.level_bytes(flows)
-    most = max(int(np.bincount(ids).max()) for ids in (flows.sender, flows.receiver))
-    # A device starts and takes in its messages one after another, which costs a latency each.
-    alpha = pattern.chunks * (fabric.launch + most * _outermost_latency(moved, fabric))
-    return Price("direct", alpha, fabric.transfer_seconds(flows), tuple(moved.tolist()))
-
-
-def _outermost_latency(moved: Floats, fabric: Fabric) -> float:
-    crossed = np.flatnonzero(moved)
-    return fabric.wires[int(crossed[0])].level.latency if crossed.size else 0.0
+    found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
+    rows = fabric.library.serving("messages", algorithm)
+    priced = (_priced(row, [found], pattern.chunks, 0.0, fabric) for row in rows)
+    return min(priced, key=lambda one: one.seconds)
 
 
 def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
-    legal = ALGORITHMS.get(pattern.kind, {})
-    default = "pairwise" if pattern.kind == "all_to_all" else "ring"
-    if not legal and pattern.kind != "all_to_all":
-        raise TopologyError(f"collective {pattern.kind!r} is unknown; legal: {', '.join([*ALGORITHMS, 'all_to_all'])}")
+    if pattern.kind not in KINDS:
+        raise TopologyError(f"collective {pattern.kind!r} is unknown; legal: {', '.join(KINDS)}")
     members = fabric.topology_ids(pattern.members)
     nbytes = np.asarray(pattern.nbytes, dtype=np.float64)
     if members.ndim != 2 or nbytes.shape != members.shape[:1]:
@@ -156,45 +177,47 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
             "members are [groups, k], nbytes [groups]"
         )
     if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
-        return Price(default, 0.0, 0.0, _none(fabric))
-    if default == "pairwise":
-        return _aggregate("pairwise", *all_to_all(members, nbytes, fabric), pattern.chunks, fabric)
-    # The order in which groups are listed means nothing: ports and heads are given in the order of the devices.
+        return Price("none", 0.0, 0.0, _none(fabric))
+    return min(_rows(pattern, members, nbytes, fabric, algorithm), key=lambda one: one.seconds)
+
+
+def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algorithm: str) -> list[Price]:
+    """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
+    # The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
     order = np.argsort(members.min(axis=1), kind="stable")
     members, nbytes = members[order], nbytes[order]
-    names = _algorithms(pattern.kind, members, fabric, algorithm)
-    return min((_one(name, pattern, members, nbytes, fabric) for name in names), key=lambda one: one.seconds)
+    found: dict[str, list[Traffic] | None] = {}
+    made: list[Price] = []
+    for asked in dict.fromkeys((algorithm, "auto")):
+        for row in fabric.library.serving(pattern.kind, asked):
+            if row.algorithm not in found:
+                found[row.algorithm] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric)
+            rounds = found[row.algorithm]
+            if rounds is not None:
+                made.append(_priced(row, rounds, pattern.chunks, _own_part(pattern.kind, members, nbytes), fabric))
+        if made:
+            return made
+    raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _algorithms(kind: str, members: Ints, fabric: Fabric, algorithm: str) -> list[str]:
-    """The algorithms that serve a collective over these groups, or the one asked for."""
-    k = members.shape[1]
-    names = [name for name in ALGORITHMS[kind] if name != "halving-doubling" or k & (k - 1) == 0]
-    if kind == "all_reduce" and algorithm in ("auto", "network") and in_network_legal(members, fabric):
-        names.append("network")
-    if algorithm != "auto":
-        return [algorithm if algorithm in names else "ring"]
-    if k == 2 and "halving-doubling" in names:
-        # With two members it is the ring's exchange, in the ring's order.
-        names.remove("halving-doubling")
-    return names
+def _own_part(kind: str, members: Ints, nbytes: Floats) -> float:
+    """Bytes of a member's own part that it copies to its result: all of it in an all-gather, B/k in an all-to-all."""
+    share = {"all_gather": 1.0, "all_to_all": 1 / members.shape[1]}.get(kind, 0.0)
+    return share * float(nbytes.max())
 
 
-def _one(name: str, pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric) -> Price:
-    """The price under one algorithm; a round that is yielded twice in a row is priced once."""
-    if name == "network":
-        return _aggregate(name, *in_network(members, nbytes, fabric), pattern.chunks, fabric)
-    alpha, transfer, moved = fabric.launch, 0.0, np.zeros(len(fabric.wires))
-    last: FlowRound | None = None
-    last_transfer, last_moved = 0.0, moved
-    for one in ALGORITHMS[pattern.kind][name](pattern.kind, members, nbytes, fabric):
-        if one is not last:
-            last, last_transfer, last_moved = one, fabric.transfer_seconds(one.flows), fabric.level_bytes(one.flows)
-        alpha += _outermost_latency(last_moved, fabric) if one.latency is None else one.latency
-        transfer += last_transfer
-        moved = moved + last_moved
-    return Price(name, pattern.chunks * alpha, transfer, tuple(moved.tolist()))
-
-
-def _aggregate(name: str, latency: float, transfer: float, moved: Floats, chunks: int, fabric: Fabric) -> Price:
-    return Price(name, chunks * (fabric.launch + latency), transfer, tuple(moved.tolist()))
+def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price:
+    depth, far = len(fabric.wires), fabric.far
+    latency = fabric.latencies()
+    latency[:far] += row.far
+    if row.near is not None:
+        latency[far:] = row.near
+    shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
+    # Levels that no group of a round spans have no hops.
+    base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
+    alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
+    loads = [scaled(one.load, shares) for one in rounds]
+    own = fabric.library.own_copy * 2 * own_part / fabric.topology.device.memory_bandwidth
+    moved = np.sum([one.moved for one in rounds], axis=0)
+    transfer = sum(map(busiest, loads)) + own
+    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own)

@@ -1,15 +1,16 @@
 """The resources of a topology, and the load that point-to-point flows put on them.
 
-Resources are directed and full duplex (the cost model of 2110.10548, with routes). A flow whose outermost differing
-level is j uses the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of the receiver's. Where
-level j itself is a ring, torus or mesh, the flow goes hop by hop over the links between the two children instead, along
-the shortest arc of each dim in turn, ties clockwise; links of such a level further in are not used, every device having
-its own way out.
+Resources are directed and full duplex (the cost model of 2110.10548, with routes): of a `switch` level every port of
+every unit, out and in; of a ring, torus, mesh or `full` level every link between two children of one parent. A flow
+whose outermost differing level is j uses the out-ports of the sender's units at levels j, ..., L-1 and the in-ports of
+the receiver's. Where level j itself is linked, the flow goes over the links between the two children instead: straight
+on a `full` level, else hop by hop along the shortest arc of each dim in turn, ties clockwise; links of such a level
+further in are not used, every device having its own way out.
 
-A unit with several uplinks: a flow of a group uses port n mod uplinks, the group being the n-th of those that cross
-this unit, which is the group's number mod uplinks where groups lie regularly; a single message uses the rail of the
-device at its end, the device's number inside the unit mod uplinks. Units with fewer devices than ports give each device
-an equal share of them. Parallel links of a ring, torus or mesh act as one.
+A *load* is by level the seconds that every resource is busy, None where a level carries nothing; loads of what runs at
+once add. The uplinks of a unit are dealt out to its devices, neighbours first, so that each has its *rail*: a flow uses
+the rail of its sender out of a unit, and of its receiver into one. Units with fewer devices than uplinks give each
+device an equal share of them. Parallel links of two children act as one.
 
 Devices are topology ids here, levels are numbers j from 0 for the outermost, units are numbered over their whole level.
 Arrays over flows are int64 or float64 [n]; bytes are floats.
@@ -17,20 +18,42 @@ Arrays over flows are int64 or float64 [n]; bytes are floats.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
+from shardplan.hardware.library import Library, library
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# Units times groups: up to here who crosses what is a table of 2 MB, summed along its rows; above, keys are sorted.
-_DENSE = 1 << 21
+Load = tuple[Floats | None, ...]  # by level the seconds of every resource, or None
+
+
+def busiest(load: Load) -> float:
+    """Return the seconds of the busiest resource, 0 where nothing is carried."""
+    return max((float(seconds.max()) for seconds in load if seconds is not None and seconds.size), default=0.0)
+
+
+def added(loads: Iterable[Load]) -> Load:
+    """Return the load of what runs at once; of nothing an empty one."""
+    total: list[Floats | None] = []
+    for load in loads:
+        total += [None] * (len(load) - len(total))
+        for j, seconds in enumerate(load):
+            mine = total[j]
+            total[j] = seconds if mine is None else mine if seconds is None else mine + seconds
+    return tuple(total)
+
+
+def scaled(load: Load, factors: Sequence[float]) -> Load:
+    """Return a load with every level's seconds times a factor."""
+    return tuple(None if s is None else s * f for s, f in zip(load, factors, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,16 +63,6 @@ class Flows:
     sender: Ints
     receiver: Ints
     nbytes: Floats
-    lane: Ints | None = None  # the number of the group each belongs to; None for messages on rails
-
-
-class LanePorts(NamedTuple):
-    """The ports that groups have at the units they leave and enter, and their part of a group's bytes; all [n]."""
-
-    port_out: Ints
-    port_in: Ints
-    share_out: Floats
-    share_in: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +72,9 @@ class _Wires:
     level: Level
     stride: int  # devices in a unit
     units: int  # of the whole level
+    ways: int  # ports of a unit that devices are dealt to: uplinks, or as many as it has devices
     factors: Floats | None  # on the bandwidth of every unit [units]; None where no unit is degraded
+    port_factors: Floats | None  # on the bandwidth of every way of every unit [units * ways]; None where all are 1
 
 
 class Fabric:
@@ -69,22 +84,24 @@ class Fabric:
         topology: The hardware.
         position: By device id its topology id, -1 where there is none, as `Placement.position()` gives it; None where
             the two are equal.
-        launch: Seconds to start any communication step.
-        channels: Whether a group with ports to spare uses them all, as NCCL's channels do; else it uses one.
+        launch: Seconds to start any communication step; by default the device's.
 
-    Raises `TopologyError` where a position is not a device of the topology.
+    Raises `TopologyError` where a position is not a device of the topology, and where its library is unknown.
 
-    Source: arXiv 2110.10548, simulator; NCCL's ring order.
+    Source: arXiv 2110.10548, simulator.
     """
 
-    __slots__ = ("channels", "launch", "position", "topology", "wires")
+    __slots__ = ("far", "launch", "library", "position", "topology", "wires")
 
-    def __init__(
-        self, topology: Topology, position: Ints | None = None, *, launch: float = 0.0, channels: bool = False
-    ) -> None:
+    library: Library
+
+    def __init__(self, topology: Topology, position: Ints | None = None, *, launch: float | None = None) -> None:
         self.topology = topology
-        self.launch = launch
-        self.channels = channels
+        self.launch = topology.device.launch if launch is None else launch
+        self.library = library(topology.library)
+        names = [level.name for level in topology.levels]
+        # Levels up to this one are crossed over NICs: a NIC is an uplink of a node.
+        self.far = names.index("node") + 1 if "node" in names else len(names) - 1
         self.position = None if position is None else np.asarray(position, dtype=np.int64)
         if self.position is not None:
             topology.checked(self.position[self.position >= 0])
@@ -92,12 +109,11 @@ class Fabric:
         units = 1
         for level, stride in zip(topology.levels, topology.strides, strict=True):
             units *= level.size
-            factors: Floats | None = None
-            if level.degraded:
-                factors = np.ones(units)
-                for unit, factor in level.degraded:
-                    factors[unit] = factor
-            wires.append(_Wires(level, stride, units, factors))
+            ways = min(level.uplinks, stride) if level.link == "switch" else 1
+            factors = np.ones(units) if level.degraded else None
+            for unit, factor in level.degraded:
+                cast(Floats, factors)[unit] = factor
+            wires.append(_Wires(level, stride, units, ways, factors, _port_factors(level, units, ways)))
         self.wires = tuple(wires)
 
     def topology_ids(self, ids: Ints) -> Ints:
@@ -126,105 +142,69 @@ class Fabric:
         load = np.bincount(self.crossed(flows.sender, flows.receiver), flows.nbytes, depth + 1)
         return load[:depth].astype(np.float64)
 
-    def transfer_seconds(self, flows: Flows) -> float:
-        """Return the bandwidth term of flows that run together: the largest load over bandwidth of all resources."""
-        worst = 0.0
+    def load(self, flows: Flows) -> Load:
+        """Return the load of flows that run together, each on the rails of the devices at its ends."""
+        found: list[Floats | None] = []
         for j, wires in enumerate(self.wires):
             out, into = flows.sender // wires.stride, flows.receiver // wires.stride
             moving = out != into
-            if not moving.any():
-                continue
             if wires.level.link != "switch":
                 # Links join the children of one parent; what comes from further out has its own way in.
                 moving &= out // wires.level.size == into // wires.level.size
-            every = bool(moving.all())
-            keep = slice(None) if every else np.flatnonzero(moving)  # a slice copies nothing
-            out, into, nbytes = out[keep], into[keep], flows.nbytes[keep]
-            if not nbytes.size:
+            if not moving.any():
+                found.append(None)
                 continue
-            if wires.level.link != "switch":
-                worst = max(worst, self.link_seconds(j, out, into, nbytes))
-            elif wires.level.uplinks == 1:
-                for unit in (out, into):
-                    worst = max(worst, self.port_seconds(j, unit, nbytes))
-            elif flows.lane is None:
-                for unit, device in ((out, flows.sender[keep]), (into, flows.receiver[keep])):
-                    worst = max(worst, self.rail_seconds(j, unit, device, nbytes))
+            keep = slice(None) if bool(moving.all()) else np.flatnonzero(moving)  # a slice copies nothing
+            nbytes = flows.nbytes[keep]
+            if wires.level.link == "switch":
+                found.append(self.port_load(j, (flows.sender[keep], nbytes), (flows.receiver[keep], nbytes)))
             else:
-                lanes = self.lane_ports(j, out, into, flows.lane[keep])
-                worst = max(worst, self.port_seconds(j, out, nbytes * lanes.share_out, lanes.port_out))
-                worst = max(worst, self.port_seconds(j, into, nbytes * lanes.share_in, lanes.port_in))
-        return worst
+                found.append(self.link_load(j, out[keep], into[keep], nbytes))
+        return tuple(found)
 
-    def port_seconds(
-        self, j: int, unit: Ints, nbytes: Floats, port: Ints | None = None, ports: int | None = None
-    ) -> float:
-        """Return the seconds of the busiest port when bytes pass one direction of the uplinks of level j's units.
+    def rate(self, j: int) -> float:
+        """Return the bytes a second that a port, or a link, of level j delivers."""
+        return self.wires[j].level.bandwidth * self.wires[j].level.efficiency
 
-        `port` is a number for each of the bytes, None where a unit has one port. `ports` of a unit share the bandwidth
-        of all its uplinks; by default there are as many ports as uplinks.
+    def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
+        """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
+
+        `leaving` and `entering` are devices and the bytes with which they load their rails.
         """
         wires = self.wires[j]
-        ways = (wires.level.uplinks if ports is None else ports) if port is not None else 1
-        rate = wires.level.bandwidth * (wires.level.uplinks / ways if port is not None else 1)
-        index = unit if port is None else unit * ways + port
-        load = np.bincount(index, nbytes, wires.units * ways)
-        if wires.factors is not None:
-            load = load / np.repeat(wires.factors, ways)
-        return float(load.max()) / rate
+        count = wires.units * wires.ways
+        rate = self.rate(j) * wires.level.uplinks / wires.ways
+        load = np.concatenate([np.bincount(self.rail(j, d), n, count) for d, n in (leaving, entering)]) / rate
+        return load if wires.port_factors is None else load / np.tile(wires.port_factors, 2)
 
-    def rail_seconds(self, j: int, unit: Ints, device: Ints, nbytes: Floats) -> float:
-        """Return the seconds of the busiest port when bytes leave or enter units on the rails of devices in them.
+    def rail(self, j: int, device: Ints) -> Ints:
+        """Return the number, over all units of switch level j, of the way that each device has out of its unit."""
+        wires = self.wires[j]
+        return device * wires.ways // wires.stride
 
-        Level j is a switch; `device` is where the bytes start (or end), a topology id in `unit`.
+    def link_load(self, j: int, out: Ints, into: Ints, nbytes: Floats) -> Floats:
+        """Return the seconds of all links of level j when bytes go between children of one parent.
+
+        Level j is no switch; `out` and `into` are units, pairwise of one parent. [resources of the level].
         """
         wires = self.wires[j]
-        ways = min(wires.level.uplinks, wires.stride)
-        return self.port_seconds(j, unit, nbytes, device % wires.stride % ways, ways)
-
-    def lane_ports(self, j: int, out: Ints, into: Ints, lane: Ints) -> LanePorts:
-        """Return a port for every group at every unit that it crosses; level j is a switch.
-
-        The shares are 1 unless `channels`: of groups fewer than ports each has several, and its bytes are dealt out.
-        """
-        wires = self.wires[j]
-        lanes = int(lane.max()) + 1
-        key_out, key_in = out * lanes + lane, into * lanes + lane
-        if wires.units * lanes <= _DENSE:
-            table = np.zeros(wires.units * lanes, dtype=bool)
-            table[key_out] = True
-            table[key_in] = True
-            # A group's number among those that cross the unit is how many of them come before it.
-            crossing = table.reshape(wires.units, lanes).cumsum(axis=1, dtype=np.int64)
-            groups = crossing[:, -1]
-            nth_out, nth_in = crossing.reshape(-1)[key_out] - 1, crossing.reshape(-1)[key_in] - 1
-        else:
-            keys = np.unique(np.concatenate([key_out, key_in]))
-            groups = np.bincount(keys // lanes, minlength=wires.units)
-            first = np.concatenate([[0], np.cumsum(groups)[:-1]])
-            nth_out = np.searchsorted(keys, key_out) - first[out]
-            nth_in = np.searchsorted(keys, key_in) - first[into]
-        ports = wires.level.uplinks
-        share = np.ones(wires.units)
-        if self.channels:
-            share = np.minimum(1.0, np.maximum(groups, 1) / ports)
-        return LanePorts(nth_out % ports, nth_in % ports, share[out], share[into])
-
-    def link_seconds(self, j: int, out: Ints, into: Ints, nbytes: Floats) -> float:
-        """Return the seconds of the busiest link when bytes go hop by hop between children of one parent.
-
-        Level j is a ring, torus or mesh; `out` and `into` are units, pairwise of one parent.
-        """
-        level = self.wires[j].level
+        level = wires.level
+        if level.link == "full":
+            load = np.bincount(out * level.size + into % level.size, nbytes, wires.units * level.size)
+            load = load / (self.rate(j) * level.uplinks)
+            if wires.factors is not None:
+                grid = wires.factors.reshape(-1, level.size)
+                load = load / np.minimum(grid[:, :, None], grid[:, None, :]).reshape(-1)
+            return load
         start = np.array(np.unravel_index(out % level.size, level.extents))
         end = np.array(np.unravel_index(into % level.size, level.extents))
         parent = out // level.size
-        worst = 0.0
+        found: list[Floats] = []
         for dim in range(len(level.extents)):
             line = self.line(j, dim, parent, start)
-            worst = max(worst, self.line_seconds(j, dim, line, start[dim], end[dim], nbytes))
+            found.append(self.line_load(j, dim, line, start[dim], end[dim], nbytes))
             start[dim] = end[dim]  # dims are crossed in order: from here on the flow has the receiver's coordinate
-        return worst
+        return np.concatenate(found)
 
     def line(self, j: int, dim: int, parent: Ints, coordinates: Ints) -> Ints:
         """Return the numbers of lines of the grid of level j along one dim, over all parents: [n].
@@ -238,10 +218,11 @@ class Fabric:
                 number = number * extent + coordinates[other]
         return number
 
-    def line_seconds(self, j: int, dim: int, line: Ints, start: Ints, end: Ints, nbytes: Floats) -> float:
-        """Return the seconds of the busiest link when bytes go along lines of one dim, each on its shortest arc.
+    def line_load(self, j: int, dim: int, line: Ints, start: Ints, end: Ints, nbytes: Floats) -> Floats:
+        """Return the seconds of all links along one dim when bytes go along its lines, each on its shortest arc.
 
-        `line` is numbered as by `line`, `start` and `end` are coordinates along the dim.
+        `line` is numbered as by `line`, `start` and `end` are coordinates along the dim. [2 * units]: first the links
+        clockwise, each numbered by its line and the unit that it leaves, then those the other way.
         """
         wires = self.wires[j]
         extent = wires.level.extents[dim]
@@ -250,44 +231,56 @@ class Fabric:
         ahead = (end - start) % extent if cyclic else end - start
         forward = (ahead > 0) & (2 * ahead <= extent) if cyclic else ahead > 0  # of two arcs alike the clockwise one
         backward = (ahead != 0) & ~forward
-        rate_forward: float | Floats = 1.0
-        rate_backward: float | Floats = 1.0
+        there = _spread(line[forward], start[forward], ahead[forward], nbytes[forward], lines, extent)
+        # A link is numbered by the unit that it leaves: from start back to end these are end + 1, ..., start.
+        hops = (start - end)[backward] % extent
+        back = _spread(line[backward], (end[backward] + 1) % extent, hops, nbytes[backward], lines, extent)
         if wires.factors is not None:
             grid = wires.factors.reshape(-1, *wires.level.extents)
             factor = np.moveaxis(grid, dim + 1, -1).reshape(lines, extent)
             # A link is as fast as the slower of its two ends.
-            rate_forward = np.minimum(factor, np.roll(factor, -1, axis=1))
-            rate_backward = np.minimum(factor, np.roll(factor, 1, axis=1))
-        worst = 0.0
-        if forward.any():
-            load = _spread(line[forward], start[forward], ahead[forward], nbytes[forward], lines, extent)
-            worst = float((load / rate_forward).max())
-        if backward.any():
-            # A link is numbered by the unit that it leaves: from start back to end these are end + 1, ..., start.
-            hops = (start - end)[backward] % extent
-            load = _spread(line[backward], (end[backward] + 1) % extent, hops, nbytes[backward], lines, extent)
-            worst = max(worst, float((load / rate_backward).max()))
-        return worst / (wires.level.bandwidth * wires.level.uplinks)
+            there, back = (
+                x / np.minimum(factor, np.roll(factor, turn, axis=1)) for x, turn in ((there, -1), (back, 1))
+            )
+        return np.concatenate([there.reshape(-1), back.reshape(-1)]) / (self.rate(j) * wires.level.uplinks)
 
     def capacity(self, j: int) -> Floats:
         """Return the bytes a second that can enter, or leave, each unit of level j at most: [units].
 
-        A unit on a ring, torus or mesh may also take in what enters its parent.
+        A unit of a linked level may also take in what enters its parent. It is what the best row of the library makes
+        of the ports.
         """
         wires = self.wires[j]
-        own = np.full(wires.units, wires.level.bandwidth * wires.level.uplinks)
+        own = np.full(wires.units, self.rate(j) * wires.level.uplinks * self.library.best_share(j < self.far))
+        if wires.port_factors is not None and wires.level.link == "switch":
+            return own * wires.port_factors.reshape(wires.units, -1).mean(axis=1)
         if wires.factors is not None:
             own = own * wires.factors
         if wires.level.link == "switch":
             return own
         # Of a dim with one child there are no links; of two, one pair, used in one direction only (ties clockwise).
-        ways = sum(0 if extent == 1 else 2 for extent in wires.level.extents)
+        full = wires.level.link == "full"
+        ways = wires.level.size - 1 if full else sum(0 if extent == 1 else 2 for extent in wires.level.extents)
         own = own * ways
         return own if j == 0 else own + np.repeat(self.capacity(j - 1), wires.level.size)
 
     def latencies(self) -> Floats:
         """Return the seconds of latency of the levels, [L]."""
         return np.array([wires.level.latency for wires in self.wires])
+
+
+def _port_factors(level: Level, units: int, ways: int) -> Floats | None:
+    """The factors on the bandwidth of every way of every unit of a switch level, [units * ways]; None without any."""
+    if level.link != "switch" or not (level.degraded or level.slow_ports):
+        return None
+    ports = np.ones((units, level.uplinks))
+    for unit, factor in level.degraded:
+        ports[unit] = factor
+    for unit, port, factor in level.slow_ports:
+        ports[unit, port] *= factor
+    # Where devices are fewer than ports, a way is several ports, or parts of them.
+    fine = np.repeat(ports, ways, axis=1).reshape(units, ways, level.uplinks)
+    return cast(Floats, fine.mean(axis=2).reshape(-1))
 
 
 def _spread(line: Ints, first: Ints, hops: Ints, nbytes: Floats, lines: int, extent: int) -> Floats:

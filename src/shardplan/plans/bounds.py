@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hardware.algorithms import units_spanned
+from shardplan.hardware.aggregate import units_spanned
 from shardplan.hardware.fabric import Fabric, Floats, Ints
 
 # Cells times boxes up to which the volume of a union is computed exactly: 8 MB of booleans. Above it, a coarser bound.

@@ -18,7 +18,7 @@ from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
-from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
 from shardplan.plans.nominal import nominal_bound, nominal_step
 from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
@@ -39,7 +39,7 @@ class Certificate:
     staging of the worst step. Without a limit the peak of one tensor keeps the bound; that of a batch of which no order
     was found that keeps it is above it. Outputs behind the destinations are inputs that the caller keeps.
     `level_bytes` sums over devices, outermost level first, () without a topology. Steps are priced under `algorithm`:
-    `auto`, the cheapest for each, or ring, tree or halving-doubling.
+    `auto`, the cheapest row of the library for each, or an algorithm of it.
     """
 
     program: Program
@@ -89,7 +89,8 @@ class Certificate:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
-        legal = ALGORITHM_NAMES if self.where is not None else ("auto",)
+        topology = self.where.topology if isinstance(self.where, Placement) else self.where
+        legal = ("auto",) if topology is None else ("auto", *library(topology.library).algorithms())
         if self.algorithm not in legal:
             raise CertificateError(f"unknown algorithm {self.algorithm!r}; legal are {', '.join(legal)}")
         if self.status not in STATUSES:

@@ -23,7 +23,6 @@ from shardplan.plans.nominal import DESCRIPTION, nominal_step
 from shardplan.plans.pricing import fabric_of, step_prices
 
 FORMAT = 1  # of the file; another one is refused
-CHOSEN = ("ring", "tree", "halving-doubling", "network")  # algorithms that one op may be priced under
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -118,8 +117,10 @@ def annotated(c: Certificate) -> str:
     if c.where is None:
         costs = [format_seconds(s) for s in map(nominal_step, books.latencies, books.step_received)]
     else:
-        prices = step_prices(c.program, fabric_of(c.where, c.program.meshes), c.algorithm)
-        costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in CHOSEN else "") for p in prices]
+        fabric = fabric_of(c.where, c.program.meshes)
+        prices = step_prices(c.program, fabric, c.algorithm)
+        chosen = fabric.library.algorithms()
+        costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in chosen else "") for p in prices]
 
     def note(number: int, step: Step) -> str:
         return f"{format_bytes(books.step_received[number])}, {costs[number]}"

@@ -14,7 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from shardplan.core.accounting import account, holds
-from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, Work, communicates
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.hardware.cost import seconds
@@ -108,7 +108,7 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
             ids = pattern.members.reshape(-1)
         case Messages():
             ids = np.concatenate([pattern.sender, pattern.receiver])
-        case InTurn():
+        case InTurn() | AtOnce():
             ids = np.concatenate([taking_part(part, devices) for part in pattern.parts])
         case Local() | Work():
             ids = devices

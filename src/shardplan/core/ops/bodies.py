@@ -17,7 +17,7 @@ from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
 from shardplan.core.op import Array, Shards
 from shardplan.core.ops.collective import moving
-from shardplan.core.pattern import Groups, InTurn, Messages, Pattern, in_turn
+from shardplan.core.pattern import AtOnce, Pattern, in_turn
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
@@ -187,11 +187,5 @@ class Together(Nested):
         return sum(step.op.staging(*self.body.step_types(step)[0]) for step in self.body.steps)
 
     def pattern(self, *operands: TensorType) -> Pattern:
-        """All messages at once; where a move is no bundle of messages, one move after another."""
-        parts = _patterns(self.body)
-        messages = [p for p in parts if isinstance(p, Messages)]
-        if not messages or any(isinstance(p, Groups | InTurn) for p in parts):
-            return in_turn(1, parts)
-        sender, receiver = (np.concatenate([getattr(p, n) for p in messages]) for n in ("sender", "receiver"))
-        nbytes = np.concatenate([p.nbytes for p in messages])
-        return Messages(sender, receiver, nbytes, max(p.chunks for p in messages))
+        """Those of all moves, at once."""
+        return AtOnce(_patterns(self.body))

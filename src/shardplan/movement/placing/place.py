@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import overload
 
-from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import LayoutError, TopologyError, shown
-from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.errors import LayoutError, shown
+from shardplan.hardware.cost import checked_algorithm
+from shardplan.hardware.library import library
 from shardplan.hardware.placement import placements
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.placing.degraded import Degraded, degraded
@@ -80,7 +80,7 @@ def place(
         traffic: For a tuple of axes the bytes of an all-reduce a step, or a list of (op, bytes, count); ops as in
             `traffic.OPS`, bytes those that a member holds before. Or the text that the command takes: `"data=2GB"`.
         programs: `best`: every reduction runs as its best program; `stock`: as one collective.
-        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
+        algorithm: `auto`, the cheapest row of the library for each step, or an algorithm of it for all.
         bounds: By (axis, level) the least and the greatest entry of the matrix.
         inside: By axis the level inside whose parent it must stay, `{"tensor": "gpu"}`.
 
@@ -96,7 +96,7 @@ def place(
     """
     others: tuple[Pattern, ...] = ()
     topology = topology_of("topology", topology)
-    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
+    checked_algorithm(algorithm, library(topology.library))
     if isinstance(mesh, Program):
         if traffic is not None:
             raise LayoutError("a program says its own traffic; give a mesh with traffic, or a program without")

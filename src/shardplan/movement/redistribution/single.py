@@ -193,10 +193,11 @@ def _rates(p: Problem, fabric: Fabric) -> Rates:
     """Seconds and seconds per byte of every kind of collective over every set of runs."""
     mesh = p.source.mesh
     out = Rates(*np.zeros((len(Rates._fields), 2, 1 << len(p.runs))))
+    held = float(p.source.elements().max()) * p.source.itemsize
     for mask in range(1, 1 << len(p.runs)):
         members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
         for table, kind in zip(out, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True):
-            table[:, mask] = linear_cost(kind, members, fabric)
+            table[:, mask] = linear_cost(kind, members, fabric, held)
         q = members.shape[1]
         out.messages[1, mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its q-th
     return out

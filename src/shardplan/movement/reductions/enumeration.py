@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from shardplan.core import border
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, TopologyError, TypingError
+from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.alpha_beta import AlphaBeta, alpha_beta
-from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.hardware.cost import checked_algorithm
+from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribution.choice import chain
@@ -105,7 +106,7 @@ def reductions(
         nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
         limit: Most instructions of a program; None for programs of any size, of which the `top` cheapest are returned.
         top: Most programs returned; all by default, 10 without a limit.
-        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
+        algorithm: `auto`, the cheapest row of the library for each step, or an algorithm of it for all.
         uncollapsed: One factor for each sub-axis, instead of one for each level.
 
     Raises:
@@ -129,7 +130,7 @@ def reductions(
     )
     limit = None if limit is None else border.integer("limit", limit)
     top = None if top is None else border.integer("top", top)
-    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
+    checked_algorithm(algorithm, library(placement.topology.library))
     uncollapsed = border.flag("uncollapsed", uncollapsed)
     if limit is not None and limit > MOST_INSTRUCTIONS:
         raise LayoutError(

@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import CertificateError, LayoutError, TopologyError, TypingError, shown
-from shardplan.hardware.cost import ALGORITHM_NAMES
+from shardplan.errors import CertificateError, LayoutError, TypingError, shown
+from shardplan.hardware.cost import checked_algorithm
+from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
@@ -59,7 +60,7 @@ def reduce(
         nbytes: Payload of every device, in bytes or as text such as `"64 MB"`.
         target: Where the sums go: `replicated` to every member, `sharded` in equal parts (as ZeRO wants them), `root`
             to coordinate 0.
-        algorithm: `auto`, the cheapest for each step, or `ring`, `tree` or `halving-doubling` for all.
+        algorithm: `auto`, the cheapest row of the library for each step, or an algorithm of it for all.
         subsets: Admit collectives over any set of levels, not only contiguous ones; never dearer.
         uncollapsed: One factor for each sub-axis, instead of one for each level.
 
@@ -81,7 +82,7 @@ def reduce(
         border.names("axes", axes),
         bytes_of("nbytes", nbytes),
     )
-    border.choice("algorithm", algorithm, ALGORITHM_NAMES, TopologyError)
+    checked_algorithm(algorithm, library(placement.topology.library))
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
     source, wanted = view.type("P" * len(view.factors)), view.type(after)

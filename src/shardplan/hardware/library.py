@@ -1,0 +1,180 @@
+"""Library models: what a communication library makes of a collective, as a table of rows, each affine in bytes.
+
+A row is one algorithm under one protocol. For the groups of a collective it takes
+
+    seconds = launch + base + sum over near hops (near) + sum over far hops (latency + far) + largest load / rate
+
+where *far* levels are the level called `node` and those outside it (a NIC is an uplink of a node), *near* ones those
+inside it; a rate is the level's bandwidth times its efficiency times the row's share. The least over the rows is paid.
+So a price is monotone in bytes, and the rows of an op on some groups are lines that a search may fold. Which hops and
+loads an algorithm has is in `traffic`, tables are TOML files in `libraries/`, and every number in them is cited there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from shardplan.core import border
+from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.hardware.units import exact, parse_seconds
+
+# What `traffic` knows: an algorithm's hops and loads.
+ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
+_TABLES = Path(__file__).parent / "libraries"
+_LENGTHS = ("base", "base_far", "near", "far")  # seconds of a row
+_SHARES = ("near_share", "far_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One algorithm under one protocol: seconds beside those of the topology, and shares of its rates."""
+
+    algorithm: str  # one of `ALGORITHM_NAMES`
+    protocol: str  # such as LL; empty where the library has one
+    ops: tuple[str, ...]  # the kinds of collectives that it serves, as `Groups.kind`; `messages` for messages
+    base: float = 0.0  # seconds once, of groups inside a node
+    base_far: float = 0.0  # seconds once, of groups over several nodes
+    near: float | None = None  # seconds of a hop inside a node; None for the latency of the level it crosses
+    far: float = 0.0  # seconds of a hop between nodes, beside the latency of the level it crosses
+    near_share: float = 1.0  # of the rate of ports and links inside a node
+    far_share: float = 1.0  # of the rate of NICs and of what lies outside them
+    asked: bool = False  # priced only where its algorithm is asked for by name
+
+    def __post_init__(self) -> None:
+        """Refuse an algorithm that nothing is known of."""
+        if self.algorithm not in ALGORITHM_NAMES:
+            legal = ", ".join(ALGORITHM_NAMES)
+            raise TopologyError(f"library row: algorithm {shown(self.algorithm)} is unknown; legal: {legal}")
+
+    @property
+    def name(self) -> str:
+        """The algorithm and the protocol."""
+        return f"{self.algorithm} {self.protocol}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A table of rows. Raises `TopologyError` for a row of an unknown algorithm, and numbers out of their range."""
+
+    name: str
+    rows: tuple[Row, ...]
+    measured: str = ""  # on what the numbers were fitted; empty where nobody measured this library
+    own_copy: float = 0.0  # of copying a member's own part to its result, the share that takes time
+    member_order: bool = False  # whether rings follow the order of members, even inside a node
+
+    def best_share(self, far: bool) -> float:
+        """Return the largest share of a rate that any row reaches."""
+        return max(row.far_share if far else row.near_share for row in self.rows)
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Return the names that may be asked for: algorithms, then rows where an algorithm has several."""
+        algorithms = tuple(dict.fromkeys(row.algorithm for row in self.rows))
+        return (*algorithms, *(row.name for row in self.rows if row.name not in algorithms))
+
+    def serving(self, op: str, asked: str = "auto") -> tuple[Row, ...]:
+        """Return the rows that serve an op, of the algorithm (or row) asked for where any of it does."""
+        rows = tuple(row for row in self.rows if op in row.ops)
+        named = tuple(row for row in rows if asked in (row.algorithm, row.name))
+        return named or tuple(row for row in rows if not row.asked)
+
+
+def libraries() -> tuple[str, ...]:
+    """Return the names of the library models that ship with shardplan, sorted."""
+    return tuple(sorted(path.stem for path in _TABLES.glob("*.toml")))
+
+
+@lru_cache(maxsize=32)
+def library(name: str) -> Library:
+    """Return a library model, by its name or by the path of a table; raises `TopologyError` or `ParseError`.
+
+    >>> library("ring").rows[0].algorithm
+    'ring'
+    """
+    if not name.endswith(".toml") and name not in libraries():
+        raise TopologyError(f"library {shown(name)} is unknown; legal: {', '.join(libraries())}, or a path to a .toml")
+    path = Path(name) if name.endswith(".toml") else _TABLES / f"{name}.toml"
+    try:
+        return parse_library(path.read_text(encoding="utf-8"), str(name))
+    except OSError as error:
+        raise TopologyError(f"library table {str(name)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ParseError(f"library table {str(name)!r} is not UTF-8 text") from error
+
+
+def parse_library(text: str, what: str = "library table") -> Library:
+    """Read the text of a table; raises `ParseError` where it is malformed, `TopologyError` where a value is wrong.
+
+    >>> text = 'name = "x"\\n[[rows]]\\nalgorithm = "ring"\\nops = ["all_gather"]\\nbase = "2 us"\\n'
+    >>> parse_library(text).rows[0].base
+    2e-06
+    """
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise ParseError(f"{what} is no TOML: {error}") from error
+    _known(what, data, ("name", "measured", "own_copy", "member_order", "rows"))
+    rows = data.get("rows")
+    if not isinstance(rows, list) or not rows:
+        raise TopologyError(f"{what}: at least one [[rows]] table is needed")
+    return Library(
+        border.text(f"{what}: name", data.get("name", ""), TopologyError),
+        tuple(_row(f"{what}: rows[{n}]", row) for n, row in enumerate(rows)),
+        border.text(f"{what}: measured", data.get("measured", ""), TopologyError),
+        _share(f"{what}: own_copy", data.get("own_copy", 0.0), 0.0),
+        border.flag(f"{what}: member_order", data.get("member_order", False), TopologyError),
+    )
+
+
+def _known(what: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in legal:
+            raise TopologyError(f"{what}: unknown key {key!r}; legal: {', '.join(legal)}")
+
+
+def _row(what: str, data: Any) -> Row:
+    if not isinstance(data, dict):
+        raise TopologyError(f"{what} is {shown(data)}; legal is a table")
+    _known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_SHARES, "asked"))
+    numbers: dict[str, float] = {}
+    for key in _LENGTHS:
+        if key in data:
+            if not isinstance(data[key], str):
+                raise TopologyError(f"{what}: {key} is {shown(data[key])}; legal is a string with a unit, like '2 us'")
+            numbers[key] = parse_seconds(data[key])
+    for key in _SHARES:
+        if key in data:
+            numbers[key] = _share(f"{what}: {key}", data[key], 1e-9)
+    ops = border.items(f"{what}: ops", data.get("ops"), "names of collectives", TopologyError)
+    return Row(
+        border.text(f"{what}: algorithm", data.get("algorithm"), TopologyError),
+        border.text(f"{what}: protocol", data.get("protocol", ""), TopologyError),
+        tuple(border.text(f"{what}: an op", op, TopologyError) for op in ops),
+        **numbers,
+        asked=border.flag(f"{what}: asked", data.get("asked", False), TopologyError),
+    )
+
+
+def _share(what: str, value: object, least: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2:
+        raise TopologyError(f"{what} is {shown(value)}; legal is a number of at least {least:g} and at most 2")
+    return float(value)
+
+
+def library_text(table: Library) -> str:
+    """Print a table as a file that `parse_library` reads back."""
+    lines = [f'name = "{table.name}"', f'measured = "{table.measured}"', f"own_copy = {table.own_copy!r}"]
+    if table.member_order:
+        lines.append("member_order = true")
+    for row in table.rows:
+        ops = ", ".join(f'"{op}"' for op in row.ops)
+        lines += ["", "[[rows]]", f'algorithm = "{row.algorithm}"', f'protocol = "{row.protocol}"', f"ops = [{ops}]"]
+        values = [(key, getattr(row, key)) for key in _LENGTHS]
+        lines += [f'{key} = "{exact(value, "s")}"' for key, value in values if value is not None]
+        lines += [f"{key} = {getattr(row, key)!r}" for key in _SHARES]
+        if row.asked:
+            lines.append("asked = true")
+    return "\n".join(lines) + "\n"
