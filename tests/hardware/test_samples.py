@@ -11,6 +11,7 @@ import pytest
 from shardplan.core.pattern import Groups, Messages
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Topology
+from shardplan.hardware.library import libraries
 from shardplan.hardware.sample_setup import GPUS, pattern_of_sample, systems, topology_of_sample, unknown_systems
 from shardplan.hardware.samples import Sample, parse_rows
 
@@ -109,7 +110,7 @@ def test_every_system_of_the_table_is_positive() -> None:
     ("changed", "message"),
     [
         ({"gpu": "H1000"}, f"GPU 'H1000' is unknown; legal: {', '.join(GPUS)}"),
-        ({"library": "mine-1"}, "library 'mine' is unknown; legal: gloo, nccl, rccl, ring, xla"),
+        ({"library": "mine-1"}, f"library 'mine' is unknown; legal: {', '.join(libraries())}"),
         ({"gpus_per_node": 9}, "9 GPUs of a node take part; a node of 'dgx-h100' has 8"),
         ({"gpus_per_node": 4, "groups": 3}, "12 GPUs of a node take part; a node of 'dgx-h100' has 8"),
         ({"op": "hypercube"}, "op 'hypercube' is unknown; legal: all_reduce, all_gather, reduce_scatter, alltoall, "

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shardplan.hardware.library import library
 from shardplan.hardware.samples import Sample, parse_rows
 from shardplan.simulation.validation import predict_samples, validate_samples
 
@@ -61,7 +62,7 @@ def test_strata_are_by_library_op_and_nodes() -> None:
     rows = [
         sample(),
         sample(library="nccl-2.30"),
-        sample(library="rccl"),
+        sample(library="ring"),
         sample(op="all_gather"),
         sample(**far),
         sample(op="sendrecv", **far),
@@ -72,7 +73,7 @@ def test_strata_are_by_library_op_and_nodes() -> None:
         ("nccl", "all_reduce", "one", 2),
         ("nccl", "all_reduce", "several", 1),
         ("nccl", "sendrecv", "several", 1),
-        ("rccl", "all_reduce", "one", 1),
+        ("ring", "all_reduce", "one", 1),
     ]
     assert verdict.unknown_systems == ("nobody's",)
 
@@ -94,6 +95,15 @@ def test_nothing_is_skipped_silently() -> None:
         "library 'mine' is unknown",
         "16 GPUs of a node take part",
     ]
+
+
+def test_in_place_nothing_is_copied() -> None:
+    """An all-gather copies the part that a member brings, to memory of 3.35 TB/s; an all-reduce has no own part."""
+    part, share = 2**30 / 8, library("nccl").own_copy
+    assert share > 0
+    for op, copied in (("all_gather", share * 2 * part / 3.35e12), ("all_reduce", 0.0)):
+        (there, here), _ = predict_samples([sample(op=op, nbytes=2**30, in_place=flag) for flag in (False, True)])
+        assert there.seconds - here.seconds == pytest.approx(copied)
 
 
 def test_published_rows() -> None:

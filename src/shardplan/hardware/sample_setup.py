@@ -19,6 +19,7 @@ import numpy as np
 
 from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.errors import TopologyError, shown
+from shardplan.hardware.library import libraries
 from shardplan.hardware.samples import Sample
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import parse_seconds
@@ -48,7 +49,6 @@ KINDS = {
     "reduce": "reduce",
 }
 OPS = (*KINDS, "sendrecv")
-LIBRARIES = ("gloo", "nccl", "rccl", "ring", "xla")
 _SYSTEMS = Path(__file__).parent / "systems.toml"
 
 
@@ -81,8 +81,8 @@ def topology_of_sample(sample: Sample) -> Topology:
     """
     if sample.gpu not in GPUS:
         raise TopologyError(f"GPU {shown(sample.gpu)} is unknown; legal: {', '.join(GPUS)}")
-    if sample.library_name not in LIBRARIES:
-        raise TopologyError(f"library {shown(sample.library_name)} is unknown; legal: {', '.join(LIBRARIES)}")
+    if sample.library_name not in libraries():
+        raise TopologyError(f"library {shown(sample.library_name)} is unknown; legal: {', '.join(libraries())}")
     preset = Topology.load(GPUS[sample.gpu])
     j = preset.index("node")
     room, wanted = preset.strides[j], sample.groups * sample.gpus_per_node

@@ -85,7 +85,9 @@ def predict_samples(samples: Sequence[Sample]) -> tuple[list[Predicted], list[tu
         try:
             topology = topology_of_sample(sample)
             fabric = fabrics.setdefault(topology, Fabric(topology))
-            found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric).seconds))
+            cost = price(pattern_of_sample(sample, topology), fabric)
+            # In place nothing is copied from a member's own part to its result.
+            found.append(Predicted(sample, cost.seconds - sample.in_place * cost.own))
         except TopologyError as error:
             skipped.append((sample.id, str(error)))
     return found, skipped
