@@ -100,7 +100,7 @@ def test_nothing_is_skipped_silently() -> None:
 
 
 def test_in_place_nothing_is_copied() -> None:
-    """An all-gather copies the part that a member brings, at the rate of its links; a switch that reduces copies none."""
+    """An all-gather copies the part that a member brings at its links' rate; a switch that reduces copies none."""
     assert library("nccl").own_copy > 0
     for op, copies in (("all_gather", True), ("all_reduce", False)):
         (there, here), _ = predict_samples([sample(op=op, nbytes=2**30, in_place=flag) for flag in (False, True)])
