@@ -119,6 +119,13 @@ def test_what_samples_say_nothing_of_is_named_and_kept() -> None:
     assert fitted.table.rows[1].base == pytest.approx(9e-6, rel=0.1)
 
 
+def test_samples_in_place_say_nothing_of_own_copies() -> None:
+    samples = [msgspec.structs.replace(one, in_place=True) for one in measured(replace(TRUTH, own_copy=0.0), (1, 2))]
+    fitted = fit(TRUTH, samples)
+    assert fitted.before < 1e-9
+    assert fitted.undetermined == ("own_copy",) and fitted.table.own_copy == TRUTH.own_copy > 0
+
+
 def test_one_wrong_sample_does_not_move_the_rest() -> None:
     samples = measured(TRUTH, (1, 2))
     good = fit(TRUTH, samples).table

@@ -12,7 +12,6 @@ Huber loss of log(price / measured), with a weak pull to where they started: wha
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -59,7 +58,7 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
     start = np.log(constants.values)
     seconds = np.array([sample.seconds for sample in samples])
     weights = _weights(samples)
-    held = np.array([_held_out(sample) for sample in samples], dtype=bool)
+    held = np.array([sample.held_out for sample in samples], dtype=bool)
     judged = bool(held.any()) and not bool(held.all())
     rest = _solve(terms, constants, start, seconds, weights * ~held) if judged else start
     found = _solve(terms, constants, start, seconds, weights)
@@ -74,19 +73,9 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
     return Fitted(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept)
 
 
-def curve(sample: Sample) -> tuple[str, ...]:
-    """Return what names the curve that a sample is a point of: GPU, op, one or several nodes, system."""
-    return sample.gpu, sample.op, "one" if sample.nodes == 1 else "several", sample.system
-
-
-def _held_out(sample: Sample) -> bool:
-    digest = hashlib.sha256("|".join(("shardplan", *curve(sample))).encode()).hexdigest()
-    return int(digest, 16) % 3 == 0
-
-
 def _weights(samples: Sequence[Sample]) -> Floats:
     """Every curve's decade of bytes weighs 1, so that no long curve rules."""
-    keys = [(curve(sample), len(str(sample.nbytes))) for sample in samples]
+    keys = [(sample.curve, len(str(sample.nbytes))) for sample in samples]
     count = Counter(keys)
     return np.array([1 / count[key] for key in keys])
 
@@ -154,7 +143,8 @@ class _Terms:
             pattern, fabric = pattern_of_sample(sample, topology), Fabric(topology)
             for r, row in enumerate(table.rows):
                 try:
-                    found[:, s, r] = _coefficients(replace(table, rows=(row,), own_copy=1.0), pattern, fabric)
+                    alone = replace(table, rows=(row,), own_copy=float(not sample.in_place))
+                    found[:, s, r] = _coefficients(alone, pattern, fabric)
                 except TopologyError:  # the row does not serve these groups
                     continue
         unserved = np.isinf(found[0]).all(axis=1)
