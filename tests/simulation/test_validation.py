@@ -5,7 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shardplan.hardware import Fabric, price
 from shardplan.hardware.library import library
+from shardplan.hardware.sample_setup import pattern_of_sample, topology_of_sample
 from shardplan.hardware.samples import Sample, parse_rows
 from shardplan.simulation.validation import predict_samples, validate_samples
 
@@ -98,12 +100,14 @@ def test_nothing_is_skipped_silently() -> None:
 
 
 def test_in_place_nothing_is_copied() -> None:
-    """An all-gather copies the part that a member brings, to memory of 3.35 TB/s; an all-reduce has no own part."""
-    part, share = 2**30 / 8, library("nccl").own_copy
-    assert share > 0
-    for op, copied in (("all_gather", share * 2 * part / 3.35e12), ("all_reduce", 0.0)):
+    """An all-gather copies the part that a member brings, at the rate of its links; a switch that reduces copies none."""
+    assert library("nccl").own_copy > 0
+    for op, copies in (("all_gather", True), ("all_reduce", False)):
         (there, here), _ = predict_samples([sample(op=op, nbytes=2**30, in_place=flag) for flag in (False, True)])
-        assert there.seconds - here.seconds == pytest.approx(copied)
+        fabric = Fabric(topology_of_sample(there.sample))
+        own = price(pattern_of_sample(there.sample, fabric.topology), fabric).own
+        assert there.seconds - here.seconds == pytest.approx(own)
+        assert (own > 0) == copies
 
 
 def test_published_rows() -> None:
