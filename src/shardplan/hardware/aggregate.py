@@ -88,10 +88,9 @@ def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric
         first, second = first[keep], second[keep]
         return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
     row = np.cumsum(fresh) - 1  # one row for each group and parent
+    child, parents = unit % level.size, parent[starts]
     dims = range(len(level.extents))
-    return np.concatenate(
-        [_summed(j, dim, row, parent[starts], unit % level.size, members, part, fabric) for dim in dims]
-    )
+    return np.concatenate([_summed(j, dim, row, parents, child, members, part, fabric) for dim in dims])
 
 
 def _summed(
@@ -167,7 +166,7 @@ def in_network(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, L
             continue
         out = np.where(spanned[j][np.arange(len(device)) // k] > 1, np.repeat(nbytes, k) / size[run], 0.0)
         load.append(fabric.port_load(j, (device, out), (device, out)))
-    return 2.0 * spans, tuple(load), moved
+    return 2 * spans.astype(np.float64), tuple(load), moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +186,7 @@ def walked(members: Ints, fabric: Fabric) -> Crossings:
 
     Source: NCCL orders a communicator's nodes by their first rank (`src/init.cc`), and joins them in that order.
     """
-    groups, k = members.shape
+    groups = len(members)
     spanned = units_spanned(members, fabric)
     edges = np.where(spanned > 1, spanned, 0).astype(np.float64)
     times: list[tuple[Ints, Ints] | None] = [None] * len(fabric.wires)

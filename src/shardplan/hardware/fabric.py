@@ -239,9 +239,8 @@ class Fabric:
             grid = wires.factors.reshape(-1, *wires.level.extents)
             factor = np.moveaxis(grid, dim + 1, -1).reshape(lines, extent)
             # A link is as fast as the slower of its two ends.
-            there, back = (
-                x / np.minimum(factor, np.roll(factor, turn, axis=1)) for x, turn in ((there, -1), (back, 1))
-            )
+            there = there / np.minimum(factor, np.roll(factor, -1, axis=1))
+            back = back / np.minimum(factor, np.roll(factor, 1, axis=1))
         return np.concatenate([there.reshape(-1), back.reshape(-1)]) / (self.rate(j) * wires.level.uplinks)
 
     def capacity(self, j: int) -> Floats:

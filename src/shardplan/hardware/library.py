@@ -106,9 +106,9 @@ def library(name: str) -> Library:
 
 
 def parse_library(text: str, what: str = "library table") -> Library:
-    """Read the text of a table; raises `ParseError` where it is malformed, `TopologyError` where a value is wrong.
+    r"""Read the text of a table; raises `ParseError` where it is malformed, `TopologyError` where a value is wrong.
 
-    >>> text = 'name = "x"\\n[[rows]]\\nalgorithm = "ring"\\nops = ["all_gather"]\\nbase = "2 us"\\n'
+    >>> text = 'name = "x"\n[[rows]]\nalgorithm = "ring"\nops = ["all_gather"]\nbase = "2 us"\n'
     >>> parse_library(text).rows[0].base
     2e-06
     """

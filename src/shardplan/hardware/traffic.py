@@ -97,7 +97,7 @@ def _nodes(members: Ints, fabric: Fabric) -> Ints:
 
 def _reduces(members: Ints, fabric: Fabric, near: bool) -> bool:
     """Whether the levels spanned, or those of them inside a node, all reduce; some level inside a node is spanned."""
-    spans: list[bool] = (np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0).any(axis=1).tolist()
+    spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
     levels = [w.level.reduces for w, s in zip(fabric.wires, spans, strict=True) if s]
     inner = levels[sum(spans[: fabric.far]) :]
     return bool(inner) and all(inner if near else levels)
