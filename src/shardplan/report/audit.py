@@ -6,8 +6,8 @@ from typing import Any
 
 from shardplan.errors import LayoutError
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.launches.audit import SAME, Audit, uplink_word
-from shardplan.launches.verdict import Stray
+from shardplan.launches.audit import Audit, uplink_word
+from shardplan.launches.verdict import SAME, Stray
 
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
@@ -85,7 +85,7 @@ def _stray(stray: Stray) -> str:
 
 
 def _table(found: Audit) -> list[str]:
-    """A row for every axis: its factors (or the units it spans), the groups a link, and its demands' seconds."""
+    """A row for every axis: its factors (or the units it spans), groups and bytes of the busiest link, and seconds."""
     levels = found.launch.topology.levels
     ops = list(dict.fromkeys(s.demand.op for s in found.shares))
     shared = [j for j, level in enumerate(levels[:-1]) if level.size > 1]
@@ -98,16 +98,21 @@ def _table(found: Audit) -> list[str]:
             cells = [str(x) for x in factors]
         cells += [str(row.per_uplink[j]) if row.per_uplink[j] else "-" for j in shared]
         words: list[str] = []
-        for share in found.shares:
-            if share.demand.axes == row.axes:
-                demand = share.demand
-                op = f"{demand.op} " if len(ops) > 1 else ""
-                times = "" if demand.count == 1 else f" x {demand.count:g}"
-                better = share.seconds > share.best_seconds * WORTH_SAYING
-                best = f" (best {format_seconds(share.best_seconds)})" if better else ""
-                words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {format_seconds(share.seconds)}{best}")
+        own = [share for share in found.shares if share.demand.axes == row.axes]
+        if found.shares:
+            loads = [sum(share.port_bytes[j] for share in own) for j in shared]
+            cells += [format_bytes(n) if n else "-" for n in loads]
+        for share in own:
+            demand = share.demand
+            op = f"{demand.op} " if len(ops) > 1 else ""
+            times = "" if demand.count == 1 else f" x {demand.count:g}"
+            better = share.seconds > share.best_seconds * WORTH_SAYING
+            best = f" (best {format_seconds(share.best_seconds)})" if better else ""
+            words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {format_seconds(share.seconds)}{best}")
         rows.append([", ".join(row.axes), *cells, "; ".join(words)])
-    head = ["axes", *(level.name for level in levels), *(f"groups a {uplink_word(levels[j])}" for j in shared)]
+    words = [uplink_word(levels[j]) for j in shared]
+    head = ["axes", *(level.name for level in levels), *(f"groups a {word}" for word in words)]
+    head += [f"load a {word}" for word in words if found.shares]
     head.append("" if not ops else f"a step ({ops[0]})" if len(ops) == 1 else "a step")
     widths = [max(len(r[k]) for r in [head, *rows]) for k in range(len(head))]
     out: list[str] = []
@@ -160,6 +165,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
                 "seconds": s.seconds,
                 "best_seconds": s.best_seconds,
                 "uplink_bytes": list(s.uplink_bytes),
+                "port_bytes": list(s.port_bytes),
             }
             for s in found.shares
         ],
