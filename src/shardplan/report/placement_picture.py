@@ -91,7 +91,7 @@ def scene(
         leaves[i][places] = (inside != inside[:, :1]).any(axis=1)[:, None]
     fabric = Fabric(topology)
     out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros((1, 1)) for d in demands]
-    ports = sum(out, np.zeros((1, 1))) / fabric.wires[j].parallel
+    ports = sum(out, np.zeros((count, 1))) / fabric.wires[j].parallel
     boxes: list[HostBox] = []
     for unit in units:
         here: list[int] = place[unit * room : (unit + 1) * room].tolist()
@@ -133,7 +133,7 @@ def load_text(box: HostBox, drawn: Scene) -> str:
         return ""
     total = sum(box.out)
     several = drawn.level.uplinks > 1 and total
-    each = f", {format_bytes(box.busiest)} on the busiest {uplink_word(drawn.level)}" if several else ""
+    each = f", up to {format_bytes(box.busiest)} a {uplink_word(drawn.level)}" if several else ""
     return f"{format_bytes(total)} out{each}"
 
 
