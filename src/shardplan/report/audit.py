@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardplan.errors import LayoutError
+from shardplan.hardware.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import Audit, uplink_word
 from shardplan.launches.verdict import SAME, Stray
+from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
@@ -60,6 +62,8 @@ def audit_text(found: Audit, framework: str = "all") -> str:
         else:
             cost += f", {found.ratio:.2f} times the {format_seconds(found.best_seconds)} of the best matrix"
         lines.append(cost)
+        if caveat := library(topology.library).caveat:
+            lines.append(f"library  {caveat}")
     lines += [f"{'cause' if number == 0 else '':<9}{cause}" for number, cause in enumerate(found.causes)]
     if found.fix is not None:
         best = found.fix.placement
@@ -136,6 +140,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "topology": found.launch.topology.describe(),
         "topology_name": found.launch.topology.name,
         "topology_size": found.launch.topology.size,
+        "library": library_object(found.launch.topology),
         "ids": list(found.launch.ids),
         "strays": [
             {
