@@ -33,6 +33,7 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
+    row: Row | None = field(default=None, compare=False, repr=False)  # that is paid; None where there are several
 
     @property
     def seconds(self) -> float:
@@ -221,4 +222,4 @@ def _priced(row: Row, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Pri
     own = fabric.library.own_copy * copied
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
-    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own)
+    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
