@@ -1,13 +1,16 @@
 """Topology files and presets: round trips and error texts."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardplan.hardware
 from hardware.topologies import any_topology
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import DeviceSpec, Level, Topology, presets
@@ -115,7 +118,51 @@ def test_every_preset_of_published_measurements_ships():
         "gb200-nvl72", "gb300-nvl72",
     }  # fmt: skip
     spec = {"gcp-a100x16", "gcp-v100x8", "dgx-a100", "dgx-h100", "nvl72", "tpu-v7", "nominal"}
-    assert named | spec <= set(presets())
+    owned = {
+        "mi250x", "mi300x", "mi325x", "mi355x", "tpu-v5p", "tpu-v6e", "p4d-efa", "p5-efa", "pcie-l40s", "dgx-b300",
+    }  # fmt: skip
+    assert named | spec | owned <= set(presets())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_number_of_a_preset_says_where_it_comes_from(name):
+    """Each has a tag, established, recalled or inferred; nominal has one for all."""
+    text = (Path(shardplan.hardware.__file__).parent / "presets" / f"{name}.toml").read_text()
+    stated = re.findall(r"^(?!version|name|library|link|size|shape|source)\w+ = .*$", text, re.MULTILINE)
+    assert len(stated) >= 2
+    if name == "nominal":
+        stated = text.splitlines()[:1]
+    assert [line for line in stated if not re.search(r"#.*\[[ERI]\]", line)] == []
+
+
+def test_libraries_of_presets():
+    """Those of the published systems keep the ring, whose price is a closed form."""
+    found = {name: Topology.load(name).library for name in presets()}
+    assert {name for name in found if found[name] == "ring"} == {"gcp-a100x16", "gcp-v100x8", "nominal"}
+    assert {name for name in found if found[name] == "xla"} == {name for name in presets() if name.startswith("tpu")}
+    assert {name for name in found if found[name] == "rccl"} == {name for name in presets() if name.startswith("mi")}
+    assert set(found.values()) == {"nccl", "rccl", "xla", "ring"}
+    assert all(Topology.load(name).device.launch > 0 for name in found if found[name] in ("nccl", "rccl"))
+
+
+def test_numbers_of_machines_that_people_own():
+    def numbers(name):
+        return [(level.link, level.size, level.bandwidth, level.uplinks) for level in Topology.load(name).levels]
+
+    assert numbers("mi300x") == numbers("mi325x") == [("switch", 4, 50e9, 8), ("full", 8, 64e9, 1)]
+    assert numbers("mi355x")[1] == ("full", 8, 76.8e9, 1)
+    assert numbers("mi250x") == [("switch", 4, 25e9, 4), ("full", 4, 50e9, 2), ("full", 2, 200e9, 1)]
+    assert numbers("p5-efa")[0] == ("switch", 4, 12.5e9, 32)
+    assert numbers("p4d-efa")[0] == ("switch", 4, 12.5e9, 4)
+    assert numbers("dgx-b300") == [("switch", 4, 100e9, 8), ("switch", 8, 900e9, 1)]
+    assert numbers("pcie-l40s") == [("switch", 4, 25e9, 2), ("full", 2, 22e9, 1), ("switch", 2, 32e9, 1)]
+    assert (numbers("tpu-v5p"), Topology.load("tpu-v5p").levels[0].shape) == ([("torus", 64, 100e9, 1)], (4, 4, 4))
+    assert (numbers("tpu-v6e"), Topology.load("tpu-v6e").levels[0].shape) == ([("torus", 256, 100e9, 1)], (16, 16))
+    reduce = {name for name in presets() if any(level.reduces for level in Topology.load(name).levels)}
+    assert reduce == {
+        "dgx-h100", "dgx-h200", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72", "nvl72", "grand-teton-h100",
+        "p5-efa",
+    }  # fmt: skip
 
 
 def test_preset_numbers_of_the_specification():

@@ -166,6 +166,13 @@ class Fabric:
         """Return the bytes a second that a port, or a link, of level j delivers."""
         return self.wires[j].level.bandwidth * self.wires[j].level.efficiency
 
+    @property
+    def near_rate(self) -> float:
+        """The bytes a second that leave a device over the innermost level."""
+        level = self.wires[-1].level
+        ways = level.size - 1 if level.link == "full" else sum(1 if n == 2 else 2 for n in level.extents if n > 1)
+        return self.rate(-1) * level.uplinks * max(1, 1 if level.link == "switch" else ways)
+
     def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
         """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
 
