@@ -50,12 +50,12 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class StepPattern:
     """A step of several: what it does, who takes part in it, and which of the steps before it made what it reads."""
 
     pattern: Pattern
     devices: np.ndarray  # int64 [devices] ids that compute, copy, send or receive, ascending
-    reads: tuple[int, ...] = ()  # numbers of earlier parts
+    reads: tuple[int, ...] = ()  # numbers of earlier steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,14 +63,14 @@ class InTurn:
     """Steps in program order, all of them `times` times; those that do not wait for each other overlap in a run."""
 
     times: int
-    parts: tuple[Part, ...]
+    steps: tuple[StepPattern, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AtOnce:
     """Steps that run at once."""
 
-    parts: tuple[Part, ...]
+    steps: tuple[StepPattern, ...]
 
 
 Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
@@ -79,7 +79,7 @@ Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
 def communicates(pattern: Pattern) -> bool:
     """Say whether anything goes from one device to another."""
     if isinstance(pattern, InTurn | AtOnce):
-        return any(communicates(part.pattern) for part in pattern.parts)
+        return any(communicates(step.pattern) for step in pattern.steps)
     return isinstance(pattern, Groups | Messages)
 
 
@@ -95,7 +95,7 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
         case Messages():
             ids = np.concatenate([pattern.sender, pattern.receiver])
         case InTurn() | AtOnce():
-            ids = np.concatenate([devices[:0], *(part.devices for part in pattern.parts)])
+            ids = np.concatenate([devices[:0], *(step.devices for step in pattern.steps)])
         case Local() | Work():
             ids = devices
         case _:

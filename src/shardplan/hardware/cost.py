@@ -13,9 +13,9 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Part, Pattern, Work
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
 from shardplan.errors import TopologyError
-from shardplan.hardware.critical_path import critical, runs
+from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.library import Library, Row
 from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
@@ -72,15 +72,15 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         case InTurn():
             return _in_turn(pattern, fabric, algorithm)
         case AtOnce():
-            return _at_once(prices(pattern.parts, fabric, algorithm), fabric)
+            return _at_once(prices(pattern.steps, fabric, algorithm), fabric)
         case _:
             assert_never(pattern)
 
 
-def prices(parts: Sequence[Part], fabric: Fabric, algorithm: str = "auto") -> list[Price]:
-    """Return the price of every part; arguments and errors as for `price`. Parts of one pattern are priced once."""
-    found = {pattern: price(pattern, fabric, algorithm) for pattern in {part.pattern: None for part in parts}}
-    return [found[part.pattern] for part in parts]
+def prices(steps: Sequence[StepPattern], fabric: Fabric, algorithm: str = "auto") -> list[Price]:
+    """Return the price of every step; arguments and errors as for `price`. Steps of one pattern are priced once."""
+    found = {pattern: price(pattern, fabric, algorithm) for pattern in {step.pattern: None for step in steps}}
+    return [found[step.pattern] for step in steps]
 
 
 def checked_algorithm(algorithm: object, library: Library) -> str:
@@ -143,8 +143,8 @@ def _none(fabric: Fabric) -> tuple[float, ...]:
 
 def _in_turn(pattern: InTurn, fabric: Fabric, algorithm: str) -> Price:
     """The longest path through the parts, `times` times; all of them load the resources."""
-    times, parts = pattern.times, prices(pattern.parts, fabric, algorithm)
-    path = [parts[k] for k in critical(runs(pattern.parts, [p.seconds for p in parts], [p.load for p in parts]))]
+    times, parts = pattern.times, prices(pattern.steps, fabric, algorithm)
+    path = [parts[k] for k in critical(windows(pattern.steps, [p.seconds for p in parts], [p.load for p in parts]))]
     moved = times * np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
     return Price(
         "in turn",

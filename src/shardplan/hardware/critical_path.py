@@ -13,7 +13,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shardplan.core.pattern import Part
+from shardplan.core.pattern import StepPattern
 from shardplan.hardware.fabric import Ints, Load
 
 # Of the busiest resource of a level: below it a load is the rounding error of what was added and taken away again.
@@ -21,7 +21,7 @@ _NOISE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Window:
     """When a step runs, and the last step that it waited for."""
 
     start: float
@@ -29,40 +29,43 @@ class Run:
     cause: int | None
 
 
-def runs(parts: Sequence[Part], seconds: Sequence[float], loads: Sequence[Load] | None = None) -> list[Run]:
+def windows(
+    steps: Sequence[StepPattern], seconds: Sequence[float], loads: Sequence[Load] | None = None
+) -> list[Window]:
     """Return when each of the steps runs, in order, if all start as early as those that they wait for let them.
 
     Args:
-        parts: The steps, in program order.
+        steps: The steps, in program order.
         seconds: How long each of them takes.
         loads: What each puts on the resources of a fabric; None where devices are all there is.
 
-    >>> first, second = (Part(Local(0.0), np.array([device])) for device in (0, 1))
-    >>> [run.end for run in runs((first, second, first), (1.0, 5.0, 2.0))]
+    >>> from shardplan.core.pattern import Local
+    >>> first, second = (StepPattern(Local(0.0), np.array([device])) for device in (0, 1))
+    >>> [window.end for window in windows((first, second, first), (1.0, 5.0, 2.0))]
     [1.0, 5.0, 3.0]
     """
-    width = 1 + max((int(part.devices.max(initial=0)) for part in parts), default=0)
+    width = 1 + max((int(step.devices.max(initial=0)) for step in steps), default=0)
     last: dict[int, Ints] = {-1: np.full(width, -1)}  # by level, -1 for devices: the last step on every one of them
-    ends = np.zeros(len(parts) + 1)  # the one at -1 is the start of the run
-    found: list[Run] = []
-    for number, (part, length, load) in enumerate(zip(parts, seconds, loads or repeat(()), strict=False)):
-        touched = {-1: part.devices}
+    ends = np.zeros(len(steps) + 1)  # the one at -1 is the start of the run
+    found: list[Window] = []
+    for number, (step, length, load) in enumerate(zip(steps, seconds, loads or repeat(()), strict=False)):
+        touched = {-1: step.devices}
         for j, busy in enumerate(load):
             if busy is not None and busy.size:
                 last.setdefault(j, np.full(len(busy), -1))
                 touched[j] = np.flatnonzero(busy > _NOISE * busy.max())
-        waits = np.unique(np.concatenate([part.reads, *(last[j][mine] for j, mine in touched.items())]).astype(int))
+        waits = np.unique(np.concatenate([step.reads, *(last[j][mine] for j, mine in touched.items())]).astype(int))
         # Of those that end together the last in the program.
-        cause = int(max(waits, key=lambda step: (ends[step], step), default=-1))
+        cause = int(max(waits, key=lambda k: (ends[k], k), default=-1))
         start = float(ends[cause])
         ends[number] = start + length
-        found.append(Run(start, start + length, None if cause < 0 else cause))
+        found.append(Window(start, start + length, None if cause < 0 else cause))
         for j, mine in touched.items():
             last[j][mine] = number
     return found
 
 
-def critical(found: Sequence[Run]) -> list[int]:
+def critical(found: Sequence[Window]) -> list[int]:
     """Return the steps of a longest path, last first."""
     path: list[int] = []
     step = max(range(len(found)), key=lambda k: found[k].end, default=None)

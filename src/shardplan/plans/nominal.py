@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardplan.core.accounting import Account, books_of
 from shardplan.core.program import Program
-from shardplan.core.walk import parts, walk
-from shardplan.hardware.critical_path import Run, runs
+from shardplan.core.walk import step_patterns, walk
+from shardplan.hardware.critical_path import Window, windows
 
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second
@@ -23,14 +23,14 @@ def nominal_steps(program: Program, books: Account) -> list[float]:
     ]
 
 
-def nominal_runs(program: Program, books: Account) -> list[Run]:
+def nominal_windows(program: Program, books: Account) -> list[Window]:
     """Return when every step runs."""
-    return runs(parts(program), nominal_steps(program, books))
+    return windows(step_patterns(program), nominal_steps(program, books))
 
 
 def nominal_seconds(program: Program, books: Account) -> float:
     """Return the seconds of a program."""
-    return max((run.end for run in nominal_runs(program, books)), default=0.0)
+    return max((window.end for window in nominal_windows(program, books)), default=0.0)
 
 
 def nominal_bound(nbytes: int) -> float:

@@ -16,11 +16,11 @@ from shardplan.core.accounting import account, holds
 from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
-from shardplan.core.walk import parts
-from shardplan.hardware.critical_path import Run
+from shardplan.core.walk import step_patterns
+from shardplan.hardware.critical_path import Window
 from shardplan.hardware.placement import Placement
-from shardplan.plans.nominal import DESCRIPTION, nominal_runs
-from shardplan.plans.pricing import Where, fabric_of, step_runs
+from shardplan.plans.nominal import DESCRIPTION, nominal_windows
+from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -31,7 +31,7 @@ Sample = tuple[np.ndarray, np.ndarray]  # on every device of a program the secon
 class _Slot:
     """When a step runs, on which stream of which devices (ascending ids), and what each device receives, by id."""
 
-    run: Run
+    window: Window
     stream: str
     devices: np.ndarray
     received: dict[int, int]
@@ -72,14 +72,14 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
     slots: list[_Slot] = []
     if where is None:
-        runs = nominal_runs(program, account(program))
+        windows = nominal_windows(program, account(program))
     else:
-        _, runs = step_runs(program, fabric_of(where, program.meshes))
-    for step, part, run in zip(program.steps, parts(program), runs, strict=True):
+        _, windows = step_windows(program, fabric_of(where, program.meshes))
+    for step, one, window in zip(program.steps, step_patterns(program), windows, strict=True):
         operands, results = program.step_types(step)
         received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)
-        stream = "comm" if communicates(part.pattern) else "compute"
-        slots.append(_Slot(run, stream, part.devices, dict(received)))
+        stream = "comm" if communicates(one.pattern) else "compute"
+        slots.append(_Slot(window, stream, one.devices, dict(received)))
     samples = _live(program, slots)
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
@@ -106,7 +106,7 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
     for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
         now: dict[int, int] = {}
         drawn_of.append(now)
-        before = {} if slot.run.cause is None else drawn_of[slot.run.cause]
+        before = {} if slot.window.cause is None else drawn_of[slot.window.cause]
         for device in (d for d in slot.devices.tolist() if d in drawn):
             # All intervals of a step end together: a device's own is as critical as any, else the first.
             causes = (before.get(device, min(before.values())),) if before else ()
@@ -115,8 +115,8 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                 Interval(
                     device=device,
                     stream=slot.stream,
-                    start=slot.run.start,
-                    end=slot.run.end,
+                    start=slot.window.start,
+                    end=slot.window.end,
                     name=name,
                     kind=step.op.name,
                     step=number,
@@ -141,7 +141,7 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
         mine = np.searchsorted(ids, slot.devices)
         during = none + hold.during
         during[mine] += step.op.staging(*program.step_types(step)[0])
-        for at, live in ((slot.run.start, during), (slot.run.end, none + hold.after)):
+        for at, live in ((slot.window.start, during), (slot.window.end, none + hold.after)):
             clock = clock.copy()
             clock[mine] = at
             samples.append((clock, live))

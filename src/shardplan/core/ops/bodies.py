@@ -21,7 +21,7 @@ from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import parts
+from shardplan.core.walk import step_patterns
 from shardplan.errors import TypingError
 
 
@@ -113,7 +113,7 @@ class Repeat(Nested):
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of the body's steps, n times."""
-        return InTurn(self.n, parts(self.body) if self.n else ())
+        return InTurn(self.n, step_patterns(self.body) if self.n else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +185,4 @@ class Together(Nested):
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of all moves, at once."""
-        return AtOnce(parts(self.body))
+        return AtOnce(step_patterns(self.body))
