@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from shardplan.core.mesh import Mesh
-from shardplan.hardware.placement import Matrix, Placement, matrix_of
+from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
 
@@ -47,6 +47,7 @@ class Findings:
     rings: tuple[Ring, ...]  # one for each axis, and for each tuple of axes that was asked for
     strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
     reason: str  # why it is interleaved or no placement, one sentence; else empty
+    order: Order = ()  # of the digits of each level, where it is one that a placement can have; else the mesh's
 
 
 def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
@@ -57,6 +58,8 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
 
     Source: arXiv 2110.10548, read backwards.
 
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
     >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
     'canonical'
     """
@@ -68,12 +71,13 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     if matrix is None:
         reason, strays = _strays(launch)
         return Findings("not a placement", None, spans, rings, strays, reason)
-    placed = Placement(mesh, topology, matrix).device_mesh()
+    plain = Placement(mesh, topology, matrix)
+    placed, order = plain.device_mesh(), order_of(launch.array, plain).order
     reason = _detour(rings[: len(mesh.axes)], topology) or _long_way(launch, matrix) or _turned(launch, placed)
     if reason:
-        return Findings("interleaved", matrix, spans, rings, (), reason)
+        return Findings("interleaved", matrix, spans, rings, (), reason, order)
     canonical = np.array_equal(launch.array, placed)
-    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "")
+    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", order)
 
 
 def _detour(rings: Sequence[Ring], topology: Topology) -> str:
@@ -162,7 +166,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
         if level.link in ("switch", "full") or level.size < 4:  # of three or fewer, every order is as good
             continue
         found = [_hops(launch, axis, j) for axis in mesh.axes]
-        orders = [Launch(mesh, topology, ids, (), False) for ids in _numberings(mesh, topology, matrix, j)]
+        orders = [Launch.of(one) for one in reordered(Placement(mesh, topology, matrix), j)]
         offers = [[_hops(one, axis, j) for axis in mesh.axes] for one in orders]
         if not any(all(a <= b for a, b in zip(found, offer, strict=True)) for offer in offers):
             best = min(offers, key=sum)
@@ -186,20 +190,3 @@ def _hops(launch: Launch, axis: str, j: int) -> int:
     if level.link != "mesh":
         ahead = np.minimum(ahead, np.array(level.extents)[:, None] - ahead)
     return int(ahead.sum())
-
-
-def _numberings(mesh: Mesh, topology: Topology, matrix: Matrix, j: int) -> Iterator[tuple[int, ...]]:
-    """Yield the devices numbered as `device_mesh()` does, but for level j with its column's digits in every order.
-
-    Several axes may share a ring, torus or mesh in any order; which of them is nearest decides who takes the fewest
-    hops.
-    """
-    m, depth = len(mesh.axes), len(topology.levels)
-    several = [i for i in range(m) if matrix[i][j] > 1]
-    for order in itertools.permutations(several):
-        digits = [(level, i) for level in range(depth) for i in range(m) if level != j or matrix[i][j] == 1]
-        at = next((k for k, (level, _) in enumerate(digits) if level > j), len(digits))
-        digits[at:at] = [(j, i) for i in order]
-        shape = [matrix[i][level] for level, i in digits]
-        axes = [digits.index((level, i)) for i in range(m) for level in range(depth)]
-        yield tuple(np.arange(topology.size).reshape(shape).transpose(axes).reshape(-1).tolist())
