@@ -18,6 +18,9 @@ Reading order:
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered
+- `samples`        collectives that somebody measured, and files of them
+- `sample_setup`   the topology and the pattern of such a sample
+- `nccl_log`       the logs of nccl-tests and rccl-tests as samples
 
 This room imports `core` and the errors, and numpy.
 """

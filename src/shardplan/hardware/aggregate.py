@@ -68,6 +68,25 @@ def all_to_all(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, L
     return hops, tuple(load), (part * hops).sum(axis=1)
 
 
+def other_nodes(members: Ints, fabric: Fabric) -> Floats:
+    """Return how many other nodes of its group every member finds across each level up to the nodes': [far, members].
+
+    Members are in order of ids, as in `all_to_all`.
+    """
+    k = members.shape[1]
+    device = np.sort(members, axis=1).reshape(-1)
+    found = np.zeros((fabric.far, len(device)))
+    if fabric.far:
+        head = np.flatnonzero(np.diff(_runs(device // fabric.wires[fabric.far - 1].stride, k)[0], prepend=-1))
+        together = np.bincount(head // k)[np.arange(len(device)) // k]
+        for j in range(fabric.far):
+            run = _runs(device // fabric.wires[j].stride, k)[0]
+            inside = np.bincount(run[head])[run]
+            found[j] = together - inside
+            together = inside
+    return found
+
+
 def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
     """The load of the traffic of (group, unit) pairs, in order, between the children of one parent.
 
@@ -88,10 +107,9 @@ def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric
         first, second = first[keep], second[keep]
         return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
     row = np.cumsum(fresh) - 1  # one row for each group and parent
+    child, parents = unit % level.size, parent[starts]
     dims = range(len(level.extents))
-    return np.concatenate(
-        [_summed(j, dim, row, parent[starts], unit % level.size, members, part, fabric) for dim in dims]
-    )
+    return np.concatenate([_summed(j, dim, row, parents, child, members, part, fabric) for dim in dims])
 
 
 def _summed(
@@ -167,7 +185,7 @@ def in_network(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, L
             continue
         out = np.where(spanned[j][np.arange(len(device)) // k] > 1, np.repeat(nbytes, k) / size[run], 0.0)
         load.append(fabric.port_load(j, (device, out), (device, out)))
-    return 2.0 * spans, tuple(load), moved
+    return 2 * spans.astype(np.float64), tuple(load), moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +205,7 @@ def walked(members: Ints, fabric: Fabric) -> Crossings:
 
     Source: NCCL orders a communicator's nodes by their first rank (`src/init.cc`), and joins them in that order.
     """
-    groups, k = members.shape
+    groups = len(members)
     spanned = units_spanned(members, fabric)
     edges = np.where(spanned > 1, spanned, 0).astype(np.float64)
     times: list[tuple[Ints, Ints] | None] = [None] * len(fabric.wires)

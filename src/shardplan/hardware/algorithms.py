@@ -31,8 +31,8 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     """Run a collective on a ring in member order; reduce and broadcast on the chain to, or from, member 0.
 
     Yields one round: 2(k-1)/k B (all_reduce), (k-1)/k B (reduce_scatter) or (k-1) B (all_gather) an edge of the ring, B
-    an edge of the chain. Its hops over level l are r (u_l - u_(l-1)), where u_l counts the distinct units of a group and
-    r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
+    an edge of the chain. Its hops over level l are r (u_l - u_(l-1)), where u_l counts the distinct units of a group
+    and r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
     """
     k = members.shape[1]
     share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}

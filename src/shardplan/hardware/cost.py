@@ -161,9 +161,12 @@ def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
         return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
-    rows = fabric.library.serving("messages", algorithm)
-    priced = (_priced(row, [found], pattern.chunks, 0.0, fabric) for row in rows)
-    return min(priced, key=lambda one: one.seconds)
+    for asked in (algorithm, "auto"):
+        rows = fabric.library.serving("messages", asked)
+        priced = [_priced(row, [found], pattern.chunks, 0.0, fabric) for row in rows]
+        if served := [one for one in priced if one is not None]:
+            return min(served, key=lambda one: one.seconds)
+    raise TopologyError(f"library {fabric.library.name} has no row for these messages")
 
 
 def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
@@ -186,38 +189,37 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
     # The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
     order = np.argsort(members.min(axis=1), kind="stable")
     members, nbytes = members[order], nbytes[order]
-    found: dict[str, list[Traffic] | None] = {}
+    found: dict[tuple[str, int, float], list[Traffic] | None] = {}
+    # Bytes of a member's own part, which it copies to its result.
+    own = float(nbytes.max()) / (1 if pattern.kind == "all_gather" else members.shape[1])
     made: list[Price] = []
     for asked in dict.fromkeys((algorithm, "auto")):
         for row in fabric.library.serving(pattern.kind, asked):
-            if row.algorithm not in found:
-                found[row.algorithm] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric)
-            rounds = found[row.algorithm]
+            key = row.algorithm, row.members, row.per_member
+            if key not in found:
+                found[key] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric, row)
+            rounds = found[key]
             if rounds is not None:
-                made.append(_priced(row, rounds, pattern.chunks, _own_part(pattern.kind, members, nbytes), fabric))
+                priced = _priced(row, rounds, pattern.chunks, own, fabric)
+                made += [] if priced is None else [priced]
         if made:
             return made
     raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _own_part(kind: str, members: Ints, nbytes: Floats) -> float:
-    """Bytes of a member's own part that it copies to its result: all of it in an all-gather, B/k in an all-to-all."""
-    share = {"all_gather": 1.0, "all_to_all": 1 / members.shape[1]}.get(kind, 0.0)
-    return share * float(nbytes.max())
-
-
-def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price:
+def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price | None:
     depth, far = len(fabric.wires), fabric.far
-    latency = fabric.latencies()
-    latency[:far] += row.far
-    if row.near is not None:
-        latency[far:] = row.near
-    shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
+    if base is None:
+        return None
+    latency = fabric.latencies()
+    latency[:far] += row.far
+    latency[far:] *= row.near
+    shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
     loads = [scaled(one.load, shares) for one in rounds]
-    own = fabric.library.own_copy * 2 * own_part / fabric.topology.device.memory_bandwidth
+    own = fabric.library.own_copy * own_part / (fabric.near_rate * row.near_share)
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
     return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own)

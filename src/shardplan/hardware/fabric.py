@@ -166,6 +166,13 @@ class Fabric:
         """Return the bytes a second that a port, or a link, of level j delivers."""
         return self.wires[j].level.bandwidth * self.wires[j].level.efficiency
 
+    @property
+    def near_rate(self) -> float:
+        """The bytes a second that leave a device over the innermost level."""
+        level = self.wires[-1].level
+        ways = level.size - 1 if level.link == "full" else sum(1 if n == 2 else 2 for n in level.extents if n > 1)
+        return self.rate(-1) * level.uplinks * max(1, 1 if level.link == "switch" else ways)
+
     def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
         """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
 
@@ -239,9 +246,8 @@ class Fabric:
             grid = wires.factors.reshape(-1, *wires.level.extents)
             factor = np.moveaxis(grid, dim + 1, -1).reshape(lines, extent)
             # A link is as fast as the slower of its two ends.
-            there, back = (
-                x / np.minimum(factor, np.roll(factor, turn, axis=1)) for x, turn in ((there, -1), (back, 1))
-            )
+            there = there / np.minimum(factor, np.roll(factor, -1, axis=1))
+            back = back / np.minimum(factor, np.roll(factor, 1, axis=1))
         return np.concatenate([there.reshape(-1), back.reshape(-1)]) / (self.rate(j) * wires.level.uplinks)
 
     def capacity(self, j: int) -> Floats:

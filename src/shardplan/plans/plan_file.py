@@ -119,7 +119,7 @@ def annotated(c: Certificate) -> str:
     else:
         fabric = fabric_of(c.where, c.program.meshes)
         prices = step_prices(c.program, fabric, c.algorithm)
-        chosen = fabric.library.algorithms()
+        chosen = [name for name in fabric.library.algorithms() if not name.startswith("p2p")]
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in chosen else "") for p in prices]
 
     def note(number: int, step: Step) -> str:

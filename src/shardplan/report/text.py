@@ -21,6 +21,17 @@ def json_text(found: Mapping[str, Any]) -> str:
     return msgspec.json.encode(found).decode()
 
 
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines, headings first; the first `left` columns to the left, others to the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  ".join(
+            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def plan_object(plan: Plan) -> dict[str, Any]:
     """Return a plan as an object: program, certificate, seconds."""
     return {"program": str(plan.program), "certificate": plan.certificate.to_dict(), "seconds": plan.seconds}

@@ -2,14 +2,15 @@
 
 Reading order:
 
-- `interval`  `Interval` and `MemoryCurve`: the rows of a timeline, one thing that one device does or holds
-- `timeline`  `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
-- `trace`     timelines as a Perfetto / Chrome trace file, one or several over each other, and back
-- `predict`   the closed form of a program: its steps one after another, each as `hardware` prices it
-- `script`    `Script`: what every device sends, receives and waits for, in order, in bytes
-- `ring`      the script of a program on the ring engine: which messages its collectives are made of
-- `tree`      `Tree`: a topology of switches as directed links, and the way of a message over them
-- `events`    the event simulation of a script on a tree: devices at their own pace, links shared fairly
+- `interval`    `Interval` and `MemoryCurve`: the rows of a timeline, one thing that one device does or holds
+- `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
+- `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
+- `predict`     the closed form of a program: its steps one after another, each as `hardware` prices it
+- `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
+- `ring`        the script of a program on the ring engine: which messages its collectives are made of
+- `tree`        `Tree`: a topology of switches as directed links, and the way of a message over them
+- `events`      the event simulation of a script on a tree: devices at their own pace, links shared fairly
+- `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
 This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
 """

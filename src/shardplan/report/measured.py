@@ -1,0 +1,46 @@
+"""What `validate` and `calibrate` print."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from shardplan.report.text import table
+from shardplan.simulation.validation import CollectivesVerdict, Stratum
+
+_HEADINGS = ("library", "op", "nodes", "bytes", "rows", "median", "p90", "in 15 %", "in 20 %", "in 1.5 x")
+
+
+def validation_text(verdict: CollectivesVerdict) -> str:
+    """Return the strata as a table, a line each, and below it what was skipped, a line for each reason."""
+    rows = [list(_HEADINGS), *map(_cells, verdict.strata)] if verdict.strata else []
+    lines = [*table(rows, left=4), ""] if rows else []
+    return "\n".join([*lines, f"{verdict.rows} rows, {len(verdict.skipped)} skipped", *skipped_lines(verdict.skipped)])
+
+
+def _cells(one: Stratum) -> list[str]:
+    shares = (one.within_15_percent, one.within_20_percent, one.within_factor_1_5_percent)
+    return [
+        one.library,
+        one.op,
+        one.nodes,
+        _spread(one.bytes_from, one.bytes_to),
+        str(one.count),
+        f"{one.median_error_percent:.1f} %",
+        f"{one.p90_error_percent:.1f} %",
+        *(f"{share:.0f} %" for share in shares),
+    ]
+
+
+def _spread(first: int, last: int | None) -> str:
+    """A range of bytes, whose bounds are powers of two."""
+    low, high = (f"{n >> 20} MiB" if n >> 20 else f"{n >> 10} KiB" for n in (first, last or 0))
+    return f"{low} and more" if last is None else f"{low} to {high}" if first else f"to {high}"
+
+
+def skipped_lines(skipped: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each reason to skip rows, with the first of them."""
+    ids: dict[str, list[str]] = defaultdict(list)
+    for name, reason in skipped:
+        ids[reason].append(name)
+    return [f"skipped  {len(names)}, such as {names[0]}: {reason}" for reason, names in ids.items()]
