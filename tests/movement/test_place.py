@@ -146,10 +146,13 @@ def test_the_order_matters():
 
 
 def test_an_axis_goes_where_its_dims_are():
-    # data = 64 on the two long dims of [8, 2, 8], tensor = 2 between them.
-    topology = sp.Topology("t", (Level("chip", 128, "torus", 1e11, 0.0, shape=(8, 2, 8)),))
-    (row,) = sp.place(sp.Mesh(data=64, tensor=2), topology, {"data": 1e9, "tensor": 1e9}, programs="stock")
+    # data = 64 on the two dims of 8, tensor = 4 on the dim between them: rings that close, and share no link.
+    topology = sp.Topology.load("tpu-v5p", chips=(8, 4, 8))
+    job = sp.Mesh(data=64, tensor=4), topology, {"data": 1e9, "tensor": 1e9}
+    (row,) = sp.place(*job, programs="stock")
     assert row.placement.order == (("data", "tensor", "data"),)
+    plain = ranked([replace(row.placement, order=())], demands_of(job[2], job[0]), "stock")[0]
+    assert plain.seconds > 2 * row.seconds
 
 
 def test_a_program_says_its_traffic():
