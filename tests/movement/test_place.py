@@ -201,6 +201,10 @@ def test_a_degraded_unit():
     assert found is not None
     assert found.units == ("l0[2]",)
     assert found.regret >= 1
+    port = replace(
+        topology, levels=(replace(topology.levels[0], uplinks=2, slow_ports=((2, 1, 0.1),)), topology.levels[1])
+    )
+    assert sp.place(mesh, port, {"data": 1e9}).degraded.units == ("l0[2].1",)
     # Every group of an axis across nodes meets every node: no renaming helps.
     assert found.gain == pytest.approx(1.0)
     broken = {"data": [("broadcast", 1e9, 1)]}
