@@ -146,17 +146,16 @@ def test_counts_that_are_no_multiple():
 
 
 def test_interleaved():
-    mesh, topology = Mesh(data=8), Topology.load("dgx-a100").resize(nodes=2, gpus=4)
+    mesh, topology = Mesh(data=8), Topology.load("gcp-a100x16").resize(nodes=2, gpus=4)
     found = launched(mesh, topology, [0, 4, 1, 5, 2, 6, 3, 7])
     assert (found.verdict, found.matrix) == ("interleaved", ((2, 4),))
     assert found.reason == "the rings over `data` pass between nodes 8 times, 2 would do"
     assert found.rings[0].crossings == (8, 8) and found.rings[0].contiguous == (2, 8)
-    # A ring that begins in the middle of a node closes there: it crosses no more, but halves meet across nodes.
+    # A ring that begins in the middle of a node closes there: it crosses no more, but a chain does not close.
     found = launched(mesh, topology, [2, 3, 4, 5, 6, 7, 0, 1])
     assert (found.verdict, found.rings[0].detours) == ("interleaved", (0, 0))
     assert found.reason == (
-        "the groups are right, but some begin inside a node: their rings cross no more, algorithms that halve and "
-        "double do"
+        "the groups are right, but some begin inside a node: their rings cross no more, their chains do"
     )
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
-from shardplan.cli.measured import validate
+from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.cli.topologies import topologies
@@ -97,6 +97,6 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, place, reduce, audit, topologies, validate):
+for _command in (redistribute, check, show, run, place, reduce, audit, topologies, validate, calibrate):
     app.command()(_command)
 app.add_typer(lab_commands.app)

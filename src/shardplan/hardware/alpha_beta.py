@@ -42,7 +42,7 @@ class AlphaBeta:
         """Return what each algorithm asks for a collective over the groups along some digits; the least is paid.
 
         Args:
-            kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
+            kind: As in `Groups.kind`.
             varies: The digits along which members differ, in member order.
             zero: Digits at which only coordinate 0 takes part.
 

@@ -69,6 +69,11 @@ class Library:
     own_copy: float = 0.0  # of the seconds of a member's own part on a near link, what copying it takes
     member_order: bool = False  # whether rings follow the order of members, even inside a node
 
+    @property
+    def caveat(self) -> str:
+        """That nobody measured it, to print beside its seconds; empty where somebody did."""
+        return "" if self.measured else f"{self.name}: nobody measured it"
+
     def best_share(self, far: bool) -> float:
         """Return the largest share of a rate that any row reaches."""
         return max(row.far_share if far else row.near_share for row in self.rows)

@@ -50,6 +50,7 @@ class Traffic:
     hops: Floats  # over each level, one after another: of every group, or of every device that sends or receives [L, n]
     load: Load
     moved: Floats  # bytes whose two ends first differ at each level [L]
+    own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
 Algorithm = Callable[[str, Ints, Floats, Fabric, Row], "list[Traffic] | None"]
@@ -71,7 +72,13 @@ def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) ->
     crossings = walked(members, fabric)
     hops = (2 if kind == "all_reduce" else 1) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
     edges = crossings.sum_edges(volume)
-    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges)]
+    own = _own(kind, members, nbytes)
+    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges, own)]
+
+
+def _own(kind: str, members: Ints, nbytes: Floats) -> float:
+    """The bytes of a member's own part of what it exchanges with all others: all that it holds in an all-gather."""
+    return float(nbytes.max()) / (1 if kind == "all_gather" else members.shape[1])
 
 
 def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
@@ -161,7 +168,7 @@ def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> 
     if _starts_inside(fabric):
         hops[-1] += hops[: fabric.far].sum(axis=0)
         hops[: fabric.far] = other_nodes(members, fabric)
-    return [Traffic(hops, load, moved)]
+    return [Traffic(hops, load, moved, _own(kind, members, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:

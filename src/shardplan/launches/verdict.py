@@ -2,7 +2,8 @@
 
 The matrix is read backwards (arXiv 2110.10548): the units that every group spans give the rows. The order of a group's
 members tells whether its ring visits a unit once. The verdict is about how units nest and link; how fast they are
-(`degraded`) is the business of seconds.
+(`degraded`) is the business of seconds. Whether an order costs anything is the library's to say: some order a group's
+members themselves.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from shardplan.core.pattern import Groups
+from shardplan.hardware.cost import KINDS, seconds
+from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Matrix, Order, Placement, reordered
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
+SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
+_SIZES = (2.0**10, 2.0**20, 2.0**30)  # bytes at which an order may be felt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,14 @@ class Findings:
 
     # `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh also the
     # order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an order that costs
-    # rings, or algorithms that halve and double, more; or `not a placement`.
+    # rings or chains in that order more; or `not a placement`.
     verdict: Verdict
     matrix: Matrix | None  # None where there is none
     spans: tuple[tuple[tuple[int, int], ...], ...]  # by axis and level the least and the most units that groups span
     rings: tuple[Ring, ...]  # one for each axis, and for each tuple of axes that was asked for
     strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
     reason: str  # why it is interleaved or no placement, one sentence; else empty
+    felt: bool  # whether it is interleaved, and its topology's library takes longer for that
     order: Order = ()  # of the digits of each level, where it is one that a placement can have; else the mesh's
 
 
@@ -70,14 +77,36 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     matrix = matrix_of(launch.array, topology)
     if matrix is None:
         reason, strays = _strays(launch)
-        return Findings("not a placement", None, spans, rings, strays, reason)
+        return Findings("not a placement", None, spans, rings, strays, reason, False)
     plain = Placement(mesh, topology, matrix)
-    placed, order = plain.device_mesh(), order_of(launch.array, plain).order
-    reason = _detour(rings[: len(mesh.axes)], topology) or _long_way(launch, matrix) or _turned(launch, placed)
+    placed, order = Launch.of(plain), order_of(launch.array, plain).order
+    listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
+    reason = _detour(listed, topology) or _long_way(launch, matrix) or _turned(launch, placed.array)
     if reason:
-        return Findings("interleaved", matrix, spans, rings, (), reason, order)
-    canonical = np.array_equal(launch.array, placed)
-    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", order)
+        felt = _felt(launch, placed)
+        if not felt:
+            reason += f"; {topology.library} orders members itself and does not feel it"
+        return Findings("interleaved", matrix, spans, rings, (), reason, felt, order)
+    canonical = np.array_equal(launch.array, placed.array)
+    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", False, order)
+
+
+def _felt(launch: Launch, placed: Launch) -> bool:
+    """Whether the topology's library takes longer for some collective over an axis than in the order of the numbering.
+
+    A slow unit is no matter of order.
+    """
+    topology = replace(launch.topology, levels=tuple(level.sound() for level in launch.topology.levels))
+    fabric = Fabric(topology)
+    if fabric.library.member_order:
+        return True
+    for axis, kind in itertools.product(launch.mesh.axes, KINDS):
+        groups, ordered = launch.groups((axis,)), placed.groups((axis,))
+        for nbytes in (np.full(len(groups), size) for size in _SIZES):
+            here, there = (seconds(Groups(kind, members, nbytes), fabric) for members in (groups, ordered))
+            if here > there * (1 + SAME):
+                return True
+    return False
 
 
 def _detour(rings: Sequence[Ring], topology: Topology) -> str:
@@ -98,8 +127,8 @@ def _turned(launch: Launch, placed: Ints) -> str:
         units = renamed.reshape(-1, stride) // stride
         if bool((units != units[:, :1]).any()):
             return (
-                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, algorithms "
-                "that halve and double do"
+                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, their chains "
+                "do"
             )
     return ""
 
