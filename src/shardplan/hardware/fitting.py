@@ -167,7 +167,7 @@ class _Terms:
         found[1:] = np.where(np.isinf(found[0]), 0.0, found[1:])
         numbers = {name: n for n, name in enumerate(unknown)}
         system = np.array([numbers.get(sample.system, -1) if sample.nodes > 1 else -1 for sample in samples])
-        return cls(*found, system, systems()["default"])
+        return cls(*found, system=system, default=systems()["default"])
 
     def prices(self, constants: _Constants, logs: Floats) -> tuple[Floats, Floats]:
         """Return the price of every sample, and how its logarithm grows with each constant's, [samples, constants]."""
