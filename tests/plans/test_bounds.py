@@ -111,9 +111,10 @@ def test_the_coarse_bound_sees_that_a_unit_holds_something_else(monkeypatch):
 
 
 def test_boxes_of_one_unit_leave_it_together():
-    # Each device of the first node has a cell for another node: its one way out carries both.
-    topology = Topology("t", (Level("node", 3, "switch", 1.0, 0.0), Level("gpu", 2, "switch", 100.0, 0.0)))
-    bound, *_ = cell_bound(topology, lettered(["a", "b", *4 * [""]]), lettered(["", "", "a", "", "b", ""]))
+    # Each device of the first node has a cell for another node: its one way out carries both. A third cell stays.
+    topology = Topology("t", (Level("node", 4, "switch", 1.0, 0.0), Level("gpu", 2, "switch", 100.0, 0.0)))
+    held, wanted = ["a", "b", *4 * [""], "c", ""], ["", "", "a", "", "b", "", "c", ""]
+    bound, *_ = cell_bound(topology, lettered(held), lettered(wanted))
     assert bound == pytest.approx(2)
 
 
@@ -274,11 +275,18 @@ def test_no_bound_is_above_the_optimum(topology, data):
     ],
 )
 def test_bounds_that_the_optimum_attains(topology, held, wanted, least):
-    src, dst = (
-        np.array([[[ord(x[0]) - 97, ord(x[-1]) - 96] if x else [0, 0]] for x in side]) for side in (held, wanted)
-    )
-    bound, *sides = cell_bound(topology, src, dst)
+    bound, *sides = cell_bound(topology, lettered(held), lettered(wanted))
     assert bound == pytest.approx(least) == pytest.approx(optimum(topology, *sides))
+
+
+def test_all_holders_together_attain_their_bound():
+    # Three slow nodes hold each of three cells twice: two of them could send one in 2 s, all three send three in 4 s.
+    outer = Level("node", 5, "switch", 1.0, 0.0, degraded=((0, 0.25), (1, 0.25), (2, 0.25)))
+    topology = Topology("t", (outer, Level("gpu", 2, "switch", 100.0, 0.0)))
+    held, wanted = ["a", "b", "b", "c", "c", "a", "", "", "", ""], [*6 * [""], "a", "b", "c", ""]
+    bound, *_ = cell_bound(topology, lettered(held), lettered(wanted))
+    sent = Messages(np.array([0, 2, 4]), np.array([6, 7, 8]), np.ones(3))
+    assert bound == pytest.approx(4) == pytest.approx(seconds(sent, Fabric(topology)))
 
 
 @given(any_topology(), st.data(), st.sampled_from(sorted(BOUNDS)), st.sampled_from(LIBRARIES))

@@ -72,7 +72,7 @@ def crossing(source: Tiles, target: Tiles, unit_of: Ints) -> Crossing:
     row = np.repeat(np.arange(len(place)), width)
     pair = held[np.repeat(first, width) + np.arange(len(row)) - np.repeat(np.cumsum(width) - width, width)]
     common = _common(target.boxes[wanted[row]], source.boxes[pair])
-    enter = np.bincount(place, volume[wanted], units) - np.bincount(place[row], common, units)
+    enter = np.bincount(place, volume[wanted], units).astype(np.float64) - np.bincount(place[row], common, units)
     # What every unit that wants it finds among those that hold it need not leave them.
     meet, one, found = np.unique(wanted[row] * len(size) + pair, return_index=True, return_counts=True)
     stays = found == np.bincount(wanted, minlength=len(volume))[meet // max(1, len(size))]
