@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware.topologies import GB, grouped
-from shardplan.core.pattern import AtOnce, Groups, Messages
+from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
 from shardplan.hardware.cost import KINDS, offers
@@ -134,7 +134,7 @@ def plain(row, table, kind, groups, nbytes, topology):
             if n > 1:
                 hops[crossed.index(True)] = 2 * math.ceil(math.log2(n))
         latency = max(latency, sum(h * t for h, t in zip(hops, hop, strict=True)))
-        own = max(own, held if kind == "all_gather" else held / k)
+        own = max(own, (held if kind == "all_gather" else held / k) if row.algorithm == "ring" else 0.0)
         for j, stride in enumerate(strides):
             for unit in {m // stride for m in members}:
                 inside = [m for m in members if m // stride == unit]
@@ -258,8 +258,7 @@ def test_switches_that_reduce_serve_inside_a_node_and_over_nodes_where_they_do()
     inside, over = all_reduce(np.arange(8)[None], 1e9), all_reduce(np.arange(16)[None], 1e9)
     switch = fabric_with(cluster(2, 8, 8, reduces=True), TABLE)
     assert price(inside, switch).algorithm == "nvls Simple"
-    volume, copied = (1 + 1 / 8 + 0.08) * 1e9, 0.5 * 1e9 / 8
-    assert price(inside, switch).transfer == pytest.approx((volume + copied) / (400 * GB * 0.75))
+    assert price(inside, switch).transfer == pytest.approx((1 + 1 / 8 + 0.08) * 1e9 / (400 * GB * 0.75))
     assert price(over, switch).algorithm == "nvls_tree Simple"
     assert price(inside, fabric_with(cluster(2, 8, 8), TABLE), "nvls").algorithm.startswith("ring")
     assert price(over, fabric_with(cluster(2, 8, 8, reduces=True, network=True), TABLE), "collnet").load[0].max() == (
@@ -309,7 +308,8 @@ def test_what_runs_at_once_adds_its_loads_and_waits_once():
     two = Messages(np.array([1]), np.array([5]), np.array([2e9]))
     near = all_reduce(np.arange(8).reshape(2, 4), 1e9)
     alone = [price(p, fabric) for p in (one, two, near)]
-    got = price(AtOnce((one, two, near)), fabric)
+    everyone = np.arange(8)
+    got = price(AtOnce(tuple(StepPattern(p, everyone) for p in (one, two, near))), fabric)
     assert got.alpha == max(p.alpha for p in alone)
     assert got.transfer == pytest.approx(alone[0].transfer + alone[1].transfer + alone[2].own)
     assert got.level_bytes == pytest.approx(np.sum([p.level_bytes for p in alone], axis=0))

@@ -34,6 +34,7 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
+    row: Row | None = field(default=None, compare=False, repr=False)  # that is paid; None where there are several
 
     @property
     def seconds(self) -> float:
@@ -177,7 +178,7 @@ def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
     for asked in (algorithm, "auto"):
         rows = fabric.library.serving("messages", asked)
-        priced = [_priced(row, [found], pattern.chunks, 0.0, fabric) for row in rows]
+        priced = [_priced(row, [found], pattern.chunks, fabric) for row in rows]
         if served := [one for one in priced if one is not None]:
             return min(served, key=lambda one: one.seconds)
     raise TopologyError(f"library {fabric.library.name} has no row for these messages")
@@ -204,8 +205,6 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
     order = np.argsort(members.min(axis=1), kind="stable")
     members, nbytes = members[order], nbytes[order]
     found: dict[tuple[str, int, float], list[Traffic] | None] = {}
-    # Bytes of a member's own part, which it copies to its result.
-    own = float(nbytes.max()) / (1 if pattern.kind == "all_gather" else members.shape[1])
     made: list[Price] = []
     for asked in dict.fromkeys((algorithm, "auto")):
         for row in fabric.library.serving(pattern.kind, asked):
@@ -214,14 +213,14 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
                 found[key] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric, row)
             rounds = found[key]
             if rounds is not None:
-                priced = _priced(row, rounds, pattern.chunks, own, fabric)
+                priced = _priced(row, rounds, pattern.chunks, fabric)
                 made += [] if priced is None else [priced]
         if made:
             return made
     raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price | None:
+def _priced(row: Row, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
     depth, far = len(fabric.wires), fabric.far
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
@@ -233,7 +232,8 @@ def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabri
     shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
     loads = [scaled(one.load, shares) for one in rounds]
-    own = fabric.library.own_copy * own_part / (fabric.near_rate * row.near_share)
+    copied = sum(one.own for one in rounds) / (fabric.near_rate * row.near_share)
+    own = fabric.library.own_copy * copied
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
-    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own)
+    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)

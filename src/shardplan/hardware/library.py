@@ -69,6 +69,11 @@ class Library:
     own_copy: float = 0.0  # of the seconds of a member's own part on a near link, what copying it takes
     member_order: bool = False  # whether rings follow the order of members, even inside a node
 
+    @property
+    def caveat(self) -> str:
+        """That nobody measured it, to print beside its seconds; empty where somebody did."""
+        return "" if self.measured else f"{self.name}: nobody measured it"
+
     def best_share(self, far: bool) -> float:
         """Return the largest share of a rate that any row reaches."""
         return max(row.far_share if far else row.near_share for row in self.rows)
@@ -76,7 +81,7 @@ class Library:
     def algorithms(self) -> tuple[str, ...]:
         """Return the names that may be asked for: algorithms, then rows where an algorithm has several."""
         algorithms = tuple(dict.fromkeys(row.algorithm for row in self.rows))
-        return (*algorithms, *(row.name for row in self.rows if row.name not in algorithms))
+        return tuple(dict.fromkeys((*algorithms, *(row.name for row in self.rows))))
 
     def serving(self, op: str, asked: str = "auto") -> tuple[Row, ...]:
         """Return the rows that serve an op, of the algorithm (or row) asked for where any of it does."""

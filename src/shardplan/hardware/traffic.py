@@ -12,8 +12,7 @@ or a node, sends:
 |---|---|---|
 | ring | 2(k-1)/k B all_reduce, (k-1)/k B reduce_scatter, (k-1) B all_gather, B reduce and broadcast | the same |
 | tree | 2 B, B for two members | double binary tree: B for two nodes, at most 2 B |
-| nvls | (1 + 1/g + per_member g) B for g members of a node | - |
-| nvls_tree | as nvls | as tree |
+| nvls, nvls_tree | (1 + 1/g + per_member g) B for g members of a node | as tree |
 | collnet | as nvls | B |
 
 Source: NCCL `src/graph/tuning.cc`, `src/graph/trees.cc`, `src/graph/connect.cc`; arXiv 2110.10548 for rings in member
@@ -50,6 +49,7 @@ class Traffic:
     hops: Floats  # over each level, one after another: of every group, or of every device that sends or receives [L, n]
     load: Load
     moved: Floats  # bytes whose two ends first differ at each level [L]
+    own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
 Algorithm = Callable[[str, Ints, Floats, Fabric, Row], "list[Traffic] | None"]
@@ -71,7 +71,13 @@ def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) ->
     crossings = walked(members, fabric)
     hops = (2 if kind == "all_reduce" else 1) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
     edges = crossings.sum_edges(volume)
-    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges)]
+    own = _own(kind, members, nbytes)
+    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges, own)]
+
+
+def _own(kind: str, members: Ints, nbytes: Floats) -> float:
+    """The bytes of a member's own part of what it exchanges with all others: all that it holds in an all-gather."""
+    return float(nbytes.max()) / (1 if kind == "all_gather" else members.shape[1])
 
 
 def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
@@ -82,11 +88,7 @@ def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) ->
 
 
 def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
-    return _switched(members, nbytes, fabric, row, _double) if _nodes(members, fabric).max() == 1 else None
-
-
-def _nvls_tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
-    return _switched(members, nbytes, fabric, row, _double) if _nodes(members, fabric).max() > 1 else None
+    return _switched(members, nbytes, fabric, row, _double)
 
 
 def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
@@ -161,7 +163,7 @@ def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> 
     if _starts_inside(fabric):
         hops[-1] += hops[: fabric.far].sum(axis=0)
         hops[: fabric.far] = other_nodes(members, fabric)
-    return [Traffic(hops, load, moved)]
+    return [Traffic(hops, load, moved, _own(kind, members, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:
@@ -196,7 +198,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ring": _ring,
     "tree": _tree,
     "nvls": _nvls,
-    "nvls_tree": _nvls_tree,
+    "nvls_tree": _nvls,
     "collnet": _collnet,
     "network": _network,
     "p2p": _p2p,
