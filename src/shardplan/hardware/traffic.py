@@ -83,8 +83,8 @@ def _own(kind: str, members: Ints, nbytes: Floats) -> float:
 def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    inside = members.shape[1] / _nodes(members, fabric)
-    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, inside - 1), 2, _double)
+    most = _inside(members, fabric)[1]
+    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, most - 1), 2, _double)
 
 
 def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
@@ -103,6 +103,19 @@ def _nodes(members: Ints, fabric: Fabric) -> Ints:
     return spanned[fabric.far - 1] if fabric.far else np.ones(len(members), dtype=np.int64)
 
 
+def _inside(members: Ints, fabric: Fabric) -> tuple[Ints, Ints]:
+    """The least and the most members that every group has in a node, [G]."""
+    groups, k = members.shape
+    stride = fabric.wires[fabric.far - 1].stride if fabric.far else fabric.topology.size
+    node = np.arange(groups)[:, None] * fabric.topology.size + members // stride
+    keys, count = np.unique(node, return_counts=True)
+    group = keys // fabric.topology.size
+    least, most = np.full(groups, k), np.zeros(groups, dtype=np.int64)
+    np.minimum.at(least, group, count)
+    np.maximum.at(most, group, count)
+    return least, most
+
+
 def _reduces(members: Ints, fabric: Fabric) -> tuple[list[bool], list[bool]]:
     """Whether each level that groups span reduces: those over nodes, and those inside one."""
     spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
@@ -115,10 +128,10 @@ def _switched(
 ) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = _reduces(members, fabric)[1]
-    inside = members.shape[1] / _nodes(members, fabric)
-    if not inner or not all(inner) or inside.min() < row.members:
+    least, most = _inside(members, fabric)
+    if not inner or not all(inner) or least.min() < row.members:
         return None
-    return _in_nodes(members, nbytes, fabric, 1 + 1 / inside + row.per_member * inside, 1, far)
+    return _in_nodes(members, nbytes, fabric, 1 + 1 / least + row.per_member * most, 1, far)
 
 
 def _in_nodes(
