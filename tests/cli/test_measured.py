@@ -1,12 +1,15 @@
 """The commands `validate` and `calibrate`: what they print, and one clear line for every mistake."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from hardware.test_nccl_log import NEW
 from shardplan.cli import run_command
+from shardplan.hardware.library import library, parse_library
+from shardplan.hardware.samples import parse_rows
 
 ROWS = Path(__file__).parents[1] / "data" / "collectives_sample.jsonl"
 
@@ -55,7 +58,51 @@ def test_validate_reads_a_log(log: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["validate"])
+def test_calibrate_writes_a_table_that_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.toml"
+    assert run_command(["calibrate", str(ROWS), "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = parse_rows(ROWS.read_text())
+    ours = [one for one in rows if one.library_name == "nccl"]
+    held = sum(one.held_out for one in ours)
+    assert re.fullmatch(rf"fitted   \d+ constants of library nccl on {len(ours)} rows", lines[0])
+    errors = r"median error (\S+) % before, (\S+) % after"
+    before, after = re.fullmatch(rf"held out {held} rows of other curves: {errors}", lines[1]).groups()  # type: ignore[union-attr]
+    assert 0 < float(after) < 100 and 0 < float(before) < 100
+    assert re.fullmatch(r"kept     .+: the rows do not determine them", lines[2])
+    assert lines[3].startswith(f"skipped  {len(rows) - len(ours)}, such as ")
+    fitted = parse_library(out.read_text())
+    assert fitted.measured.startswith(f"{len(ours)} rows of collectives_sample.jsonl, from ")
+    assert fitted != library("nccl") and fitted.algorithms() == library("nccl").algorithms()
+    # The table written is one to start from, and its constants one to price by.
+    assert run_command(["calibrate", str(ROWS), "--library", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["library"], found["rows"], found["held_out"]) == ("nccl", len(ours), held)
+    assert parse_library(found["table"]).name == "nccl"
+
+
+def test_calibrate_on_one_log_says_what_it_leaves(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log of an all-gather on two nodes says nothing of trees, of NVLS and of groups in a node."""
+    assert run_command(["calibrate", str(log), "--nics", "8x400", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["held_out"], found["median_error_percent_after"]) == (4, 0, None)
+    before, after = library("nccl"), parse_library(found["table"])
+    assert 0 < found["constants"] < len(found["undetermined"])
+    for old, new in zip(before.rows, after.rows, strict=True):
+        if old.algorithm in ("nvls", "tree"):
+            assert (new.base, new.algorithm) == (old.base, old.algorithm)
+
+
+def test_calibrate_on_rows_of_another_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["calibrate", str(ROWS), "--library", "ring"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(
+        r"shardplan: none of \d+ rows can be used for library 'ring'; \S+: measured of library 'nccl'\n", printed.err
+    )
+
+
+@pytest.mark.parametrize("command", ["validate", "calibrate"])
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

@@ -23,7 +23,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
-from shardplan.cli.measured import validate
+from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
@@ -95,6 +95,6 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, place, reduce, audit, validate):
+for _command in (redistribute, check, show, run, place, reduce, audit, validate, calibrate):
     app.command()(_command)
 app.add_typer(lab_commands.app)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.options import Json
+from shardplan.cli.options import Json, check_writable
 from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
@@ -50,6 +51,45 @@ def validate(
     print(validation_text(verdict))
 
 
+def calibrate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE..", help=FILE_HELP)],
+    library: Annotated[
+        str, typer.Option("--library", metavar="NAME|TABLE", help="The table to start from: a library or a .toml file.")
+    ] = "nccl",
+    gpu: Gpu = None,
+    op: Op = None,
+    gpus_per_node: PerNode = None,
+    nics: Nics = None,
+    system: System = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="TABLE", help="Write the fitted table, a .toml.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the constants of a library's table to measured collectives."""
+    from shardplan.hardware.fitting import fit
+    from shardplan.hardware.library import library as load
+    from shardplan.hardware.library import library_text
+    from shardplan.hardware.sample_setup import unknown_systems
+    from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.measured import calibration_object, calibration_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.validation import of_library
+
+    check_writable(out)
+    table = load(library)
+    used, skipped = of_library(table.name, _samples(files, gpu, op, gpus_per_node, nics, system))
+    fitted = fit(table, used)
+    about = f"{fitted.rows} rows of {', '.join(path.name for path in files)}, from {table.measured or table.name}"
+    fitted = replace(fitted, table=replace(fitted.table, measured=about))
+    if out is not None:
+        write_atomic(out, library_text(fitted.table).encode())
+    unknown = unknown_systems(used)
+    if as_json:
+        print(json_text(calibration_object(fitted, skipped, unknown)))
+        return
+    _say_unknown(unknown)
+    print(calibration_text(fitted, skipped))
+
+
 def _samples(
     files: list[Path], gpu: str | None, op: str | None, gpus_per_node: int | None, nics: str | None, system: str | None
 ) -> list[Sample]:
@@ -87,7 +127,7 @@ def _nics(text: str) -> tuple[int, float]:
     return found
 
 
-def _say_unknown(systems: tuple[str, ...]) -> None:
+def _say_unknown(systems: Sequence[str]) -> None:
     """Name the clusters whose fabric is not known, beside the result on stdout."""
     for name in systems:
         print(f"system {name!r} is not known: its fabric has the default latency and the whole rate", file=sys.stderr)

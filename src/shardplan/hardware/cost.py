@@ -13,8 +13,9 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
 from shardplan.errors import TopologyError
+from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.library import Library, Row
 from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
@@ -70,11 +71,17 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         case Groups():
             return _groups(pattern, fabric, algorithm)
         case InTurn():
-            return _in_turn(pattern.times, [price(part, fabric, algorithm) for part in pattern.parts], fabric)
+            return _in_turn(pattern, fabric, algorithm)
         case AtOnce():
-            return _at_once([price(part, fabric, algorithm) for part in pattern.parts], fabric)
+            return _at_once(prices(pattern.steps, fabric, algorithm), fabric)
         case _:
             assert_never(pattern)
+
+
+def prices(steps: Sequence[StepPattern], fabric: Fabric, algorithm: str = "auto") -> list[Price]:
+    """Return the price of every step; arguments and errors as for `price`. Steps of one pattern are priced once."""
+    found = {pattern: price(pattern, fabric, algorithm) for pattern in {step.pattern: None for step in steps}}
+    return [found[step.pattern] for step in steps]
 
 
 def checked_algorithm(algorithm: object, library: Library) -> str:
@@ -135,12 +142,19 @@ def _none(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 
 
-def _in_turn(times: int, parts: Sequence[Price], fabric: Fabric) -> Price:
-    moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
-    alpha, transfer = sum(part.alpha for part in parts), sum(part.transfer for part in parts)
-    load = scaled(_all(parts, fabric), [times] * len(fabric.wires))
-    own = times * sum(part.own for part in parts)
-    return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()), load, own)
+def _in_turn(pattern: InTurn, fabric: Fabric, algorithm: str) -> Price:
+    """The longest path through the parts, `times` times; all of them load the resources."""
+    times, parts = pattern.times, prices(pattern.steps, fabric, algorithm)
+    path = [parts[k] for k in critical(windows(pattern.steps, [p.seconds for p in parts], [p.load for p in parts]))]
+    moved = times * np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    return Price(
+        "in turn",
+        times * sum(part.alpha for part in path),
+        times * sum(part.transfer for part in path),
+        tuple(moved.tolist()),
+        scaled(_all(parts, fabric), [times] * len(fabric.wires)),
+        times * sum(part.own for part in path),
+    )
 
 
 def _all(parts: Sequence[Price], fabric: Fabric) -> Load:

@@ -58,10 +58,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"nbytes": "bytes
         return self.nodes * self.gpus_per_node
 
     @property
+    def curve(self) -> tuple[str, ...]:
+        """What names the curve that this is a point of."""
+        return self.gpu, self.op, self.where, self.system
+
+    @property
     def held_out(self) -> bool:
-        """Whether a fit leaves it out to be judged on: a third of the curves, by the hash of GPU, op, nodes, system."""
-        curve = "|".join(("shardplan", self.gpu, self.op, self.where, self.system))
-        return int(sha256(curve.encode()).hexdigest(), 16) % 3 == 0
+        """Whether a fit leaves it out to be judged on: a third of the curves, by their hash."""
+        return int(sha256("|".join(("shardplan", *self.curve)).encode()).hexdigest(), 16) % 3 == 0
 
 
 _ROW = msgspec.json.Decoder(Sample)

@@ -19,7 +19,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
-from shardplan.plans.nominal import DESCRIPTION, nominal_step
+from shardplan.plans.nominal import DESCRIPTION, nominal_steps
 from shardplan.plans.pricing import fabric_of, step_prices
 
 FORMAT = 1  # of the file; another one is refused
@@ -115,7 +115,7 @@ def annotated(c: Certificate) -> str:
     """Return a program's text with the bytes the worst device receives and the predicted seconds of every step."""
     books, caveat = account(c.program), ""
     if c.where is None:
-        costs = [format_seconds(s) for s in map(nominal_step, books.latencies, books.step_received)]
+        costs = [format_seconds(s) for s in nominal_steps(c.program, books)]
     else:
         fabric = fabric_of(c.where, c.program.meshes)
         prices = step_prices(c.program, fabric, c.algorithm)

@@ -11,8 +11,11 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root, tabled
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import step_patterns
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.cost import Fabric, Price, price
+from shardplan.hardware.cost import Price, prices
+from shardplan.hardware.critical_path import Window, windows
+from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import batch_lower_bound_seconds, most_over
@@ -60,14 +63,21 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
     """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
-    prices = step_prices(program, fabric, algorithm)
-    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in prices)], axis=0)
-    return sum(p.seconds for p in prices), tuple(levels.tolist())
+    found, when = step_windows(program, fabric, algorithm)
+    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in found)], axis=0)
+    return max((window.end for window in when), default=0.0), tuple(levels.tolist())
 
 
 def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> list[Price]:
     """Return the price of every step."""
-    return [price(step.op.pattern(*program.step_types(step)[0]), fabric, algorithm) for step in program.steps]
+    return prices(step_patterns(program), fabric, algorithm)
+
+
+def step_windows(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[list[Price], list[Window]]:
+    """Return the price of every step, and when it runs."""
+    steps = step_patterns(program)
+    found = prices(steps, fabric, algorithm)
+    return found, windows(steps, [p.seconds for p in found], [p.load for p in found])
 
 
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:

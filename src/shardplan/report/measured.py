@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
+from shardplan.hardware.fitting import Fitted
+from shardplan.hardware.library import library_text
 from shardplan.report.text import table
 from shardplan.simulation.validation import CollectivesVerdict, Stratum
 
@@ -38,7 +41,39 @@ def _spread(first: int, last: int | None) -> str:
     return f"{low} and more" if last is None else f"{low} to {high}" if first else f"to {high}"
 
 
-def skipped_lines(skipped: Iterable[tuple[str, str]]) -> list[str]:
+def calibration_text(fitted: Fitted, skipped: Sequence[tuple[str, str]]) -> str:
+    """Return what was fitted on how many rows, the held-out errors, and what the rows do not determine, as lines."""
+    judged = f"median error {fitted.before:.1f} % before, {fitted.after:.1f} % after"
+    if not fitted.held_out:
+        judged = "nothing says how good the fit is"
+    lines = [
+        f"fitted   {fitted.constants} constants of library {fitted.table.name} on {fitted.rows} rows",
+        f"held out {fitted.held_out} rows of other curves: {judged}",
+    ]
+    if fitted.undetermined:
+        lines.append(f"kept     {', '.join(fitted.undetermined)}: the rows do not determine them")
+    return "\n".join([*lines, *skipped_lines(skipped)])
+
+
+def calibration_object(
+    fitted: Fitted, skipped: Sequence[tuple[str, str]], unknown_systems: Sequence[str]
+) -> dict[str, Any]:
+    """Return a fit as an object: the table as its text, rows, constants, errors in percent, what was skipped."""
+    return {
+        "library": fitted.table.name,
+        "table": library_text(fitted.table),
+        "rows": fitted.rows,
+        "held_out": fitted.held_out,
+        "constants": fitted.constants,
+        "median_error_percent_before": fitted.before if fitted.held_out else None,
+        "median_error_percent_after": fitted.after if fitted.held_out else None,
+        "undetermined": list(fitted.undetermined),
+        "skipped": [{"id": name, "reason": reason} for name, reason in skipped],
+        "unknown_systems": list(unknown_systems),
+    }
+
+
+def skipped_lines(skipped: Sequence[tuple[str, str]]) -> list[str]:
     """Return a line for each reason to skip rows, with the first of them."""
     ids: dict[str, list[str]] = defaultdict(list)
     for name, reason in skipped:

@@ -1,45 +1,44 @@
-"""The closed form of a program: its steps one after another, with a barrier between them, as `hardware` prices them.
+"""The closed form of a program: each step as early as those that it waits for let it, as `hardware` prices them.
 
-A step takes its priced seconds on every device that takes part in it: a member of one of its groups, a sender or
-receiver of one of its messages, or any device of its mesh where nothing is communicated. Memory is the liveness of
-`core.accounting`, device by device: the values live during a step, operands and results among them, plus the staging of
-the worst device on those that take part; after it, what is still live.
+A step takes its priced seconds on every device that takes part in it (`core.pattern.taking_part`), and waits as in
+`hardware.critical_path`. Memory is the liveness of `core.accounting`, device by device: the values live during a step,
+operands and results among them, plus the staging of the worst device on those that take part; after it, what is still
+live. A device that takes no part in a step has done its own by the end of the last in which it did.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
 import numpy as np
 
 from shardplan.core.accounting import account, holds
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work, communicates
+from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
-from shardplan.hardware.cost import seconds
+from shardplan.core.walk import step_patterns
+from shardplan.hardware.critical_path import Window
 from shardplan.hardware.placement import Placement
-from shardplan.plans.nominal import DESCRIPTION, nominal_step
-from shardplan.plans.pricing import Where, fabric_of
+from shardplan.plans.nominal import DESCRIPTION, nominal_windows
+from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
 
-Sample = tuple[float, np.ndarray]  # seconds, and bytes on every device of a program
+Sample = tuple[np.ndarray, np.ndarray]  # on every device of a program the seconds, and the bytes from then on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
     """When a step runs, on which stream of which devices (ascending ids), and what each device receives, by id."""
 
-    start: float
-    end: float
+    window: Window
     stream: str
     devices: np.ndarray
     received: dict[int, int]
 
 
 def predict(program: Program, where: Where | None = None, most_devices: int = 64) -> Timeline:
-    """Return the closed form of a program: step after step, all devices waiting for the slowest.
+    """Return the closed form of a program: steps that share no device and no port overlap.
 
     Args:
         program: Any program.
@@ -50,7 +49,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
             breakdown and peak do not depend on it.
 
     Returns:
-        One interval a step and device, caused by the step before; its makespan is `plans.pricing.priced`'s seconds.
+        One interval a step and device, caused by the last step waited for; its makespan is the program's price.
 
     Raises:
         TopologyError: A device that is not on `where`.
@@ -71,17 +70,16 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     """
     if most_devices < 1:
         raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
-    fabric = None if where is None else fabric_of(where, program.meshes)
-    clock = 0.0
     slots: list[_Slot] = []
-    books = account(program)
-    for step, latencies, most in zip(program.steps, books.latencies, books.step_received, strict=True):
+    if where is None:
+        windows = nominal_windows(program, account(program))
+    else:
+        _, windows = step_windows(program, fabric_of(where, program.meshes))
+    for step, one, window in zip(program.steps, step_patterns(program), windows, strict=True):
         operands, results = program.step_types(step)
-        pattern, ids = step.op.pattern(*operands), step.op.devices(*results)
-        start, received = clock, dict(zip(ids.tolist(), step.op.received(*operands).tolist(), strict=True))
-        clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
-        stream = "comm" if communicates(pattern) else "compute"
-        slots.append(_Slot(start, clock, stream, taking_part(pattern, ids), received))
+        received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)
+        stream = "comm" if communicates(one.pattern) else "compute"
+        slots.append(_Slot(window, stream, one.devices, dict(received)))
     samples = _live(program, slots)
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
@@ -101,28 +99,14 @@ def step_names(program: Program) -> tuple[str, ...]:
     return tuple(op_text(step.op, step.operands, meshes) for step in program.steps)
 
 
-def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
-    """Return the ids that take part in a step with this pattern on these devices, ascending."""
-    match pattern:
-        case Groups():
-            ids = pattern.members.reshape(-1)
-        case Messages():
-            ids = np.concatenate([pattern.sender, pattern.receiver])
-        case InTurn() | AtOnce():
-            ids = np.concatenate([taking_part(part, devices) for part in pattern.parts])
-        case Local() | Work():
-            ids = devices
-        case _:
-            assert_never(pattern)
-    return np.unique(ids if ids.size else devices)
-
-
 def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[Interval]:
     """The intervals of the drawn devices, step by step."""
     made: list[Interval] = []
-    before: dict[int, int] = {}  # by device the index of its interval in the step before
+    drawn_of: list[dict[int, int]] = []  # by step and device the index of its interval
     for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
         now: dict[int, int] = {}
+        drawn_of.append(now)
+        before = {} if slot.window.cause is None else drawn_of[slot.window.cause]
         for device in (d for d in slot.devices.tolist() if d in drawn):
             # All intervals of a step end together: a device's own is as critical as any, else the first.
             causes = (before.get(device, min(before.values())),) if before else ()
@@ -131,8 +115,8 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                 Interval(
                     device=device,
                     stream=slot.stream,
-                    start=slot.start,
-                    end=slot.end,
+                    start=slot.window.start,
+                    end=slot.window.end,
                     name=name,
                     kind=step.op.name,
                     step=number,
@@ -140,7 +124,6 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                     causes=causes,
                 )
             )
-        before = now
     return made
 
 
@@ -152,11 +135,16 @@ def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
     ids = np.asarray(program.devices, dtype=np.int64)
     none = np.zeros(len(ids), dtype=np.int64)
     start, found = holds(program, program.devices)
-    samples: list[Sample] = [(0.0, none + start)]
+    clock = np.zeros(len(ids))
+    samples: list[Sample] = [(clock, none + start)]
     for step, hold, slot in zip(program.steps, found, slots, strict=True):
+        mine = np.searchsorted(ids, slot.devices)
         during = none + hold.during
-        during[np.searchsorted(ids, slot.devices)] += step.op.staging(*program.step_types(step)[0])
-        samples += [(slot.start, during), (slot.end, none + hold.after)]
+        during[mine] += step.op.staging(*program.step_types(step)[0])
+        for at, live in ((slot.window.start, during), (slot.window.end, none + hold.after)):
+            clock = clock.copy()
+            clock[mine] = at
+            samples.append((clock, live))
     return samples
 
 
@@ -166,8 +154,8 @@ def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[M
     for device in sorted(drawn):
         row = program.devices.index(device)
         curve: list[tuple[float, int]] = []
-        for at, live in samples:
+        for clock, live in samples:
             if not curve or curve[-1][1] != live[row]:
-                curve.append((at, int(live[row])))
+                curve.append((float(clock[row]), int(live[row])))
         found.append(MemoryCurve(device, tuple(curve)))
     return tuple(found)

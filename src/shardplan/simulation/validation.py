@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,19 +78,33 @@ class CollectivesVerdict:
 
 def predict_samples(samples: Sequence[Sample]) -> tuple[list[Predicted], list[tuple[str, str]]]:
     """Return samples with their predicted seconds, and ids of those that cannot be priced, with the reason."""
-    fabrics: dict[Topology, Fabric] = {}
+    fabrics: dict[tuple[Topology, bool], Fabric] = {}
     found: list[Predicted] = []
     skipped: list[tuple[str, str]] = []
     for sample in samples:
         try:
             topology = topology_of_sample(sample)
-            fabric = fabrics.setdefault(topology, Fabric(topology))
-            cost = price(pattern_of_sample(sample, topology), fabric)
-            # In place nothing is copied from a member's own part to its result.
-            found.append(Predicted(sample, cost.seconds - sample.in_place * cost.own))
+            fabric = fabrics.setdefault((topology, sample.in_place), Fabric(topology))
+            if sample.in_place:  # nothing is copied from a member's own part to its result
+                fabric.library = replace(fabric.library, own_copy=0.0)
+            found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric).seconds))
         except TopologyError as error:
             skipped.append((sample.id, str(error)))
     return found, skipped
+
+
+def of_library(name: str, samples: Sequence[Sample]) -> tuple[list[Sample], list[tuple[str, str]]]:
+    """Return the samples of a library that can be priced, and ids of the others with the reason.
+
+    Raises `TopologyError` where none is left.
+    """
+    ours = [sample for sample in samples if sample.library_name == name]
+    found, skipped = predict_samples(ours)
+    skipped += [(s.id, f"measured of library {s.library_name!r}") for s in samples if s.library_name != name]
+    if not found:
+        reason = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
+        raise TopologyError(f"none of {len(samples)} rows can be used for library {name!r}{reason}")
+    return [one.sample for one in found], skipped
 
 
 def validate_samples(samples: Sequence[Sample]) -> CollectivesVerdict:

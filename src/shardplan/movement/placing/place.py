@@ -94,7 +94,7 @@ def place(
     >>> best[0].placement.describe(), round(best.placement_gain, 2)
     ('data=[1, 4], tensor=[2, 2]', 3.41)
     """
-    others: tuple[Pattern, ...] = ()
+    others: tuple[tuple[int, Pattern], ...] = ()
     topology = topology_of("topology", topology)
     checked_algorithm(algorithm, library(topology.library))
     if isinstance(mesh, Program):

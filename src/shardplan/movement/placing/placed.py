@@ -74,17 +74,17 @@ def ranked(
     demands: Sequence[Demand],
     programs: Programs = "best",
     algorithm: str = "auto",
-    others: Sequence[Pattern] = (),
+    others: Sequence[tuple[int, Pattern]] = (),
 ) -> list[Placed]:
     """Return placements of one mesh on one topology with their prices, best first; of equal prices in the order given.
 
-    There is at least one. `others` is the communication of a step beside the demands; its device ids are the mesh's.
+    There is at least one. `others` is what moves beside the demands, with how often; its device ids are the mesh's.
     """
     shares = [_prices(candidates, demand, programs, algorithm) for demand in demands]
     rows: list[Placed] = []
     for k, placement in enumerate(candidates):
         fabric = Fabric(placement.topology, placement.position()) if others else None
-        rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
+        rest = 0.0 if fabric is None else sum(n * price(p, fabric, algorithm).seconds for n, p in others)
         own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
         rows.append(Placed(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
     return sorted(rows, key=lambda row: row.seconds)
