@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware.topologies import GB, grouped
-from shardplan.core.pattern import AtOnce, Groups, Messages
+from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
 from shardplan.hardware.cost import KINDS, offers
@@ -308,7 +308,8 @@ def test_what_runs_at_once_adds_its_loads_and_waits_once():
     two = Messages(np.array([1]), np.array([5]), np.array([2e9]))
     near = all_reduce(np.arange(8).reshape(2, 4), 1e9)
     alone = [price(p, fabric) for p in (one, two, near)]
-    got = price(AtOnce((one, two, near)), fabric)
+    everyone = np.arange(8)
+    got = price(AtOnce(tuple(StepPattern(p, everyone) for p in (one, two, near))), fabric)
     assert got.alpha == max(p.alpha for p in alone)
     assert got.transfer == pytest.approx(alone[0].transfer + alone[1].transfer + alone[2].own)
     assert got.level_bytes == pytest.approx(np.sum([p.level_bytes for p in alone], axis=0))

@@ -81,7 +81,7 @@ class Library:
     def algorithms(self) -> tuple[str, ...]:
         """Return the names that may be asked for: algorithms, then rows where an algorithm has several."""
         algorithms = tuple(dict.fromkeys(row.algorithm for row in self.rows))
-        return (*algorithms, *(row.name for row in self.rows if row.name not in algorithms))
+        return tuple(dict.fromkeys((*algorithms, *(row.name for row in self.rows))))
 
     def serving(self, op: str, asked: str = "auto") -> tuple[Row, ...]:
         """Return the rows that serve an op, of the algorithm (or row) asked for where any of it does."""

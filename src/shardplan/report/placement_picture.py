@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HostBox:
-    """A host: its name, its devices in order, and what leaves it in a step: for each demand, and by its busiest port."""
+    """A host: its name, its devices in order, and what leaves it in a step: for each demand, by its busiest port."""
 
     unit: int
     name: str
