@@ -13,7 +13,7 @@ from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Level, Placement, Topology, orders, placements
 from shardplan.hardware.digit_order import cut, level_orders, normal_order
 from shardplan.hardware.level_factors import factors
-from shardplan.hardware.placement import order_of
+from shardplan.hardware.recognise import order_of
 
 
 def torus(*shape, link="torus"):

@@ -327,6 +327,19 @@ def test_what_is_equally_good_stays():
         assert found.best.matrix == placement.matrix and found.fix is None
 
 
+def test_the_best_order_on_a_ring_is_advised():
+    """An axis of four should lie on neighbours of a ring of eight, and the fix puts it there."""
+    ring = Topology("r", (Level("chip", 8, "ring", 1e9, 0.0),))
+    plain = Placement(Mesh(data=4, tensor=2), ring, ((4,), (2,)))
+    found = audit(Launch.of(plain), traffic={"data": 1e9})
+    assert found.placement == plain
+    assert found.best == replace(plain, order=(("tensor", "data"),))
+    assert found.ratio > 1.5
+    assert f"np.array({found.best.device_mesh().tolist()})" in found.fix.jax
+    again = audit(Launch.of(found.best), traffic={"data": 1e9})
+    assert (again.placement, again.best, again.ratio, again.fix) == (found.best, found.best, 1.0, None)
+
+
 def messages_of(group, op, nbytes):
     """What the members of a group send under `ring`, by plain loops: (sender, receiver, bytes)."""
     k = len(group)

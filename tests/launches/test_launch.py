@@ -11,7 +11,7 @@ from hardware.topologies import any_topology, switches
 from launches.systems import plain_detour, plain_groups, plain_matrix, plain_renaming, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
-from shardplan.hardware import Level, Placement, Topology, placements
+from shardplan.hardware import Level, Placement, Topology, orders, placements
 from shardplan.launches.launch import Launch, ring_of, sharing
 from shardplan.launches.verdict import Stray, analyse
 
@@ -37,6 +37,26 @@ def test_every_placement_is_canonical_on_every_link(topology, data):
     a = data.draw(st.sampled_from(factors))
     for placement in placements(Mesh(a=a, b=topology.size // a), topology):
         assert analyse(Launch.of(placement)).verdict == "canonical"
+
+
+TORUS = Topology.load("tpu-v7", chips=(4, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [
+        (Topology("r", (Level("chip", 12, "ring", 1e9, 0.0),)), Mesh(a=4, b=3)),
+        (TORUS, Mesh(a=16, b=4)),
+        (TORUS, Mesh(a=4, b=8, c=2)),
+    ],
+)
+def test_the_order_of_a_placement_is_read_back(topology, mesh):
+    """Where ring and torus are shared in another order than the mesh's, and where that order is the mesh's."""
+    for plain in placements(mesh, topology):
+        for placement in orders(plain):
+            found = analyse(Launch.of(placement))
+            assert (found.matrix, found.order) == (placement.matrix, placement.order)
+            assert found.verdict == ("canonical" if placement == plain else "equivalent")
 
 
 @given(systems(most=24), st.data())

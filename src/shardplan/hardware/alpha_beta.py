@@ -72,7 +72,7 @@ class AlphaBeta:
         """The first member of every group that is looked at: those of one unit where the others do the same."""
         topology = self.fabric.topology
         ids = np.arange(topology.size)
-        if not any(level.slow() for level in topology.levels):
+        if all(level == level.sound() for level in topology.levels):
             top = min(d.level for d in varies)
             switch = topology.levels[top].link == "switch"
             ids = ids[: topology.strides[top] * (1 if switch else topology.levels[top].size)]

@@ -21,7 +21,7 @@ from shardplan.errors import TopologyError, shown
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
-from shardplan.hardware.placement import Matrix, Placement, placements
+from shardplan.hardware.placement import Matrix, Placement, orders, placements
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
@@ -75,8 +75,7 @@ class Audit:
     @property
     def placement(self) -> Placement | None:
         """The launch as a placement, up to renaming equal units; None where it is none."""
-        matrix = self.findings.matrix
-        return None if matrix is None else Placement(self.launch.mesh, self.launch.topology, matrix)
+        return _own(self.launch, self.findings)
 
     @property
     def cause(self) -> str:
@@ -150,7 +149,7 @@ def audit(
     wide = [ring for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1]
     rows = tuple(_row(launch, ring, fabric) for ring in wide)
     if not demands:
-        own = None if findings.matrix is None else Placement(mesh, topology, findings.matrix)
+        own = _own(launch, findings)
         text = fix(launch, own, (), device) if own is not None and findings.felt else None
         cause = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
         return Audit(launch, findings, rows, (), None, own, None, (cause,), text)
@@ -167,15 +166,22 @@ def audit(
         losing = [s for s in losing if s.seconds > s.best_seconds * (1 + SAME)]
         causes = tuple(dict.fromkeys(_cause(launch, findings, s, best) for s in losing))
         joint = all(len(s.demand.axes) > 1 for s in losing)
-        if joint and findings.matrix == best.matrix and not findings.felt:
+        if joint and _own(launch, findings) == best and not findings.felt:
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
             causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
         else:
             text = fix(launch, best, together, device)
-    elif findings.felt and findings.matrix == best.matrix:
+    elif findings.felt and _own(launch, findings) == best:
         causes = (f"{findings.reason}; the cheapest algorithms for this traffic do not feel it",)
         text = fix(launch, best, together, device)
     return Audit(launch, findings, rows, shares, total, best, best_total, causes, text)
+
+
+def _own(launch: Launch, findings: Findings) -> Placement | None:
+    """The launch as a placement, None where it is none."""
+    if findings.matrix is None:
+        return None
+    return Placement(launch.mesh, launch.topology, findings.matrix, findings.order)
 
 
 def _demands(traffic: object, mesh: Mesh) -> tuple[Demand, ...]:
@@ -217,11 +223,11 @@ def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
 def stock_ranking(
     mesh: Mesh, topology: Topology, demands: Sequence[Demand]
 ) -> list[tuple[Placement, tuple[float, ...]]]:
-    """Return every placement with the seconds of each demand as a stock collective, the cheapest first.
+    """Return every placement, in every order, with the seconds of each demand as a stock collective, cheapest first.
 
     Groups list their members in level-major order. Raises `TopologyError` where sizes differ.
     """
-    rows = ranked(list(placements(mesh, topology)), demands, programs="stock")
+    rows = ranked([one for p in placements(mesh, topology) for one in orders(p)], demands, programs="stock")
     return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
 
 
@@ -231,10 +237,10 @@ def _best(
     """Of the cheapest placements that are equal the one that asks least of the user: none, no renumbering, or any."""
     least = sum(ranking[0][1])
     equal = [row for row in ranking if sum(row[1]) <= least * (1 + SAME)]
-    natural = np.arange(launch.mesh.size)
+    natural, own = np.arange(launch.mesh.size), _own(launch, findings)
 
     def effort(row: tuple[Placement, tuple[float, ...]]) -> int:
-        if row[0].matrix == findings.matrix:
+        if row[0] == own:
             return 0
         return 1 if np.array_equal(renumbered(launch, row[0]).reshape(-1), natural) else 2
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups
 from shardplan.hardware.cost import KINDS, seconds
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.placement import Matrix, Placement, matrix_of
+from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
 
@@ -54,6 +54,7 @@ class Findings:
     strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
     reason: str  # why it is interleaved or no placement, one sentence; else empty
     felt: bool  # whether it is interleaved, and its topology's library takes longer for that
+    order: Order = ()  # of the digits of each level, where it is one that a placement can have; else the mesh's
 
 
 def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
@@ -64,6 +65,8 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
 
     Source: arXiv 2110.10548, read backwards.
 
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
     >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
     'canonical'
     """
@@ -75,16 +78,17 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     if matrix is None:
         reason, strays = _strays(launch)
         return Findings("not a placement", None, spans, rings, strays, reason, False)
-    placed = Launch.of(Placement(mesh, topology, matrix))
+    plain = Placement(mesh, topology, matrix)
+    placed, order = Launch.of(plain), order_of(launch.array, plain).order
     listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
     reason = _detour(listed, topology) or _long_way(launch, matrix) or _turned(launch, placed.array)
     if reason:
         felt = _felt(launch, placed)
         if not felt:
             reason += f"; {topology.library} orders members itself and does not feel it"
-        return Findings("interleaved", matrix, spans, rings, (), reason, felt)
+        return Findings("interleaved", matrix, spans, rings, (), reason, felt, order)
     canonical = np.array_equal(launch.array, placed.array)
-    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", False)
+    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", False, order)
 
 
 def _felt(launch: Launch, placed: Launch) -> bool:
@@ -191,7 +195,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
         if level.link in ("switch", "full") or level.size < 4:  # of three or fewer, every order is as good
             continue
         found = [_hops(launch, axis, j) for axis in mesh.axes]
-        orders = [Launch(mesh, topology, ids, (), False) for ids in _numberings(mesh, topology, matrix, j)]
+        orders = [Launch.of(one) for one in reordered(Placement(mesh, topology, matrix), j)]
         offers = [[_hops(one, axis, j) for axis in mesh.axes] for one in orders]
         if not any(all(a <= b for a, b in zip(found, offer, strict=True)) for offer in offers):
             best = min(offers, key=sum)
@@ -215,20 +219,3 @@ def _hops(launch: Launch, axis: str, j: int) -> int:
     if level.link != "mesh":
         ahead = np.minimum(ahead, np.array(level.extents)[:, None] - ahead)
     return int(ahead.sum())
-
-
-def _numberings(mesh: Mesh, topology: Topology, matrix: Matrix, j: int) -> Iterator[tuple[int, ...]]:
-    """Yield the devices numbered as `device_mesh()` does, but for level j with its column's digits in every order.
-
-    Several axes may share a ring, torus or mesh in any order; which of them is nearest decides who takes the fewest
-    hops.
-    """
-    m, depth = len(mesh.axes), len(topology.levels)
-    several = [i for i in range(m) if matrix[i][j] > 1]
-    for order in itertools.permutations(several):
-        digits = [(level, i) for level in range(depth) for i in range(m) if level != j or matrix[i][j] == 1]
-        at = next((k for k, (level, _) in enumerate(digits) if level > j), len(digits))
-        digits[at:at] = [(j, i) for i in order]
-        shape = [matrix[i][level] for level, i in digits]
-        axes = [digits.index((level, i)) for i in range(m) for level in range(depth)]
-        yield tuple(np.arange(topology.size).reshape(shape).transpose(axes).reshape(-1).tolist())

@@ -103,6 +103,7 @@ def placed_object(row: Placed) -> dict[str, Any]:
     return {
         "placement": row.placement.describe(),
         "matrix": [list(r) for r in row.placement.matrix],
+        "order": [list(axes) for axes in row.placement.order],
         "seconds": row.seconds,
         "stock_seconds": row.stock_seconds,
         "lower_bound_seconds": row.lower_bound_seconds,
@@ -158,6 +159,7 @@ def reduction_object(plan: Plan, paper: str, stock: float, placement: Placement)
     return plan_object(plan) | {
         "placement": placement.describe(),
         "matrix": [list(r) for r in placement.matrix],
+        "order": [list(axes) for axes in placement.order],
         "instructions": paper,
         "stock_seconds": stock,
     }
