@@ -12,8 +12,8 @@ node order.
   `geomean of it` over all that have several matrices, `with programs` the same with the best program on each matrix.
 
 Also 8,192 devices over four levels, where the exact best program of each of 297 placements is found, as rings and under
-`nccl`, and `--count` fresh processes for the seconds. Seconds are those of the processor (one thread), beside those of the clock: other work
-shares the machine's cores. Prices are a model's; nothing here was measured on an accelerator.
+`nccl`, and `--count` fresh processes for the seconds. Seconds are those of the processor (one thread), beside those of
+the clock: other work shares the machine's cores. Prices are a model's; nothing here was measured on an accelerator.
 """
 
 from __future__ import annotations
