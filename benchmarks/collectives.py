@@ -2,8 +2,11 @@
 
 `python -m benchmarks.collectives FILE`: a file of rows as `shardplan validate` reads it. The shipped constants were
 fitted on such rows, so whole curves (GPU, op, one or several nodes, system) are told apart by a hash: *held out* are a
-third of them, *fitted* the rest. `--count` limits the rows read. Strata of bytes are those of `shardplan validate`;
-the targets are those of the reductions, all-gathers and reduce-scatters: AllToAll and sendrecv are only reported.
+third of them, priced by tables that are fitted here to the other rows, starting from those that ship; *fitted* are
+these others, and *all* are all rows, both under the tables that ship. What topologies say (launch, latencies, delivered
+rates, by generation and by system) is not fitted again. `--count` limits the rows read. Strata of bytes are those of
+`shardplan validate`; the targets are those of the reductions, all-gathers and reduce-scatters: AllToAll and sendrecv
+are only reported.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any
 
 from benchmarks.common import arguments, record, table, write
 
+from shardplan.hardware.fitting import fit
+from shardplan.hardware.library import library
 from shardplan.hardware.samples import parse_rows
 from shardplan.simulation.validation import Predicted, Stratum, predict_samples, size_class, stratum
 
@@ -78,20 +83,20 @@ def by(found: Sequence[Predicted], key: Callable[[Predicted], Sequence[str]]) ->
     return [{"of": ", ".join(part), **judged(parts[part])} for part in sorted(parts)]
 
 
-def targets(found: Sequence[Predicted]) -> list[dict[str, Any]]:
+def targets(judging: Sequence[Predicted], every: Sequence[Predicted]) -> list[dict[str, Any]]:
     """What the held-out rows, and all, reach of every target."""
     rows: list[dict[str, Any]] = []
     for target in TARGETS:
-        here = [
-            one
-            for one in found
-            if one.sample.op in GATED
-            and one.sample.where == target.where
-            and size_class(one.sample.nbytes) == target.size
-        ]
         row: dict[str, Any] = {"size": SIZES[target.size], "nodes": target.where, "measure": target.measure}
         row["bar"] = target.bar
-        for name, part in (("held out", [one for one in here if one.sample.held_out]), ("all", here)):
+        for name, found in (("held out", judging), ("all", every)):
+            part = [
+                one
+                for one in found
+                if one.sample.op in GATED
+                and one.sample.where == target.where
+                and size_class(one.sample.nbytes) == target.size
+            ]
             if part:
                 errors = stratum("", "", "", target.size, part)
                 row |= {f"rows {name}": len(part), name: getattr(errors, target.measure)}
@@ -106,10 +111,15 @@ def main() -> None:
     given = parser.parse_args()
     text = given.file.read_text(encoding="utf-8")
     samples = parse_rows(text, given.file.name)[: given.count or None]
-    found, skipped = predict_samples(samples)
+    every, skipped = predict_samples(samples)
+    rest = [one.sample for one in every if not one.sample.held_out]
+    names = dict.fromkeys(one.library_name for one in rest)
+    refitted = [fit(library(name), [one for one in rest if one.library_name == name]).table for name in names]
+    judging, _ = predict_samples([one.sample for one in every if one.sample.held_out], refitted)
+    found = [*judging, *(one for one in every if not one.sample.held_out)]
     print(f"{len(samples)} rows, {len(skipped)} skipped")
     result: dict[str, Any] = {"rows": len(samples), "skipped": [{"id": i, "reason": why} for i, why in skipped]}
-    result["targets"] = targets(found)
+    result["targets"] = targets(judging, every)
     headings = ("size", "nodes", "measure", "bar", "rows held out", "held out", "held out holds", "all", "all holds")
     print(table(headings, [[row.get(h) for h in headings] for row in result["targets"]], "targets"))
     for name, key in KEYS.items():

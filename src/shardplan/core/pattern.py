@@ -100,4 +100,6 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
             ids = devices
         case _:
             assert_never(pattern)
-    return np.unique(ids if ids.size else devices)
+    found = np.zeros(1 + int(max(ids.max(initial=0), devices.max(initial=0))), dtype=bool)
+    found[ids if ids.size else devices] = True
+    return np.flatnonzero(found)

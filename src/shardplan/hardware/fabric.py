@@ -282,6 +282,15 @@ class Fabric:
         own = own * ways
         return own if j == 0 else own + np.repeat(self.capacity(j - 1), wires.level.size)
 
+    def first_hop(self, outermost: int | None = None) -> float:
+        """Return the least seconds in which anything crosses level `outermost` or one further out; None: any level."""
+        found = [np.inf]
+        for j, latency in enumerate(self.latencies()[: None if outermost is None else outermost + 1].tolist()):
+            for row in self.library.rows:
+                base, hop = (row.base_far, latency + row.far) if j < self.far else (row.base, latency * row.near)
+                found += [] if base is None else [base + hop]
+        return self.launch + min(found)
+
     def latencies(self) -> Floats:
         """Return the seconds of latency of the levels, [L]."""
         return np.array([wires.level.latency for wires in self.wires])

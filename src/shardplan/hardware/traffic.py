@@ -12,8 +12,7 @@ or a node, sends:
 |---|---|---|
 | ring | 2(k-1)/k B all_reduce, (k-1)/k B reduce_scatter, (k-1) B all_gather, B reduce and broadcast | the same |
 | tree | 2 B, B for two members | double binary tree: B for two nodes, at most 2 B |
-| nvls | (1 + 1/g + per_member g) B for g members of a node | - |
-| nvls_tree | as nvls | as tree |
+| nvls, nvls_tree | (1 + 1/g + per_member g) B for g members of a node | as tree |
 | collnet | as nvls | B |
 
 Source: NCCL `src/graph/tuning.cc`, `src/graph/trees.cc`, `src/graph/connect.cc`; arXiv 2110.10548 for rings in member
@@ -89,11 +88,7 @@ def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) ->
 
 
 def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
-    return _switched(members, nbytes, fabric, row, _double) if _nodes(members, fabric).max() == 1 else None
-
-
-def _nvls_tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
-    return _switched(members, nbytes, fabric, row, _double) if _nodes(members, fabric).max() > 1 else None
+    return _switched(members, nbytes, fabric, row, _double)
 
 
 def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
@@ -203,7 +198,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ring": _ring,
     "tree": _tree,
     "nvls": _nvls,
-    "nvls_tree": _nvls_tree,
+    "nvls_tree": _nvls,
     "collnet": _collnet,
     "network": _network,
     "p2p": _p2p,

@@ -17,6 +17,7 @@ import numpy as np
 from shardplan.errors import TopologyError
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.library import Library
 from shardplan.hardware.sample_setup import pattern_of_sample, topology_of_sample, unknown_systems
 from shardplan.hardware.samples import Sample
 from shardplan.hardware.topology import Topology
@@ -76,8 +77,14 @@ class CollectivesVerdict:
         }
 
 
-def predict_samples(samples: Sequence[Sample]) -> tuple[list[Predicted], list[tuple[str, str]]]:
-    """Return samples with their predicted seconds, and ids of those that cannot be priced, with the reason."""
+def predict_samples(
+    samples: Sequence[Sample], tables: Sequence[Library] = ()
+) -> tuple[list[Predicted], list[tuple[str, str]]]:
+    """Return samples with their predicted seconds, and ids of those that cannot be priced, with the reason.
+
+    `tables` price the samples of their libraries instead of those that ship.
+    """
+    others = {table.name: table for table in tables}
     fabrics: dict[tuple[Topology, bool], Fabric] = {}
     found: list[Predicted] = []
     skipped: list[tuple[str, str]] = []
@@ -85,6 +92,7 @@ def predict_samples(samples: Sequence[Sample]) -> tuple[list[Predicted], list[tu
         try:
             topology = topology_of_sample(sample)
             fabric = fabrics.setdefault((topology, sample.in_place), Fabric(topology))
+            fabric.library = others.get(sample.library_name, fabric.library)
             if sample.in_place:  # nothing is copied from a member's own part to its result
                 fabric.library = replace(fabric.library, own_copy=0.0)
             found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric).seconds))

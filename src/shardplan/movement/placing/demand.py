@@ -117,4 +117,4 @@ def demand_bound(placement: Placement, demand: Demand) -> float:
     if demand.letters not in _BOUNDS:
         return 0.0
     least = _BOUNDS[demand.letters](members, nbytes, fabric)
-    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0
+    return least + fabric.first_hop() if least > 0 else 0.0
