@@ -34,9 +34,8 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
-    row: LibraryRow | None = field(
-        default=None, compare=False, repr=False
-    )  # that is paid; None where there are several
+    # The row that is paid; None where there are several, or none.
+    row: LibraryRow | None = field(default=None, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
