@@ -83,8 +83,11 @@ def _own(kind: str, members: Ints, nbytes: Floats) -> float:
 def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    inside = members.shape[1] / _nodes(members, fabric)
-    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, inside - 1), 2, _double)
+    k = members.shape[1]
+    inside = k / _nodes(members, fabric)
+    # No less than the bound of any all-reduce, also where nodes hold unequal numbers of members.
+    near = np.maximum(np.minimum(2.0, inside - 1), 2 * (k - 1) / k)
+    return _in_nodes(members, nbytes, fabric, near, 2, _double)
 
 
 def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
