@@ -18,7 +18,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.pattern import Groups, Local, Messages, Work
 from shardplan.core.program import Program
 from shardplan.hardware import Topology
-from shardplan.hardware.library import Library, Row, library
+from shardplan.hardware.library import Library, LibraryRow, library
 
 PASSES = {"all_reduce": 2}
 
@@ -121,9 +121,9 @@ class Replay:
                 load = self._ring(kind, groups, nbytes, row)
             elif row.algorithm == "tree":
                 hops = [self._tree_hops(g) for g in groups]
-                load = self._spread(
-                    groups, [(min(2.0, self._inside(g) - 1), self._double(g)) for g in groups], nbytes, row
-                )
+                chained = 2 * (k - 1) / k  # no member sends less
+                shares = [(max(chained, min(2.0, self._most(g) - 1)), self._double(g)) for g in groups]
+                load = self._spread(groups, shares, nbytes, row)
             else:
                 continue  # what switches do is not replayed
             copied = 0.0 if row.algorithm == "tree" else own
@@ -135,7 +135,7 @@ class Replay:
         found = [self._row(row, hops, loads[row], chunks, devices, own) for row in self.library.serving(op)]
         return min((w for w in found if w is not None), key=lambda w: w.seconds)
 
-    def _row(self, row: Row, hops: Any, load: Any, chunks: int, devices: set[int], own: float) -> Weight | None:
+    def _row(self, row: LibraryRow, hops: Any, load: Any, chunks: int, devices: set[int], own: float) -> Weight | None:
         """Seconds under a row; None where it does not serve: hops by group or device, one number a level."""
         base = row.base_far if any(any(one[: self.far]) for one in hops) else row.base
         if base is None:
@@ -147,10 +147,10 @@ class Replay:
         copied = self.library.own_copy * own / (inner.bandwidth * inner.efficiency * inner.uplinks * row.near_share)
         return Weight(chunks * alpha, max(load.values()) + copied, load, devices, copied)
 
-    def _share(self, level: int, row: Row) -> float:
+    def _share(self, level: int, row: LibraryRow) -> float:
         return self.topology.levels[level].efficiency * (row.far_share if level < self.far else row.near_share)
 
-    def _loaded(self, sent: list[tuple[int, int, float]], row: Row) -> dict[Any, float]:
+    def _loaded(self, sent: list[tuple[int, int, float]], row: LibraryRow) -> dict[Any, float]:
         load: Counter[Any] = Counter()
         for a, b, n in sent:
             for resource, rate in route(self.topology, a, b):
@@ -184,10 +184,10 @@ class Replay:
         units = self._units(group)
         return [b - a for a, b in zip(units, units[1:], strict=False)]
 
-    def _inside(self, group: list[int]) -> float:
-        return len(group) / self._units(group)[self.far]
+    def _most(self, group: list[int]) -> int:
+        return max(Counter(d // self.topology.strides[self.far - 1] for d in group).values())
 
-    def _ring(self, kind: str, groups: list[list[int]], nbytes: list[float], row: Row) -> dict[Any, float]:
+    def _ring(self, kind: str, groups: list[list[int]], nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
         k = len(groups[0])
         volume = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1}.get(kind, 1)
         if not self.library.member_order:
@@ -228,7 +228,7 @@ class Replay:
                 sent[parent] += 0.5
         return max(sent)
 
-    def _spread(self, groups: Any, shares: Any, nbytes: list[float], row: Row) -> dict[Any, float]:
+    def _spread(self, groups: Any, shares: Any, nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
         """Nodes of one switch, devices of another: what a unit sends is dealt out to its members, each on its rail."""
         load: Counter[Any] = Counter()
         levels, strides = self.topology.levels, self.topology.strides

@@ -11,17 +11,19 @@ from shardplan.errors import TopologyError
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric, Floats
 from shardplan.hardware.fitting import fit
-from shardplan.hardware.library import Library, Row
-from shardplan.hardware.sample_setup import pattern_of_sample, topology_of_sample
+from shardplan.hardware.library import Library, LibraryRow
+from shardplan.hardware.sample_setup import System, pattern_of_sample, topology_of_sample
 from shardplan.hardware.samples import Sample
 
 GATHERS = ("all_reduce", "all_gather", "reduce_scatter")
 TRUTH = Library(
     "nccl",
     (
-        Row("ring", "LL", GATHERS, base=0.0, base_far=4e-6, near_share=0.3, far_share=0.1),
-        Row("ring", "Simple", GATHERS, base=9e-6, base_far=30e-6, near=3.0, far=5e-6, near_share=0.8, far_share=0.9),
-        Row("tree", "Simple", ("all_reduce",), base=None, base_far=50e-6, near=3.0, far=5e-6, near_share=0.7),
+        LibraryRow("ring", "LL", GATHERS, base=0.0, base_far=4e-6, near_share=0.3, far_share=0.1),
+        LibraryRow(
+            "ring", "Simple", GATHERS, base=9e-6, base_far=30e-6, near=3.0, far=5e-6, near_share=0.8, far_share=0.9
+        ),
+        LibraryRow("tree", "Simple", ("all_reduce",), base=None, base_far=50e-6, near=3.0, far=5e-6, near_share=0.7),
     ),
     own_copy=0.5,
 )
@@ -40,7 +42,7 @@ def sample(op: str, nodes: int, members: int, nbytes: int) -> Sample:
         nic_gbps=400.0,
         nbytes=nbytes,
         seconds=1.0,
-        system="here",
+        system="H100-nebius-ib",
     )
 
 
@@ -136,3 +138,24 @@ def test_one_wrong_sample_does_not_move_the_rest() -> None:
 def test_a_sample_that_no_row_serves_is_an_error() -> None:
     with pytest.raises(TopologyError, match=r"^library nccl has no row for sample 'alltoall/1x2/1024'$"):
         fit(TRUTH, [sample("alltoall", 1, 2, 1024)])
+
+
+def test_an_unknown_fabric_has_its_latency_and_delivered_rate_fitted() -> None:
+    truth = System(27e-6, 0.71)
+    samples: list[Sample] = []
+    for known in measured(TRUTH, (1, 2, 4)):
+        one = msgspec.structs.replace(known, system="here")
+        topology = topology_of_sample(one)
+        node = replace(topology.levels[0], latency=truth.latency, efficiency=truth.efficiency)
+        fabric = Fabric(replace(topology, levels=(node, *topology.levels[1:])))
+        fabric.library = TRUTH
+        samples.append(msgspec.structs.replace(one, seconds=price(pattern_of_sample(one, topology), fabric).seconds))
+    found = fit(TRUTH, samples)
+    ((name, fabric),) = found.systems
+    assert name == "here"
+    assert fabric.latency == pytest.approx(truth.latency, rel=0.03)
+    assert fabric.efficiency == pytest.approx(truth.efficiency, rel=0.03)
+    # The library's own constants stay where they were.
+    assert constants(found.table) == pytest.approx(constants(TRUTH), rel=0.05)
+    # A system that is known keeps its fabric.
+    assert fit(TRUTH, [msgspec.structs.replace(s, system="p5-efa") for s in samples[:40]]).systems == ()

@@ -4,6 +4,9 @@ A row's price is a sum of terms, each a coefficient of the sample times constant
 
     seconds = fixed + base + near * N + far * F + own_copy * O / near_share + max(L / near_share, M / far_share)
 
+A system that is not known has two constants of its own, which belong to a topology: the latency of its fabric, which
+every far hop takes beside `far`, and the efficiency of its NICs, which divides M. Both start at the default's.
+
 Coefficients are read off `price` itself, by pricing every row with constants of 0 and 1, so that a fit cannot disagree
 with the price. Numbers alike under one key of a table are one constant; a number at its default (0, or 1 of `near` and
 the shares) is none. Constants are positive and fitted as logarithms, by the steps of Levenberg and Marquardt on the
@@ -22,12 +25,12 @@ from shardplan.core.pattern import Pattern
 from shardplan.errors import TopologyError
 from shardplan.hardware.cost import Price, price
 from shardplan.hardware.fabric import Fabric, Floats, Ints
-from shardplan.hardware.library import Library, Row
-from shardplan.hardware.sample_setup import pattern_of_sample, topology_of_sample
+from shardplan.hardware.library import Library, LibraryRow
+from shardplan.hardware.sample_setup import System, pattern_of_sample, systems, topology_of_sample, unknown_systems
 from shardplan.hardware.samples import Sample
 
 _KEYS = ("base", "base_far", "near", "far", "near_share", "far_share")
-_DEFAULTS = {field.name: field.default for field in fields(Row)}
+_DEFAULTS = {field.name: field.default for field in fields(LibraryRow)}
 _BEND = 0.1  # relative error from which on the loss grows no faster than the error
 _PULL = 0.002  # of a constant to its start, against 1 of a curve's decade of bytes
 _STEPS = 200
@@ -45,6 +48,7 @@ class Fitted:
     before: float  # median error of the samples held out, in percent, under the table given
     after: float  # the same under a table fitted on the other samples
     undetermined: tuple[str, ...]  # constants that no price of a sample depends on, kept as they were
+    systems: tuple[tuple[str, System], ...] = ()  # of systems that are not known their names and fabrics, fitted too
 
 
 def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
@@ -53,8 +57,8 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
     A third of the curves (GPU, op, one or several nodes, system) is held out by hash to judge by; the table returned is
     fitted on all. Raises `TopologyError` where a sample has no price.
     """
-    constants = _Constants.of(table)
-    terms = _Terms.of(table, samples)
+    constants = _Constants.of(table, unknown_systems(samples))
+    terms = _Terms.of(table, samples, constants.systems)
     start = np.log(constants.values)
     seconds = np.array([sample.seconds for sample in samples])
     weights = _weights(samples)
@@ -69,8 +73,8 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
         for at in (start, rest)
     )
     kept = tuple(name for name, moved in zip(constants.names, moves, strict=True) if not moved)
-    fitted = constants.filled(table, values)
-    return Fitted(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept)
+    fitted, fabrics = constants.filled(table, values), constants.fabrics(values)
+    return Fitted(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept, fabrics)
 
 
 def _weights(samples: Sequence[Sample]) -> Floats:
@@ -82,17 +86,18 @@ def _weights(samples: Sequence[Sample]) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Constants:
-    """The constants of a table: their values, and where each stands."""
+    """The constants of a table, then latency and efficiency of every unknown system: values, and where each stands."""
 
     names: tuple[str, ...]  # of the first place of each
     values: Floats
     slot: Ints  # the number of the constant of every row and key, -1 where there is none [rows, keys]
     given: Floats  # the numbers as they stand, 0 for None [rows, keys]
     own_copy: int  # the number of the table's own_copy, -1 where it is 0
+    systems: tuple[str, ...]  # unknown ones, whose constants are the last
 
     @classmethod
-    def of(cls, table: Library) -> _Constants:
-        """Number the constants of a table."""
+    def of(cls, table: Library, unknown: Sequence[str]) -> _Constants:
+        """Number the constants of a table, and of systems that are not known."""
         numbers: dict[tuple[str, float], int] = {}
         names: list[str] = []
 
@@ -107,7 +112,14 @@ class _Constants:
         slot = [[number(key, getattr(row, key), f"{key} of {row.name}") for key in _KEYS] for row in table.rows]
         own = number("own_copy", table.own_copy, "own_copy")
         given = [[getattr(row, key) or 0.0 for key in _KEYS] for row in table.rows]
-        return cls(tuple(names), np.array([v for _, v in numbers]), np.array(slot), np.array(given), own)
+        names += [f"{what} of {system}" for system in unknown for what in System._fields]
+        values = [*(v for _, v in numbers), *(x for _ in unknown for x in systems()["default"])]
+        return cls(tuple(names), np.array(values), np.array(slot), np.array(given), own, tuple(unknown))
+
+    def fabrics(self, values: Floats) -> tuple[tuple[str, System], ...]:
+        """Return the fabrics of the systems that are not known; no NIC delivers more than its rate."""
+        pairs = values[len(values) - 2 * len(self.systems) :].reshape(-1, 2).tolist()
+        return tuple((name, System(a, min(b, 1.0))) for name, (a, b) in zip(self.systems, pairs, strict=True))
 
     def at(self, logs: Floats) -> Floats:
         """Return every row's numbers under constants given as logarithms, [rows, keys]."""
@@ -115,7 +127,7 @@ class _Constants:
 
     def filled(self, table: Library, values: Floats) -> Library:
         """Return a table with other values of the constants."""
-        rows: list[Row] = []
+        rows: list[LibraryRow] = []
         for row, slots in zip(table.rows, self.slot.tolist(), strict=True):
             numbers = {key: float(values[n]) for key, n in zip(_KEYS, slots, strict=True) if n >= 0}
             rows.append(replace(row, **numbers))
@@ -124,7 +136,7 @@ class _Constants:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Terms:
-    """The coefficients of samples under the rows of a table; all [samples, rows]."""
+    """The coefficients of samples under the rows of a table; all [samples, rows], but the last two [samples]."""
 
     fixed: Floats  # seconds whatever the constants; infinite where a row does not serve a sample
     far: Floats  # 1 where several nodes take part, else 0
@@ -133,9 +145,11 @@ class _Terms:
     own: Floats
     near_load: Floats
     far_load: Floats
+    system: Ints  # the number of its unknown system, -1 where there is none
+    default: System  # what unknown systems are priced by
 
     @classmethod
-    def of(cls, table: Library, samples: Sequence[Sample]) -> _Terms:
+    def of(cls, table: Library, samples: Sequence[Sample], unknown: Sequence[str]) -> _Terms:
         """Price every sample under every row with constants of 0 and 1."""
         found = np.full((7, len(samples), len(table.rows)), np.inf)
         for s, sample in enumerate(samples):
@@ -151,16 +165,25 @@ class _Terms:
         if unserved.any():
             raise TopologyError(f"library {table.name} has no row for sample {samples[int(unserved.argmax())].id!r}")
         found[1:] = np.where(np.isinf(found[0]), 0.0, found[1:])
-        return cls(*found)
+        numbers = {name: n for n, name in enumerate(unknown)}
+        system = np.array([numbers.get(sample.system, -1) if sample.nodes > 1 else -1 for sample in samples])
+        return cls(*found, system=system, default=systems()["default"])
 
     def prices(self, constants: _Constants, logs: Floats) -> tuple[Floats, Floats]:
         """Return the price of every sample, and how its logarithm grows with each constant's, [samples, constants]."""
         base, base_far, near, far, near_share, far_share = constants.at(logs).T
         own_copy = float(np.exp(logs[constants.own_copy])) if constants.own_copy >= 0 else 0.0
         once, own = np.where(self.far > 0, base_far, base), self.own * own_copy / near_share
+        # A fabric of its own takes the default's place.
+        new = (self.system >= 0)[:, None]
+        fabrics = np.exp(logs[len(logs) - 2 * len(constants.systems) :]).reshape(-1, 2)
+        latency, efficiency = np.append(fabrics, [self.default], axis=0)[self.system].T[:, :, None]
+        waits = np.where(new, self.far_hops * latency, 0.0)
+        fixed = self.fixed - np.where(new, self.far_hops * self.default.latency, 0.0)
         near_load, far_load = self.near_load / near_share, self.far_load / far_share
+        far_load = np.where(new, far_load * self.default.efficiency / efficiency, far_load)
         hops = self.near_hops * near, self.far_hops * far
-        total = self.fixed + once + sum(hops) + own + np.maximum(near_load, far_load)
+        total = fixed + waits + once + sum(hops) + own + np.maximum(near_load, far_load)
         paid = np.arange(len(total)), total.argmin(axis=1)
         # A price grows with the logarithm of a constant by the constant's own term, and shrinks with a share's.
         parts = [once * (self.far == 0), once * (self.far > 0), *hops]
@@ -169,6 +192,10 @@ class _Terms:
         for part, slot in zip(parts, constants.slot.T, strict=True):
             np.add.at(grown, (paid[0], slot[paid[1]]), part[paid])
         grown[:, constants.own_copy] += own[paid]
+        mine = np.flatnonzero(new)
+        first = len(logs) - 2 * len(constants.systems) + 2 * self.system[mine]
+        grown[mine, first] += waits[paid][mine]
+        grown[mine, first + 1] -= (far_load * (near_load < far_load))[paid][mine]
         seconds = total[paid]
         return seconds, grown[:, :-1] / seconds[:, None]
 

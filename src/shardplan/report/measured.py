@@ -8,6 +8,7 @@ from typing import Any
 
 from shardplan.hardware.fitting import Fitted
 from shardplan.hardware.library import library_text
+from shardplan.hardware.units import format_seconds
 from shardplan.report.text import table
 from shardplan.simulation.validation import CollectivesVerdict, Stratum
 
@@ -50,6 +51,11 @@ def calibration_text(fitted: Fitted, skipped: Sequence[tuple[str, str]]) -> str:
         f"fitted   {fitted.constants} constants of library {fitted.table.name} on {fitted.rows} rows",
         f"held out {fitted.held_out} rows of other curves: {judged}",
     ]
+    lines += [
+        f"fabric   {name}: for level node of a topology latency = {format_seconds(fabric.latency)}, "
+        f"efficiency = {fabric.efficiency:.3f}"
+        for name, fabric in fitted.systems
+    ]
     if fitted.undetermined:
         lines.append(f"kept     {', '.join(fitted.undetermined)}: the rows do not determine them")
     return "\n".join([*lines, *skipped_lines(skipped)])
@@ -68,6 +74,7 @@ def calibration_object(
         "median_error_percent_before": fitted.before if fitted.held_out else None,
         "median_error_percent_after": fitted.after if fitted.held_out else None,
         "undetermined": list(fitted.undetermined),
+        "systems": {name: fabric._asdict() for name, fabric in fitted.systems},
         "skipped": [{"id": name, "reason": reason} for name, reason in skipped],
         "unknown_systems": list(unknown_systems),
     }

@@ -97,7 +97,7 @@ def ranked_matrices(
     demands: Sequence[Demand],
     programs: Programs = "best",
     algorithm: str = "auto",
-    others: Sequence[Pattern] = (),
+    others: Sequence[tuple[int, Pattern]] = (),
 ) -> list[Placed]:
     """Return what `ranked` does, every matrix in its best order of axes on each level; of equals in the mesh's."""
     best: dict[Matrix, Placed] = {}
