@@ -121,9 +121,9 @@ class Replay:
                 load = self._ring(kind, groups, nbytes, row)
             elif row.algorithm == "tree":
                 hops = [self._tree_hops(g) for g in groups]
-                load = self._spread(
-                    groups, [(min(2.0, self._inside(g) - 1), self._double(g)) for g in groups], nbytes, row
-                )
+                chained = 2 * (k - 1) / k  # no member sends less
+                shares = [(max(chained, min(2.0, self._most(g) - 1)), self._double(g)) for g in groups]
+                load = self._spread(groups, shares, nbytes, row)
             else:
                 continue  # what switches do is not replayed
             copied = 0.0 if row.algorithm == "tree" else own
@@ -184,8 +184,8 @@ class Replay:
         units = self._units(group)
         return [b - a for a, b in zip(units, units[1:], strict=False)]
 
-    def _inside(self, group: list[int]) -> float:
-        return len(group) / self._units(group)[self.far]
+    def _most(self, group: list[int]) -> int:
+        return max(Counter(d // self.topology.strides[self.far - 1] for d in group).values())
 
     def _ring(self, kind: str, groups: list[list[int]], nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
         k = len(groups[0])

@@ -29,7 +29,7 @@ def make(mesh, states):
 
 @st.composite
 def moves(draw):
-    topology = draw(any_topology(most=16))
+    topology = replace(draw(any_topology(most=16)), library=draw(st.sampled_from(["ring", "nccl", "xla"])))
     n = topology.size
     a = draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
     mesh = sp.Mesh(a=a, b=n // a)
@@ -40,9 +40,9 @@ def moves(draw):
     return make(mesh, source), make(mesh, target), where
 
 
-@given(moves(), st.sampled_from(["auto", "ring"]))
-@settings(max_examples=150, deadline=None)
-def test_no_plan_is_below_the_bound(move, algorithm):
+@given(moves())
+@settings(max_examples=200, deadline=None)
+def test_no_plan_is_below_the_bound(move):
     source, target, where = move
     fabric = fabric_of(where, (source.mesh,))
     try:
@@ -50,7 +50,6 @@ def test_no_plan_is_below_the_bound(move, algorithm):
     except ShardplanError:
         assume(False)
         return
-    assert algorithm
     assert reduction_bound(source, target, fabric) <= plan.seconds * (1 + 1e-9)
     assert plan.certificate.lower_bound_seconds <= plan.seconds * (1 + 1e-9)
 
@@ -112,6 +111,9 @@ def test_nothing_is_claimed_where_nothing_is_reduced():
     assert reduction_bound(kept, moved, fabric) == 0
     other = sp.TensorType("f32", (4, 4), (), sp.Mesh(c=4))
     assert reduction_bound(kept, other, fabric) == 0
+    # Where the sum is cut into addends again, all but one of them may be zeros.
+    again = sp.TensorType("f32", (4, 4), (), mesh, partial={"b": "sum"})
+    assert reduction_bound(kept, again, fabric) == 0
 
 
 def test_all_targets_of_a_payload():

@@ -8,6 +8,12 @@ import pytest
 
 import replay
 import strategies as some
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import Send
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.core.walk import step_patterns
 from shardplan.hardware import Fabric, Level, Topology
 from shardplan.hardware.level import DeviceSpec
 from shardplan.plans.pricing import priced, step_prices
@@ -57,6 +63,17 @@ def test_the_programs_replayed_overlap() -> None:
         ops |= {step.op.name for step in program.steps}
         faster += priced(program, fabric)[0] < (1 - 1e-9) * sum(p.seconds for p in step_prices(program, fabric))
     assert faster >= 10 and ops >= {"together", "repeat", "send", "exchange", "all_gather", "all_reduce", "elementwise"}
+
+
+def test_a_step_waits_for_what_it_reads() -> None:
+    """Devices 0 and 3 have nothing to do with the first move, which changes the value that the second one reads."""
+    types = [TensorType("f32", (8,), ("x",), Mesh({"x": 2}, devices=ids)) for ids in ((0, 1), (0, 2), (3, 2))]
+    steps = [Step(Send(t.layout, t.mesh), (str(k),), (str(k + 1),)) for k, t in enumerate(types[1:])]
+    program = Program({"0": types[0]}, steps, ("2",))
+    assert [pattern.devices.tolist() for pattern in step_patterns(program)] == [[1, 2], [0, 3]]
+    fabric = Fabric(TOPOLOGIES["ring-switch"])
+    first, second = step_prices(program, fabric)
+    assert priced(program, fabric)[0] == first.seconds + second.seconds
 
 
 if __name__ == "__main__":

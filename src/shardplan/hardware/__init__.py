@@ -16,6 +16,7 @@ Reading order:
 - `library`        `Library`: what nccl, rccl, xla, gloo or no library makes of a collective, a table of rows
 - `traffic`        hops and loads of a library's algorithms
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
+- `critical_path`  when the steps of a program run, and the longest path through them
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered
 - `samples`        collectives that somebody measured, and files of them

@@ -78,8 +78,10 @@ def _own(kind: str, members: Ints, nbytes: Floats) -> float:
 def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    most = _inside(members, fabric)[1]
-    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, most - 1), 2, _double)
+    k, most = members.shape[1], _inside(members, fabric)[1]
+    # No less than the bound of any all-reduce, also where a node holds one member.
+    near = np.maximum(np.minimum(2.0, most - 1), 2 * (k - 1) / k)
+    return _in_nodes(members, nbytes, fabric, near, 2, _double)
 
 
 def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:

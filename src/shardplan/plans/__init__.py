@@ -3,7 +3,7 @@
 Reading order:
 
 - `nominal`          seconds without a topology
-- `bounds`           lower bounds in seconds: cut, count and gather
+- `bounds`           lower bounds in seconds: senders, receivers, cuts and counts
 - `reduction_bound`  those of moves that reduce
 - `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds
 - `certificate`      `Certificate`: its claims, and their derivation from the program alone

@@ -33,14 +33,15 @@ class _Demand:
 def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> float:
     """Return a lower bound in seconds of a move from a type with addends.
 
-    It is 0 where nothing is claimed: the target keeps all addends, or lies on another mesh.
+    It is 0 where nothing is claimed: the target keeps all addends, has others, or lies on another mesh.
 
     Source: arXiv 2110.10548 for the problem; cut and count as in `bounds`.
     """
     mesh = source.mesh
     kept = set(mesh.expand(target.layout.partial)) if target.mesh == mesh else set(mesh.expand(mesh.axes))
-    gone = mesh.fold(tuple(sorted(set(mesh.expand(source.layout.partial)) - kept)))
-    if not gone:
+    partial = set(mesh.expand(source.layout.partial))
+    gone = mesh.fold(tuple(sorted(partial - kept)))
+    if not gone or kept - partial:
         return 0.0
     demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
     # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.

@@ -5,7 +5,7 @@ Reading order:
 - `interval`    `Interval` and `MemoryCurve`: the rows of a timeline, one thing that one device does or holds
 - `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
 - `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
-- `predict`     the closed form of a program: its steps one after another, each as `hardware` prices it
+- `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
 - `ring`        the script of a program on the ring engine: which messages its collectives are made of
 - `tree`        `Tree`: a topology of switches as directed links, and the way of a message over them
