@@ -33,6 +33,7 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
+    row: Row | None = field(default=None, compare=False, repr=False)  # None where nothing moves, and of several patterns
 
     @property
     def seconds(self) -> float:
@@ -207,17 +208,21 @@ def _own_part(kind: str, members: Ints, nbytes: Floats) -> float:
 
 
 def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price:
-    depth, far = len(fabric.wires), fabric.far
+    far = fabric.far
     latency = fabric.latencies()
     latency[:far] += row.far
     if row.near is not None:
         latency[far:] = row.near
-    shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
-    loads = [scaled(one.load, shares) for one in rounds]
+    loads = [scaled(one.load, row_shares(row, fabric)) for one in rounds]
     own = fabric.library.own_copy * 2 * own_part / fabric.topology.device.memory_bandwidth
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
-    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own)
+    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
+
+
+def row_shares(row: Row, fabric: Fabric) -> list[float]:
+    """Return by level how many times longer a row is on its resources than at their whole rate."""
+    return [1 / (row.far_share if j < fabric.far else row.near_share) for j in range(len(fabric.wires))]
