@@ -8,6 +8,7 @@ the worst device on those that take part; after it, what is still live.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -23,8 +24,6 @@ from shardplan.plans.nominal import DESCRIPTION, nominal_step
 from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
-
-Sample = tuple[float, np.ndarray]  # seconds, and bytes on every device of a program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,15 +81,15 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
         stream = "comm" if communicates(pattern) else "compute"
         slots.append(_Slot(start, clock, stream, taking_part(pattern, ids), received))
-    samples = _live(program, slots)
+    rows = live(program, [slot.devices for slot in slots])
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
     if program.devices:
-        drawn.add(program.devices[int(np.argmax(np.max([row for _, row in samples], axis=0)))])
+        drawn.add(program.devices[int(np.argmax(rows.max(axis=0)))])
     topology = where.topology if isinstance(where, Placement) else where
     return Timeline(
         tuple(_intervals(program, slots, drawn)),
-        _curves(program, samples, drawn),
+        curves(program, rows, np.repeat([[0.0], *([slot.end] for slot in slots)], len(program.devices), axis=1), drawn),
         title=f"closed form, {(topology.name or 'topology') if topology else DESCRIPTION}",
     )
 
@@ -144,30 +143,33 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
     return made
 
 
-def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
-    """Bytes on every device before the first step, and during and after each.
+def live(program: Program, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the bytes on every device before the first step, and during and after each: [1 + 2 steps, devices].
 
-    It is `core.accounting.holds` with the staging on those that take part alone, where an account adds it everywhere.
+    It is `core.accounting.holds` with the staging on those that take part alone, whose ids `parts` says by step, where
+    an account adds it everywhere.
     """
     ids = np.asarray(program.devices, dtype=np.int64)
-    none = np.zeros(len(ids), dtype=np.int64)
     start, found = holds(program, program.devices)
-    samples: list[Sample] = [(0.0, none + start)]
-    for step, hold, slot in zip(program.steps, found, slots, strict=True):
-        during = none + hold.during
-        during[np.searchsorted(ids, slot.devices)] += step.op.staging(*program.step_types(step)[0])
-        samples += [(slot.start, during), (slot.end, none + hold.after)]
-    return samples
+    rows = np.zeros((1 + 2 * len(found), len(ids)), dtype=np.int64)
+    rows[0] = start
+    for number, (step, hold, part) in enumerate(zip(program.steps, found, parts, strict=True)):
+        during, after = rows[2 * number + 1 : 2 * number + 3]
+        during[:], after[:] = hold.during, hold.after
+        during[np.searchsorted(ids, part)] += step.op.staging(*program.step_types(step)[0])
+    return rows
 
 
-def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[MemoryCurve, ...]:
-    """The curves of the drawn devices; a sample that changes nothing is left out."""
+def curves(program: Program, rows: np.ndarray, clocks: np.ndarray, drawn: Iterable[int]) -> tuple[MemoryCurve, ...]:
+    """Return the curves of some devices, where `live` says the bytes; a sample that changes nothing is left out.
+
+    `clocks` has the seconds at which a device starts its first step and ends each: [1 + steps, devices].
+    """
+    at = np.repeat(clocks, 2, axis=0)[:-1]
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
-        row = program.devices.index(device)
-        curve: list[tuple[float, int]] = []
-        for at, live in samples:
-            if not curve or curve[-1][1] != live[row]:
-                curve.append((at, int(live[row])))
-        found.append(MemoryCurve(device, tuple(curve)))
+        column = program.devices.index(device)
+        nbytes = rows[:, column]
+        keep = np.flatnonzero(np.diff(nbytes, prepend=-1))
+        found.append(MemoryCurve(device, tuple(zip(at[keep, column].tolist(), nbytes[keep].tolist(), strict=True))))
     return tuple(found)

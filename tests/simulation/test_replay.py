@@ -1,8 +1,10 @@
-"""The event simulation: links are shared fairly, full duplex and by all groups; devices go on at their own pace."""
+"""Scripts timed: links are shared fairly, full duplex and by all groups; devices go on at their own pace."""
 
 import itertools
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +18,12 @@ from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.events import Constants, fair_rates, simulate
+from shardplan.plans.pricing import Where
+from shardplan.simulation.engine import Uses, fair_rates
+from shardplan.simulation.replay import Constants, replayed
 from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
+from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
 
 OUTER, INNER = 1e6, 1e7  # bytes per second
@@ -33,17 +38,17 @@ def program(text: str, *ops: Op, mesh: sp.Mesh = MESH) -> Program:
     return Program({"0": sp.TensorType.parse(text, mesh)}, steps, (str(len(ops)),))
 
 
+def simulate(what: Program | Script, where: Where, **options: Any) -> Timeline:
+    return replayed(script_of(what) if isinstance(what, Program) else what, where, **options)
+
+
+def stage(step: int, *messages: tuple[int, int, int]) -> Stage:
+    return Stage(step, (ScriptRound(*np.array(messages).T),))
+
+
 def script(*messages: tuple[int, int, int], kind: str = "send") -> Script:
     """One message after another posted, all at once, by (sender, receiver, bytes)."""
-    rounds = {
-        d: (
-            ScriptRound(
-                tuple((r, n) for s, r, n in messages if s == d), tuple((s, n) for s, r, n in messages if r == d)
-            ),
-        )
-        for d in {x for s, r, _ in messages for x in (s, r)}
-    }  # fmt: skip
-    return Script((Stage(0, rounds),), (kind,), (kind,))
+    return Script((stage(0, *messages),), (kind,), (kind,))
 
 
 def test_a_ring_alone_is_its_closed_form() -> None:
@@ -104,8 +109,7 @@ def test_a_bucket_lets_the_first_bytes_through() -> None:
 
 def test_a_message_waits_for_its_receiver() -> None:
     """Device 1 takes one message in its first stage, and another, long posted, in its second: latencies add up."""
-    first, second = ({1: (ScriptRound((), ((d, 1000),)),), d: (ScriptRound(((1, 1000),), ()),)} for d in (2, 0))
-    found = simulate(Script((Stage(0, first), Stage(1, second)), ("x", "y"), ("x", "y")), FLAT)
+    found = simulate(Script((stage(0, (2, 1, 1000)), stage(1, (0, 1, 1000))), ("x", "y"), ("x", "y")), FLAT)
     once = 0.25 + 1e-3
     assert {(i.device, i.step): i.end for i in found.intervals} == pytest.approx(
         {(2, 0): once, (1, 0): once, (0, 1): 2 * once, (1, 1): 2 * once}
@@ -160,7 +164,7 @@ def test_bounds_on_every_program() -> None:
     """No faster than its busiest edge allows, no slower than all its bytes one after another over it."""
     tree = Tree(CLUSTER)
     for case in cases(5, 60, 8):
-        found = script_of(case.program).checked()
+        found = script_of(case.program)
         load = tree.edge_bytes(found.payload())
         least = max((n / e.bandwidth for n, e in zip(load, tree.edges, strict=True)), default=0.0)
         most = sum(n / e.bandwidth for n, e in zip(load, tree.edges, strict=True))
@@ -168,23 +172,14 @@ def test_bounds_on_every_program() -> None:
         assert least * (1 - 1e-6) <= seconds <= most * (1 + 1e-6) + 1e-9, case.name
 
 
-def test_what_never_comes_is_an_error() -> None:
-    lonely = Script((Stage(0, {0: (ScriptRound((), ((1, 8),)),)}),), ("x",), ("x",))
-    with pytest.raises(ScriptError, match=r"^devices \[0\] wait for messages that are never sent$"):
-        simulate(lonely, FLAT)
-    with pytest.raises(ScriptError, match=r"^device 1 sends \[\] bytes to device 0, which waits for \[8\]$"):
-        lonely.checked()
-    ring = Topology("", (Level("gpu", 4, "ring", 1e6, 0.0),))
-    with pytest.raises(TopologyError, match=r"^level 'gpu' is a ring; a tree of links has switches only"):
-        simulate(lonely, ring)
+def test_what_is_no_script_is_an_error() -> None:
+    for message in ((0, 1, 0), (1, 1, 8)):
+        with pytest.raises(ScriptError, match=r"^a message of a script has at least one byte, and goes to another"):
+            script(message)
+    with pytest.raises(TopologyError, match=r"^level 'gpu' is no switch with one uplink, whose devices share a link$"):
+        simulate(script((0, 1, 8)), Topology("", (Level("gpu", 4, "ring", 1e6, 0.0),)), shared=True)
     with pytest.raises(ShardplanError, match="a payload share above 0"):
         Constants(payload_share=0)
-
-
-def test_messages_are_received_as_they_are_sent_and_not_only_as_many_bytes() -> None:
-    sent = {0: (ScriptRound(((1, 8), (1, 4)), ()),), 1: (ScriptRound((), ((0, 4), (0, 8))),)}
-    with pytest.raises(ScriptError, match=r"^device 0 sends \[8, 4\] bytes to device 1, which waits for \[4, 8\]$"):
-        Script((Stage(0, sent),), ("x",), ("x",)).checked()
 
 
 @given(
@@ -193,7 +188,9 @@ def test_messages_are_received_as_they_are_sent_and_not_only_as_many_bytes() -> 
 )
 def test_rates_are_max_min_fair(paths: list[tuple[int, ...]], capacity: list[float]) -> None:
     """No edge is above its capacity, and each flow crosses a full edge on which none has a higher rate."""
-    rates = fair_rates(paths, capacity)
+    first = np.cumsum([0, *map(len, paths)])
+    uses = Uses(first, np.concatenate(paths), np.ones(first[-1]), np.array(capacity))
+    rates = fair_rates(uses, np.arange(len(paths)), uses.capacity).tolist()
     load = [sum(r for r, p in zip(rates, paths, strict=True) if e in p) for e in range(5)]
     assert all(n <= c * (1 + 1e-9) for n, c in zip(load, capacity, strict=True))
     for rate, path in zip(rates, paths, strict=True):

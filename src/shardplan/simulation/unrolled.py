@@ -1,0 +1,177 @@
+"""A program as tasks of the engine: one for every group, message, or device of a kernel, of every step it runs.
+
+A collective loads the resources as the row of the library says that `hardware.cost.price` takes for it. All tasks of a
+step have the step's delay, and as their amount its seconds on the busiest resource; they use the resources in parts of
+that. So a step alone takes its price, and no step more than that once its devices are there and others have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.core.op import Op
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, Pattern
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.core.walk import Visit, walk
+from shardplan.hardware.apart import Loads, group_loads, resource_starts, routes
+from shardplan.hardware.cost import Price, price, row_shares
+from shardplan.hardware.fabric import Fabric, Floats, Ints, added, busiest
+from shardplan.simulation.engine import Tasks, Uses, ends
+from shardplan.simulation.timeline import TimelineError
+
+MOST_TASKS = 1 << 22  # some gigabytes
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """What devices do at once: tasks, in rounds; devices are places in the program's list of them."""
+
+    task: Ints  # [parts] a task, and
+    device: Ints  # [parts] a device of it
+    delay: Floats  # [tasks]
+    rows: tuple[Ints, ...]  # by round the row of every task in the table of uses, -1 for none: [tasks]
+    seconds: float  # of all tasks on their busiest resource
+    gates: Ints  # the devices, ascending, where some are in several tasks; else none
+    gate: Ints  # [parts] the place of the device among all that take part
+
+
+class _Parts(NamedTuple):
+    """The tasks of one pattern."""
+
+    task: Ints  # [parts]
+    ids: Ints  # [parts] device ids
+    delay: Floats  # [tasks]
+    rounds: Sequence[Loads]
+
+
+class Unrolled:
+    """The tasks of a program, and when they end."""
+
+    def __init__(self, program: Program, fabric: Fabric, algorithm: str) -> None:
+        """Find the tasks, step by step; raises `TimelineError` where they are too many."""
+        self.fabric, self.algorithm = fabric, algorithm
+        self.ids = np.asarray(program.devices, dtype=np.int64)
+        self._known: dict[tuple[Op, tuple[TensorType, ...]], list[_Turn]] = {}
+        self._uses: list[tuple[Ints, Ints, Floats]] = []  # by row the number of its entries; resources, and uses
+        self._rows = self._count = 0
+        self._tasks: list[tuple[Floats, Floats, Ints]] = []  # delay, amount, row
+        self._waits: list[tuple[Ints, Ints]] = []
+        self._last = np.full(len(self.ids), -1)  # of every device the task that ends last
+        self._left: list[Ints] = []  # the same, after every step
+        for visit in walk(program):
+            for turn in self._turns(visit):
+                self._add(turn)
+            self._left.append(self._last.copy())
+
+    def clocks(self) -> Floats:
+        """Return when every device has ended every step, and all before it: [steps, devices]."""
+        sizes, resource, use = (np.concatenate([_NONE, *(found[k] for found in self._uses)]) for k in range(3))
+        delay, amount, row = (np.concatenate([_NONE, *(found[k] for found in self._tasks)]) for k in range(3))
+        before, after = (np.concatenate([_NONE, *(found[k] for found in self._waits)]) for k in range(2))
+        uses = Uses(np.cumsum([0, *sizes]), resource, use, np.ones(int(resource_starts(self.fabric)[-1])))
+        tasks = Tasks(delay, amount, row, np.full(len(row), -1), before, after)
+        # A device that has done nothing yet has task -1: the zero behind all tasks.
+        return np.append(ends(tasks, uses), 0.0)[np.array(self._left).reshape(-1, len(self.ids))]
+
+    def _turns(self, visit: Visit) -> list[_Turn]:
+        """What the devices do in a step, in order; a body is looked into once."""
+        if visit.nested is not None and not visit.nested.at_once:
+            return [turn for inner in walk(visit.nested.body) for turn in self._turns(inner)] * visit.nested.times
+        op, key = visit.step.op, (visit.step.op, visit.operands)
+        if key not in self._known:
+            devices = op.devices(*visit.results)
+            found = [self._turn(at_once, devices) for at_once in _in_order(op.pattern(*visit.operands))]
+            self._known[key] = [turn for turn in found if turn.delay.size]
+        return self._known[key]
+
+    def _turn(self, patterns: Sequence[Pattern], devices: Ints) -> _Turn:
+        prices = [price(pattern, self.fabric, self.algorithm) for pattern in patterns]
+        moving = [one for one in prices if one.row is not None]
+        delay = max((one.alpha for one in moving), default=0.0) + max((one.own for one in moving), default=0.0)
+        seconds = max([busiest(added(one.load for one in moving)), *(one.transfer - one.own for one in moving)])
+        parts = [self._parts(p, one, delay, devices) for p, one in zip(patterns, prices, strict=True) if one.seconds]
+        rounds = max((len(part.rounds) for part in parts), default=0)
+        rows = [[self._row(part, number, seconds) for part in parts] for number in range(max(rounds, 1))]
+        firsts = np.cumsum([0, *(len(part.delay) for part in parts)]).tolist()
+        device = np.searchsorted(self.ids, np.concatenate([_NONE, *(part.ids for part in parts)]))
+        everyone, gate = np.unique(device, return_inverse=True)
+        return _Turn(
+            np.concatenate([_NONE, *(first + part.task for first, part in zip(firsts, parts, strict=False))]),
+            device,
+            np.concatenate([_NONE, *(part.delay for part in parts)]),
+            tuple(np.concatenate([_NONE, *row]) for row in rows),
+            seconds,
+            everyone if len(everyone) < len(device) else _NONE,
+            gate,
+        )
+
+    def _parts(self, pattern: Pattern, cost: Price, delay: float, devices: Ints) -> _Parts:
+        if cost.row is not None and isinstance(pattern, Groups):
+            groups, k = pattern.members.shape
+            rounds = group_loads(pattern, cost.row, self.fabric)
+            return _Parts(np.repeat(np.arange(groups), k), pattern.members.reshape(-1), np.full(groups, delay), rounds)
+        if cost.row is not None and isinstance(pattern, Messages):
+            keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
+            pairs, nbytes = np.stack([pattern.sender[keep], pattern.receiver[keep]], axis=1), pattern.nbytes[keep]
+            loads = routes(self.fabric, *self.fabric.topology_ids(pairs.T))
+            level = np.searchsorted(resource_starts(self.fabric), loads.resource, side="right") - 1
+            factor = nbytes[loads.row] * np.array(row_shares(cost.row, self.fabric))[level]
+            moved = Loads(loads.count, loads.row, loads.resource, loads.seconds * factor)
+            return _Parts(np.arange(2 * len(pairs)) // 2, pairs.reshape(-1), np.full(len(pairs), delay), [moved])
+        return _Parts(np.arange(len(devices)), devices, np.full(len(devices), cost.seconds), ())
+
+    def _row(self, part: _Parts, number: int, seconds: float) -> Ints:
+        """Note what the tasks of a round use, as parts of what all use on the busiest; return their rows."""
+        if number >= len(part.rounds) or not seconds:
+            return np.full(len(part.delay), -1)
+        loads = part.rounds[number]
+        sizes = np.bincount(loads.row, minlength=loads.count)
+        self._uses.append((sizes, loads.resource, loads.seconds / seconds))
+        self._rows += loads.count
+        return np.where(sizes > 0, self._rows - loads.count + np.arange(loads.count), -1)
+
+    def _add(self, turn: _Turn) -> None:
+        """Put the tasks behind what their devices did last."""
+        first, count = self._count, len(turn.delay)
+        final = first + (len(turn.rows) - 1) * count
+        self._count = final + count + len(turn.gates)
+        if self._count > MOST_TASKS:
+            raise TimelineError(
+                f"the program comes to more than {MOST_TASKS} tasks; shorten its repeats, or take its price"
+            )
+        last = self._last[turn.device]
+        came = last >= 0
+        earlier = np.arange(first, final)
+        self._waits += [(last[came], first + turn.task[came]), (earlier, earlier + count)]
+        amount, still = np.full(count, turn.seconds), np.zeros(len(turn.gates))
+        delays = chain([turn.delay], [np.zeros(count)] * (len(turn.rows) - 1))
+        self._tasks += [(delay, amount, row) for delay, row in zip(delays, turn.rows, strict=True)]
+        done = final + turn.task
+        if turn.gates.size:
+            # A device goes on when all its tasks have ended.
+            gates = np.arange(final + count, self._count)
+            self._waits.append((done, gates[turn.gate]))
+            self._tasks.append((still, still, np.full(len(gates), -1)))
+            self._last[turn.gates] = gates
+        else:
+            self._last[turn.device] = done
+
+
+def _in_order(pattern: Pattern) -> Iterator[list[Pattern]]:
+    """Yield what a pattern consists of: one after another, what runs at once."""
+    if isinstance(pattern, InTurn):
+        for _ in range(pattern.times):
+            for part in pattern.parts:
+                yield from _in_order(part)
+    elif isinstance(pattern, AtOnce):
+        for parts in zip_longest(*(_in_order(part) for part in pattern.parts)):
+            yield [one for part in parts if part is not None for one in part]
+    else:
+        yield [pattern]
