@@ -120,11 +120,10 @@ class _Run:
     def _now(self, ready: Ints) -> Ints:
         """End those of the tasks that take no time, and what follows from that; return the others, in order."""
         found: list[Ints] = []
-        while ready.size:
-            at_once = self.instant[ready]
+        while (at_once := self.instant[ready]).any():
             found.append(ready[~at_once])
             ready = self._released(ready[at_once])
-        return np.sort(np.concatenate(found)) if len(found) > 1 else found[0] if found else ready
+        return np.sort(np.concatenate([*found, ready])) if found else ready
 
     def _released(self, done: Ints) -> Ints:
         """Note what has ended; return the tasks that now wait for nothing, each once, in order."""

@@ -166,9 +166,10 @@ def curves(program: Program, rows: np.ndarray, clocks: np.ndarray, drawn: Iterab
     `clocks` has the seconds at which a device starts its first step and ends each: [1 + steps, devices].
     """
     at = np.repeat(clocks, 2, axis=0)[:-1]
+    columns = {device: k for k, device in enumerate(program.devices)}
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
-        column = program.devices.index(device)
+        column = columns[device]
         nbytes = rows[:, column]
         keep = np.flatnonzero(np.diff(nbytes, prepend=-1))
         found.append(MemoryCurve(device, tuple(zip(at[keep, column].tolist(), nbytes[keep].tolist(), strict=True))))

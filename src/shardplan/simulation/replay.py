@@ -24,7 +24,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.interval import Interval
-from shardplan.simulation.script import Script, Table
+from shardplan.simulation.script import Script, Table, pairs_of
 from shardplan.simulation.timeline import Timeline
 
 
@@ -73,12 +73,12 @@ def replayed(script: Script, where: Where, *, shared: bool = False, constants: C
     """
     fabric = fabric_of(where, (where.mesh,) if isinstance(where, Placement) else ())
     constants, table = constants or Constants(), script.table()
-    pairs, pair = np.unique(np.stack([table.sender, table.receiver]), axis=1, return_inverse=True)
-    ids = fabric.topology_ids(pairs)
+    pairs, pair = pairs_of(table.sender, table.receiver)
+    ids = fabric.topology_ids(pairs.T)
     uses = _uses(fabric, ids, shared, constants)
     latencies = np.append(fabric.latencies(), 0.0)
     latency = latencies[fabric.crossed(*ids)] if constants.latency is None else np.full(len(ids[0]), constants.latency)
-    tasks, gates = _tasks(table, pair.reshape(-1), latency, len(script.stages))
+    tasks, gates = _tasks(table, pair, latency, len(script.stages))
     return _timeline(script, gates, ends(tasks, uses)[len(table.nbytes) :], fabric)
 
 

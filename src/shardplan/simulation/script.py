@@ -131,7 +131,14 @@ class Script:
 
 def _summed(first: Ints, second: Ints, nbytes: Ints) -> dict[tuple[int, int], int]:
     """Return the bytes by pair of what stands in two columns, in order."""
-    pairs, number = np.unique(np.stack([first, second]), axis=1, return_inverse=True)
-    sums = np.zeros(pairs.shape[1], dtype=np.int64)
-    np.add.at(sums, number.reshape(-1), nbytes)
-    return dict(zip(map(tuple, pairs.T.tolist()), sums.tolist(), strict=True))
+    pairs, number = pairs_of(first, second)
+    sums = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(sums, number, nbytes)
+    return dict(zip(map(tuple, pairs.tolist()), sums.tolist(), strict=True))
+
+
+def pairs_of(first: Ints, second: Ints) -> tuple[Ints, Ints]:
+    """Return the pairs of what stands in two columns, in order, [pairs, 2], and the number of the pair of each row."""
+    width = int(second.max(initial=0)) + 1
+    keys, number = np.unique(first * width + second, return_inverse=True)
+    return np.stack([keys // width, keys % width], axis=1), number
