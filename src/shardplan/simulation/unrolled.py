@@ -75,10 +75,10 @@ class Unrolled:
         sizes, resource, use = (np.concatenate([_NONE, *(found[k] for found in self._uses)]) for k in range(3))
         delay, amount, row = (np.concatenate([_NONE, *(found[k] for found in self._tasks)]) for k in range(3))
         before, after = (np.concatenate([_NONE, *(found[k] for found in self._waits)]) for k in range(2))
-        uses = Uses(np.cumsum([0, *sizes]), resource, use, np.ones(int(resource_starts(self.fabric)[-1])))
+        uses = Uses(np.cumsum(np.append(0, sizes)), resource, use, np.ones(int(resource_starts(self.fabric)[-1])))
         tasks = Tasks(delay, amount, row, np.full(len(row), -1), before, after)
         # A device that has done nothing yet has task -1: the zero behind all tasks.
-        return np.append(ends(tasks, uses), 0.0)[np.array(self._left).reshape(-1, len(self.ids))]
+        return np.append(ends(tasks, uses), 0.0)[np.array(self._left, np.int64).reshape(-1, len(self.ids))]
 
     def _turns(self, visit: Visit) -> list[_Turn]:
         """What the devices do in a step, in order; a body is looked into once."""
