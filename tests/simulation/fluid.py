@@ -52,7 +52,11 @@ def filled(uses: Sequence[dict[int, float]], capacity: Sequence[float]) -> list[
     rates = [0.0] * len(uses)
     rising = {k for k, use in enumerate(uses) if use}
     while rising:
-        room = {r: capacity[r] - sum(rates[k] * use.get(r, 0) for k, use in enumerate(uses)) for k in rising for r in uses[k]}
+        room = {
+            r: capacity[r] - sum(rates[k] * use.get(r, 0) for k, use in enumerate(uses))
+            for k in rising
+            for r in uses[k]
+        }
         rise = min(room[r] / sum(uses[k].get(r, 0) for k in rising) for r in room)
         full = {r for r in room if room[r] <= rise * sum(uses[k].get(r, 0) for k in rising) * (1 + CLOSE)}
         for k in rising:
@@ -77,7 +81,10 @@ class Task:
 
 def steps_seconds(steps: Sequence[Sequence[Task]], amounts: Sequence[float], count: int) -> float:
     """Return the seconds of steps of tasks, each with its amount, on resources of capacity 1."""
-    mine = {d: [[t for t in step if d in t.devices] for step in steps] for d in {d for s in steps for t in s for d in t.devices}}
+    mine = {
+        d: [[t for t in step if d in t.devices] for step in steps]
+        for d in {d for s in steps for t in s for d in t.devices}
+    }
 
     def at(d: int) -> int:
         return next((k for k, tasks in enumerate(mine[d]) if not all(t.done for t in tasks)), len(steps))
@@ -102,7 +109,7 @@ def script_seconds(
     script: Script, way: Callable[[int, int], tuple[list[int], float]], capacity: Sequence[float]
 ) -> float:
     """Return the seconds of a script, where `way` gives the resources that a message crosses, and its latency."""
-    posted = {d: False for d in script.devices}  # whether a device has sent what it may
+    posted = dict.fromkeys(script.devices, False)  # whether a device has sent what it may
     sent: dict[tuple[int, int], list[tuple[float, int]]] = {}
     awaited: dict[tuple[int, int], list[float]] = {}
     flows: dict[tuple[int, int], list[Flow]] = {}

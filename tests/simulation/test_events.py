@@ -7,7 +7,18 @@ import pytest
 
 import shardplan as sp
 from conformance import cases
-from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Einsum, Op, Reduce, ReduceScatter
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Einsum,
+    Op,
+    Reduce,
+    ReduceScatter,
+    Slice,
+    ToPartial,
+)
 from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.pattern import Groups, Messages
 from shardplan.core.program import Program
@@ -25,7 +36,6 @@ from shardplan.simulation.events import simulate
 from shardplan.simulation.predict import predict
 from shardplan.simulation.timeline import TimelineError
 from simulation.fluid import Task, steps_seconds
-
 
 CLUSTER = Topology("2x4", (Level("node", 2, "switch", 1e6, 1e-5), Level("gpu", 4, "switch", 1e7, 1e-6)))
 MIXED = Topology(
@@ -107,7 +117,9 @@ def tasks_of(program: Program, topology: Topology) -> tuple[list[list[Task]], li
                     tasks[row].rounds[-1][int(resource)] = float(seconds) / busy
         elif cost.row is not None and isinstance(pattern, Messages):
             share = row_shares(cost.row, fabric)
-            for s, r, n in zip(pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True):
+            for s, r, n in zip(
+                pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True
+            ):
                 loads = routes(fabric, *fabric.topology_ids(np.array([[s], [r]])))
                 levels = np.searchsorted(starts, loads.resource, side="right") - 1
                 uses = [float(x) * n * share[j] / busy for x, j in zip(loads.seconds, levels, strict=True)]
@@ -187,13 +199,31 @@ def test_a_body_runs_as_often_as_it_says_and_kernels_take_their_time() -> None:
     x, w = sp.TensorType.parse("f32[16, 8@x]", mesh), sp.TensorType.parse("f32[8@x, 8]", mesh)
     steps = [Step(Einsum("bi,io->bo"), ("x", "w"), ("y",)), Step(ReduceScatter(1, ("x",)), ("y",), ("z",))]
     body = Program({"x": x, "w": w}, steps, ("z",))
-    twice = Repeat(2, Program({"x": x, "w": w}, [Step(Repeat(5, body, carried=1), ("x", "w"), ("z",))], ("z",)), carried=1)
+    twice = Repeat(
+        2, Program({"x": x, "w": w}, [Step(Repeat(5, body, carried=1), ("x", "w"), ("z",))], ("z",)), carried=1
+    )
     program = Program({"x": x, "w": w}, [Step(twice, ("x", "w"), ("z",))], ("z",))
     kernel, move = step_prices(body, fabric_of(MIXED, (mesh,)))
     assert kernel.seconds > 0
     found = simulate(program, MIXED)
     assert found.seconds == pytest.approx(10 * (kernel.seconds + move.seconds), rel=1e-9)
     assert [(i.step, i.start, i.kind) for i in found.intervals] == 8 * [(0, 0.0, "repeat")]
+
+
+@pytest.mark.parametrize("runs", [3, 9, 1000])
+def test_a_body_that_settles_is_followed_for_some_runs(runs: int) -> None:
+    """Two groups of unlike speed that meet once a run: all runs, one by one, take as long."""
+    mesh = sp.Mesh({"g": 2, "x": 2}, devices=(0, 1, 2, 4))
+    ops = [ReduceScatter(0, ("x",)), AllGather(0, ("x",)), AllGather(1, ("g",)), Slice(1, ("g",)), ToPartial(("x",))]
+    start = "f32[600, 40@g]{+x}"
+    step = Step(Repeat(runs, one(start, *ops, mesh=mesh), carried=1), ("0",), ("1",))
+    told = Program({"0": sp.TensorType.parse(start, mesh)}, [step], ("1",))
+    one_by_one = [simulate(one(start, *ops * n, mesh=mesh), CLUSTER).seconds for n in (8, 9)]
+    if runs < 8:
+        one_by_one = [simulate(one(start, *ops * n, mesh=mesh), CLUSTER).seconds for n in (runs - 1, runs)]
+    left = max(0, runs - 9)
+    wanted = one_by_one[1] + left * (one_by_one[1] - one_by_one[0])
+    assert simulate(told, CLUSTER).seconds == pytest.approx(wanted, rel=1e-9)
 
 
 def test_the_timeline_says_what_the_closed_form_says_of_bytes() -> None:
@@ -218,6 +248,10 @@ def test_what_cannot_be_simulated_is_an_error() -> None:
     with pytest.raises(TopologyError, match=r"^algorithm 'stars' is unknown to library ring; legal: auto, ring"):
         simulate(program, CLUSTER, "stars")
     body = one("f32[8]{+x}", AllReduce(("x",)), mesh=sp.Mesh(x=8))
-    ten = Program(body.inputs, [Step(Repeat(10**7, body), ("0",), ("1",))], ("1",))
-    with pytest.raises(TimelineError, match=r"^the program comes to more than 4194304 tasks; shorten its repeats"):
-        simulate(ten, CLUSTER)
+    long = Program(
+        {"0": body.input_types[0], "a": sp.TensorType.parse("f32[8@y]", sp.Mesh({"y": 2}, devices=(8, 9)))},
+        [Step(Repeat(10**7, body), ("0",), ("1",)), Step(AllGather(0, ("y",)), ("a",), ("b",))],
+        ("1", "b"),
+    )
+    with pytest.raises(TimelineError, match=r"^the program runs 10000001 steps, and its repeats do not settle; legal"):
+        simulate(long, CLUSTER.resize(node=3))

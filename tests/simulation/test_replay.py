@@ -15,9 +15,12 @@ from shardplan.core.ops import AllGather, AllReduce, Op, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
+from shardplan.hardware.apart import resource_starts, routes
+from shardplan.hardware.fabric import Fabric, Flows, busiest
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
+from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import Where
 from shardplan.simulation.engine import Uses, fair_rates
 from shardplan.simulation.replay import Constants, replayed
@@ -25,10 +28,16 @@ from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
+from simulation.fluid import script_seconds
 
 OUTER, INNER = 1e6, 1e7  # bytes per second
 CLUSTER = Topology("2x4", (Level("node", 2, "switch", OUTER, 0.0), Level("gpu", 4, "switch", INNER, 0.0)))
 FLAT = Topology("4", (Level("gpu", 4, "switch", 1e6, 0.25),))
+PLACES = (
+    Topology("", (Level("node", 2, "switch", 1e6, 1e-3, uplinks=2), Level("gpu", 3, "switch", 1e7, 1e-4))),
+    Topology("", (Level("chip", 6, "torus", 1e6, 1e-4, shape=(2, 3)),)),
+    Topology("", (Level("node", 2, "switch", 1e6, 0.0), Level("gpu", 2, "full", 1e6, 1e-5))),
+)
 MESH = sp.Mesh(data=2, tensor=4)
 FREE = Constants(latency=0.0)
 
@@ -180,6 +189,51 @@ def test_what_is_no_script_is_an_error() -> None:
         simulate(script((0, 1, 8)), Topology("", (Level("gpu", 4, "ring", 1e6, 0.0),)), shared=True)
     with pytest.raises(ShardplanError, match="a payload share above 0"):
         Constants(payload_share=0)
+
+
+def messages(draws: st.DataObject, devices: int) -> Script:
+    """A script of some stages and rounds, with messages of a few sizes between any devices, several a pair."""
+    pair = st.tuples(st.integers(0, devices - 1), st.integers(0, devices - 1)).filter(lambda p: p[0] != p[1])
+    message = st.tuples(pair, st.sampled_from((100, 1000, 1700))).map(lambda m: (*m[0], m[1]))
+    rounds = st.lists(st.lists(message, min_size=1, max_size=6), min_size=1, max_size=3)
+    stages = draws.draw(st.lists(rounds, min_size=1, max_size=3))
+    made = [tuple(ScriptRound(*np.array(one).T) for one in stage) for stage in stages]
+    return Script(tuple(Stage(k, one) for k, one in enumerate(made)), ("x",) * len(made), ("x",) * len(made))
+
+
+@given(st.data(), st.sampled_from(PLACES))
+def test_scripts_are_as_the_plain_simulation_has_them(draws: st.DataObject, topology: Topology) -> None:
+    script = messages(draws, topology.size)
+    fabric = Fabric(topology)
+    loads = {
+        (a, b): routes(fabric, np.array([a]), np.array([b])) for a in range(topology.size) for b in range(topology.size)
+    }
+    capacity = np.ones(int(resource_starts(fabric)[-1]))
+    for load in loads.values():
+        capacity[load.resource] = 1 / load.seconds
+
+    def way(a: int, b: int) -> tuple[list[int], float]:
+        level = int(fabric.crossed(np.array([a]), np.array([b]))[0])
+        return loads[a, b].resource.tolist(), topology.levels[level].latency
+
+    found = simulate(script, topology)
+    assert found.seconds == pytest.approx(script_seconds(script, way, capacity.tolist()), rel=1e-8)
+    assert sum(i.received_bytes for i in found.intervals) == sum(script.payload().values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_carries_messages(name: str) -> None:
+    """No faster than the busiest port or link allows, no slower than one message after another."""
+    topology = Topology.load(name)
+    topology = topology.resize(node=2) if "node" in topology.describe() else topology
+    last = topology.size - 1
+    turn = script((0, last, 10**6), (last, 0, 10**6), (0, last // 2, 10**6), (1, last, 10**6), (last // 2, last, 10**6))
+    fabric, table = Fabric(topology), turn.table()
+    least = busiest(fabric.load(Flows(table.sender, table.receiver, table.nbytes.astype(float))))
+    alone = [
+        simulate(script(m), topology).seconds for m in zip(table.sender, table.receiver, table.nbytes, strict=True)
+    ]
+    assert max(least, *alone) * (1 - 1e-9) <= simulate(turn, topology).seconds <= sum(alone) * (1 + 1e-9)
 
 
 @given(

@@ -66,7 +66,9 @@ def test_segments_of_a_chain() -> None:
     mesh = sp.Mesh(x=3)
 
     def sizes(text: str, chunks: int = 1) -> list[int]:
-        ((_, first),), ((_, second),) = (script_of(one(text, Broadcast(("x",), chunks), mesh)).rounds_of(d) for d in (0, 1))
+        ((_, first),), ((_, second),) = (
+            script_of(one(text, Broadcast(("x",), chunks), mesh)).rounds_of(d) for d in (0, 1)
+        )
         assert [len(sends) + len(takes) for sends, takes in second] == [1, *[2] * (len(first) - 1), 1]
         return [n for sends, _ in first for _, n in sends]
 

@@ -1,7 +1,7 @@
 """The load of every group of a collective, and of every message, apart: what `fabric` and `traffic` sum up.
 
-Resources are numbered through, level by level in the order of a `Load`. The loads of the groups that run together add up
-to the load of all of them, heads of trees being given as if they did; the loads of messages to that of their flows.
+Resources are numbered through, level by level in the order of a `Load`. The loads of groups that run together add up to
+the load of all of them, heads of trees being given as if they did; the loads of messages to that of their flows.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
-    row: Row | None = field(default=None, compare=False, repr=False)  # None where nothing moves, and of several patterns
+    row: Row | None = field(default=None, compare=False, repr=False)  # None where nothing moves, or several do
 
     @property
     def seconds(self) -> float:

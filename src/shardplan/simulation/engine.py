@@ -194,9 +194,7 @@ class _Run:
 
     def _used(self, rates: Floats) -> Floats:
         entry, owner = _entries(self.uses, self.tasks.row[self.busy])
-        return np.bincount(
-            self.uses.resource[entry], self.uses.use[entry] * rates[owner], len(self.uses.capacity)
-        )
+        return np.bincount(self.uses.resource[entry], self.uses.use[entry] * rates[owner], len(self.uses.capacity))
 
     def _rates(self) -> Floats:
         rows = self.tasks.row[self.busy]

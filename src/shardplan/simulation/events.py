@@ -18,7 +18,7 @@ from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import curves, live, step_names, taking_part
 from shardplan.simulation.timeline import Timeline
-from shardplan.simulation.unrolled import Unrolled
+from shardplan.simulation.unrolled import clocks
 
 
 def simulate(program: Program, placement: Where | str, algorithm: str = "auto") -> Timeline:
@@ -52,7 +52,7 @@ def simulate(program: Program, placement: Where | str, algorithm: str = "auto") 
     if where is None:
         raise ShardplanError("the placement is None; legal are a placement, a topology, and a topology's text")
     fabric = fabric_of(where, program.meshes)
-    return _timeline(program, Unrolled(program, fabric, algorithm).clocks(), fabric.topology.name)
+    return _timeline(program, clocks(program, fabric, algorithm), fabric.topology.name)
 
 
 def _timeline(program: Program, clocks: Floats, topology: str) -> Timeline:
@@ -74,8 +74,6 @@ def _timeline(program: Program, clocks: Floats, topology: str) -> Timeline:
         ):
             causes = (before[device],) if device in before else ()
             before[device] = len(made)
-            made.append(
-                Interval(device, stream, start, end, name, kind, number, received.get(device, 0), causes)
-            )
+            made.append(Interval(device, stream, start, end, name, kind, number, received.get(device, 0), causes))
     memory = curves(program, live(program, parts), starts, program.devices)
     return Timeline(tuple(made), memory, title=f"events, {topology or 'topology'}")

@@ -42,7 +42,6 @@ class ScriptRound:
         if bool((self.nbytes < 1).any()) or bool((self.sender == self.receiver).any()):
             raise ScriptError("a message of a script has at least one byte, and goes to another device")
 
-
     @staticmethod
     def joined(rounds: Sequence[ScriptRound]) -> ScriptRound:
         """Return the messages of several rounds as those of one."""

@@ -3,10 +3,14 @@
 A collective loads the resources as the row of the library says that `hardware.cost.price` takes for it. All tasks of a
 step have the step's delay, and as their amount its seconds on the busiest resource; they use the resources in parts of
 that. So a step alone takes its price, and no step more than that once its devices are there and others have ended.
+
+A body that runs often is followed for some runs. Where each of the last ones took every device of the program as long
+as the one before, it has settled, and the runs left out take as long again; else more are followed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -18,14 +22,16 @@ from shardplan.core.op import Op
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import Visit, walk
+from shardplan.core.walk import Visit, program_leaves, walk
 from shardplan.hardware.apart import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.cost import Price, price, row_shares
 from shardplan.hardware.fabric import Fabric, Floats, Ints, added, busiest
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError
 
-MOST_TASKS = 1 << 22  # some gigabytes
+MOST_STEPS = 1 << 17  # that are followed: some seconds
+_FEW = 8  # runs of a body that are followed at first
+_ALIKE = 3  # runs that take equally long when a body has settled
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -51,12 +57,36 @@ class _Parts(NamedTuple):
     rounds: Sequence[Loads]
 
 
-class Unrolled:
-    """The tasks of a program, and when they end."""
+class _Cut(NamedTuple):
+    """Runs of a body that are left out."""
 
-    def __init__(self, program: Program, fabric: Fabric, algorithm: str) -> None:
-        """Find the tasks, step by step; raises `TimelineError` where they are too many."""
+    steps: int  # of the program before the one it is in
+    runs: int
+    marks: Sequence[Ints]  # by device the task that ends last, after each of the last runs
+
+
+def clocks(program: Program, fabric: Fabric, algorithm: str) -> Floats:
+    """Return when every device has ended every step, and all before it: [steps, devices].
+
+    Raises `TimelineError` where a body does not settle, and the program is too long to follow.
+    """
+    most = _FEW
+    while (found := _Unrolled(program, fabric, algorithm, most).clocks()) is None:
+        most *= 8
+        steps = sum(leaf.times for leaf in program_leaves(program))
+        if min(most, steps) > MOST_STEPS:
+            raise TimelineError(
+                f"the program runs {steps} steps, and its repeats do not settle; legal are at most {MOST_STEPS}"
+            )
+    return found
+
+
+class _Unrolled:
+    """The tasks of a program, at most `most` runs of a body."""
+
+    def __init__(self, program: Program, fabric: Fabric, algorithm: str, most: int) -> None:
         self.fabric, self.algorithm = fabric, algorithm
+        self.most = most
         self.ids = np.asarray(program.devices, dtype=np.int64)
         self._known: dict[tuple[Op, tuple[TensorType, ...]], list[_Turn]] = {}
         self._uses: list[tuple[Ints, Ints, Floats]] = []  # by row the number of its entries; resources, and uses
@@ -65,25 +95,44 @@ class Unrolled:
         self._waits: list[tuple[Ints, Ints]] = []
         self._last = np.full(len(self.ids), -1)  # of every device the task that ends last
         self._left: list[Ints] = []  # the same, after every step
+        self._cuts: list[_Cut] = []
         for visit in walk(program):
-            for turn in self._turns(visit):
-                self._add(turn)
+            self._step(visit)
             self._left.append(self._last.copy())
 
-    def clocks(self) -> Floats:
-        """Return when every device has ended every step, and all before it: [steps, devices]."""
+    def clocks(self) -> Floats | None:
+        """Return when every device has ended every step; None where a body has not settled."""
         sizes, resource, use = (np.concatenate([_NONE, *(found[k] for found in self._uses)]) for k in range(3))
         delay, amount, row = (np.concatenate([_NONE, *(found[k] for found in self._tasks)]) for k in range(3))
         before, after = (np.concatenate([_NONE, *(found[k] for found in self._waits)]) for k in range(2))
         uses = Uses(np.cumsum(np.append(0, sizes)), resource, use, np.ones(int(resource_starts(self.fabric)[-1])))
         tasks = Tasks(delay, amount, row, np.full(len(row), -1), before, after)
         # A device that has done nothing yet has task -1: the zero behind all tasks.
-        return np.append(ends(tasks, uses), 0.0)[np.array(self._left, np.int64).reshape(-1, len(self.ids))]
+        ended = np.append(ends(tasks, uses), 0.0)
+        found = ended[np.array(self._left, np.int64).reshape(-1, len(self.ids))]
+        for cut in self._cuts:
+            took = np.diff(ended[np.array(cut.marks)], axis=0)
+            if not np.allclose(took, took[-1, 0], rtol=1e-9, atol=0.0):
+                return None
+            found[cut.steps :] += cut.runs * took[-1, 0]
+        return found
+
+    def _step(self, visit: Visit) -> None:
+        body = visit.nested
+        if body is None or body.at_once:
+            for turn in self._turns(visit):
+                self._add(turn)
+            return
+        marks: deque[Ints] = deque([self._last.copy()], maxlen=_ALIKE + 1)
+        for _ in range(min(body.times, self.most)):
+            for inner in walk(body.body):
+                self._step(inner)
+            marks.append(self._last.copy())
+        if body.times > self.most:
+            self._cuts.append(_Cut(len(self._left), body.times - self.most, tuple(marks)))
 
     def _turns(self, visit: Visit) -> list[_Turn]:
-        """What the devices do in a step, in order; a body is looked into once."""
-        if visit.nested is not None and not visit.nested.at_once:
-            return [turn for inner in walk(visit.nested.body) for turn in self._turns(inner)] * visit.nested.times
+        """What the devices do in a step without a body, in order."""
         op, key = visit.step.op, (visit.step.op, visit.operands)
         if key not in self._known:
             devices = op.devices(*visit.results)
@@ -142,10 +191,6 @@ class Unrolled:
         first, count = self._count, len(turn.delay)
         final = first + (len(turn.rows) - 1) * count
         self._count = final + count + len(turn.gates)
-        if self._count > MOST_TASKS:
-            raise TimelineError(
-                f"the program comes to more than {MOST_TASKS} tasks; shorten its repeats, or take its price"
-            )
         last = self._last[turn.device]
         came = last >= 0
         earlier = np.arange(first, final)
