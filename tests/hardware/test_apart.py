@@ -34,10 +34,8 @@ def summed(loads: Loads, fabric: Fabric, weight: np.ndarray) -> np.ndarray:
 
 
 def flat(load: Load, fabric: Fabric) -> np.ndarray:
-    starts = resource_starts(fabric)
-    return np.concatenate(
-        [np.zeros(b - a) if x is None else x for x, a, b in zip(load, starts, starts[1:], strict=False)]
-    )
+    counts = np.diff(resource_starts(fabric)).tolist()
+    return np.concatenate([np.zeros(n) if x is None else x for x, n in zip(load, counts, strict=True)])
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=[t.name for t in TOPOLOGIES])

@@ -68,7 +68,7 @@ def one(text: str, *ops: Op, mesh: sp.Mesh) -> Program:
 @pytest.mark.parametrize("name", presets())
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_collective_alone_takes_its_price(name: str, kind: str) -> None:
-    """On every preset, under every algorithm: one group over all devices, and all groups along an axis, near and far."""
+    """On every preset, under every algorithm: one group over all devices, and all groups of an axis, near and far."""
     topology = preset(name)
     n = topology.size
     text, op = COLLECTIVES[kind]
@@ -80,6 +80,17 @@ def test_a_collective_alone_takes_its_price(name: str, kind: str) -> None:
             (wanted,) = step_prices(program, fabric_of(topology, (mesh,)), algorithm)
             assert found.seconds == pytest.approx(wanted.seconds, rel=1e-9), (mesh, algorithm, wanted.algorithm)
             assert {i.end for i in found.intervals} == {found.seconds} or kind in ("reduce", "broadcast")
+
+
+@pytest.mark.parametrize("name", presets())
+def test_messages_alone_take_their_price(name: str) -> None:
+    """A shift by one and by half of the devices, which is a permute."""
+    topology = preset(name)
+    mesh = sp.Mesh(x=topology.size // 2, y=2)
+    for source, destination in (("f32[4096@(x,y)]", "f32[4096@(y,x)]"), ("f32[4096@x]{root:y}", "f32[4096@x]")):
+        program = sp.redistribute(source, destination, mesh=mesh).program
+        wanted = [p.seconds for p in step_prices(program, fabric_of(topology, (mesh,)))]
+        assert simulate(program, topology).seconds == pytest.approx(sum(wanted), rel=1e-9), str(program)
 
 
 def single_steps(seed: int, count: int, devices: int) -> Iterator[tuple[str, Program]]:

@@ -116,6 +116,14 @@ def test_a_bucket_lets_the_first_bytes_through() -> None:
     assert simulate(script((0, 1, 300)), FLAT, constants=constants).seconds == pytest.approx(300 / 1e8)
 
 
+def test_an_idle_link_saves_up_to_its_bucket() -> None:
+    """A second message, long after the first one, has one full bucket and no more."""
+    constants = Constants(latency=0.5, bucket=400, burst=1e8)
+    one = simulate(script((0, 1, 1000)), FLAT, constants=constants).seconds
+    both = Script((stage(0, (0, 1, 1000)), stage(1, (0, 1, 1000))), ("x", "y"), ("x", "y"))
+    assert simulate(both, FLAT, constants=constants).seconds == pytest.approx(2 * one)
+
+
 def test_a_message_waits_for_its_receiver() -> None:
     """Device 1 takes one message in its first stage, and another, long posted, in its second: latencies add up."""
     found = simulate(Script((stage(0, (2, 1, 1000)), stage(1, (0, 1, 1000))), ("x", "y"), ("x", "y")), FLAT)
@@ -253,6 +261,13 @@ def test_rates_are_max_min_fair(paths: list[tuple[int, ...]], capacity: list[flo
             and rate >= max(r for r, p in zip(rates, paths, strict=True) if e in p) * (1 - 1e-9)
             for e in path
         )
+
+
+def test_edges_of_a_tree() -> None:
+    slow = Tree(Topology("", (Level("node", 2, "switch", 1e6, 0.0, degraded=((1, 0.25),)),)))
+    assert [(e.name, e.bandwidth) for e in slow.edges] == [
+        ("node[0] up", 1e6), ("node[0] down", 1e6), ("node[1] up", 2.5e5), ("node[1] down", 2.5e5)
+    ]  # fmt: skip
 
 
 def test_paths_of_a_tree() -> None:

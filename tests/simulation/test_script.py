@@ -5,11 +5,12 @@ import pytest
 
 import shardplan as sp
 from conformance import cases
-from shardplan.core.lowering import SEGMENT
+from shardplan.core.lowering import SEGMENT, Put, Round, Take, run_of
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.ring import _messages, script_of
+from shardplan.simulation.script import ScriptError
 
 RINGS = (AllGather, AllReduce, ReduceScatter)
 
@@ -76,3 +77,13 @@ def test_segments_of_a_chain() -> None:
     assert sizes(f"i8[{SEGMENT + 1}]{{root:x}}") == [SEGMENT // 2, SEGMENT // 2 + 1]
     assert sizes("f32[10]{root:x}", 3) == [12, 12, 16]
     assert sizes("i8[2]{root:x}", 5) == [1, 1]
+
+
+def test_what_is_put_is_taken() -> None:
+    """A lowering that takes more than is put, or from somebody else, is refused."""
+    ids = np.arange(2)
+    put = Put(np.array([1, -1]), run_of("x0", np.zeros(2, np.int64), np.array([2, 0])))
+    for peer, count in ((0, 3), (1, 2)):
+        take = Take(np.array([-1, peer]), run_of("y0", np.zeros(2, np.int64), np.array([0, count])))
+        with pytest.raises(ScriptError, match=r"^device 0 sends \[8\] bytes to device 1, which waits for"):
+            _messages(Round((put,), (), (take,)), ids, {"x0": 4, "y0": 4})

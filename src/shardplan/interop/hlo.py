@@ -97,7 +97,7 @@ def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
     if one.pairs:
         ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
         if len(ends) and one.output_bytes:
-            yield Stage(number, (ScriptRound(*ends.T, np.full(len(ends), one.output_bytes)),))
+            yield Stage(number, (ScriptRound(ends[:, 0], ends[:, 1], np.full(len(ends), one.output_bytes)),))
     rings = [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1]
     for stages in itertools.zip_longest(*rings):
         rounds = itertools.zip_longest(*(stage.rounds for stage in stages if stage))

@@ -194,7 +194,8 @@ class _Run:
 
     def _used(self, rates: Floats) -> Floats:
         entry, owner = _entries(self.uses, self.tasks.row[self.busy])
-        return np.bincount(self.uses.resource[entry], self.uses.use[entry] * rates[owner], len(self.uses.capacity))
+        used = self.uses.use[entry] * rates[owner]
+        return np.bincount(self.uses.resource[entry], used, len(self.uses.capacity)).astype(np.float64)
 
     def _rates(self) -> Floats:
         rows = self.tasks.row[self.busy]

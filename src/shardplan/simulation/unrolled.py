@@ -57,6 +57,22 @@ class _Parts(NamedTuple):
     rounds: Sequence[Loads]
 
 
+class _Entries(NamedTuple):
+    """Some rows of the table of uses."""
+
+    sizes: Ints  # how many entries each row has
+    resource: Ints
+    use: Floats
+
+
+class _Tasks(NamedTuple):
+    """Some tasks."""
+
+    delay: Floats
+    amount: Floats
+    row: Ints
+
+
 class _Cut(NamedTuple):
     """Runs of a body that are left out."""
 
@@ -89,10 +105,10 @@ class _Unrolled:
         self.most = most
         self.ids = np.asarray(program.devices, dtype=np.int64)
         self._known: dict[tuple[Op, tuple[TensorType, ...]], list[_Turn]] = {}
-        self._uses: list[tuple[Ints, Ints, Floats]] = []  # by row the number of its entries; resources, and uses
-        self._rows = self._count = 0
-        self._tasks: list[tuple[Floats, Floats, Ints]] = []  # delay, amount, row
-        self._waits: list[tuple[Ints, Ints]] = []
+        self._rows = self._count = 0  # of the table of uses, and of tasks, so far
+        self._uses: list[_Entries] = []
+        self._tasks: list[_Tasks] = []
+        self._waits: list[tuple[Ints, Ints]] = []  # what is waited for, and what waits
         self._last = np.full(len(self.ids), -1)  # of every device the task that ends last
         self._left: list[Ints] = []  # the same, after every step
         self._cuts: list[_Cut] = []
@@ -102,11 +118,20 @@ class _Unrolled:
 
     def clocks(self) -> Floats | None:
         """Return when every device has ended every step; None where a body has not settled."""
-        sizes, resource, use = (np.concatenate([_NONE, *(found[k] for found in self._uses)]) for k in range(3))
-        delay, amount, row = (np.concatenate([_NONE, *(found[k] for found in self._tasks)]) for k in range(3))
-        before, after = (np.concatenate([_NONE, *(found[k] for found in self._waits)]) for k in range(2))
-        uses = Uses(np.cumsum(np.append(0, sizes)), resource, use, np.ones(int(resource_starts(self.fabric)[-1])))
-        tasks = Tasks(delay, amount, row, np.full(len(row), -1), before, after)
+        uses = Uses(
+            np.cumsum(np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in self._uses)])),
+            np.concatenate([_NONE, *(part.resource for part in self._uses)]),
+            np.concatenate([np.zeros(0), *(part.use for part in self._uses)]),
+            np.ones(int(resource_starts(self.fabric)[-1])),
+        )
+        tasks = Tasks(
+            np.concatenate([np.zeros(0), *(part.delay for part in self._tasks)]),
+            np.concatenate([np.zeros(0), *(part.amount for part in self._tasks)]),
+            np.concatenate([_NONE, *(part.row for part in self._tasks)]),
+            np.full(self._count, -1),
+            np.concatenate([_NONE, *(before for before, _ in self._waits)]),
+            np.concatenate([_NONE, *(after for _, after in self._waits)]),
+        )
         # A device that has done nothing yet has task -1: the zero behind all tasks.
         ended = np.append(ends(tasks, uses), 0.0)
         found = ended[np.array(self._left, np.int64).reshape(-1, len(self.ids))]
@@ -154,7 +179,7 @@ class _Unrolled:
         return _Turn(
             np.concatenate([_NONE, *(first + part.task for first, part in zip(firsts, parts, strict=False))]),
             device,
-            np.concatenate([_NONE, *(part.delay for part in parts)]),
+            np.concatenate([np.zeros(0), *(part.delay for part in parts)]),
             tuple(np.concatenate([_NONE, *row]) for row in rows),
             seconds,
             everyone if len(everyone) < len(device) else _NONE,
@@ -182,7 +207,7 @@ class _Unrolled:
             return np.full(len(part.delay), -1)
         loads = part.rounds[number]
         sizes = np.bincount(loads.row, minlength=loads.count)
-        self._uses.append((sizes, loads.resource, loads.seconds / seconds))
+        self._uses.append(_Entries(sizes, loads.resource, loads.seconds / seconds))
         self._rows += loads.count
         return np.where(sizes > 0, self._rows - loads.count + np.arange(loads.count), -1)
 
@@ -197,13 +222,13 @@ class _Unrolled:
         self._waits += [(last[came], first + turn.task[came]), (earlier, earlier + count)]
         amount, still = np.full(count, turn.seconds), np.zeros(len(turn.gates))
         delays = chain([turn.delay], [np.zeros(count)] * (len(turn.rows) - 1))
-        self._tasks += [(delay, amount, row) for delay, row in zip(delays, turn.rows, strict=True)]
+        self._tasks += [_Tasks(delay, amount, row) for delay, row in zip(delays, turn.rows, strict=True)]
         done = final + turn.task
         if turn.gates.size:
             # A device goes on when all its tasks have ended.
             gates = np.arange(final + count, self._count)
             self._waits.append((done, gates[turn.gate]))
-            self._tasks.append((still, still, np.full(len(gates), -1)))
+            self._tasks.append(_Tasks(still, still, np.full(len(gates), -1)))
             self._last[turn.gates] = gates
         else:
             self._last[turn.device] = done
