@@ -105,6 +105,15 @@ def test_incast_and_a_bottleneck_elsewhere() -> None:
 def test_messages_of_a_pair_keep_their_order() -> None:
     found = simulate(script((0, 1, 1000), (0, 1, 500)), FLAT)
     assert found.seconds == pytest.approx(0.25 + 1.5e-3)  # both latencies at once, the bytes one after another
+    rounds = (stage(0, (0, 1, 1000)).rounds + stage(0, (0, 1, 500), (1, 2, 1000)).rounds,)
+    handed_on = simulate(Script((Stage(0, *rounds),), ("x",), ("x",)), FLAT)
+    assert handed_on.seconds == pytest.approx(2 * (0.25 + 1e-3))  # device 1 has the first message first
+
+
+def test_what_starts_alone_again_may_be_longer() -> None:
+    stages = [stage(k, (0, to, n)) for k, (to, n) in enumerate([(1, 1000), (1, 500), (2, 500), (1, 1000)])]
+    found = simulate(Script(tuple(stages), ("x",) * 4, ("x",) * 4), FLAT)
+    assert found.seconds == pytest.approx(4 * 0.25 + 3e-3)
 
 
 def test_a_bucket_lets_the_first_bytes_through() -> None:
@@ -119,7 +128,8 @@ def test_a_bucket_lets_the_first_bytes_through() -> None:
 def test_an_idle_link_saves_up_to_its_bucket() -> None:
     """A second message, long after the first one, has one full bucket and no more."""
     constants = Constants(latency=0.5, bucket=400, burst=1e8)
-    one = simulate(script((0, 1, 1000)), FLAT, constants=constants).seconds
+    quick = 400 / (1e8 - 1e6)
+    one = 0.5 + quick + (1000 - 1e8 * quick) / 1e6
     both = Script((stage(0, (0, 1, 1000)), stage(1, (0, 1, 1000))), ("x", "y"), ("x", "y"))
     assert simulate(both, FLAT, constants=constants).seconds == pytest.approx(2 * one)
 

@@ -1,8 +1,8 @@
 """A program as tasks of the engine: one for every group, message, or device of a kernel, of every step it runs.
 
 A collective loads the resources as the row of the library says that `hardware.cost.price` takes for it. All tasks of a
-step have the step's delay, and as their amount its seconds on the busiest resource; they use the resources in parts of
-that. So a step alone takes its price, and no step more than that once its devices are there and others have ended.
+step have the step's delay and the same amount, the seconds that the step needs of its busiest resource, so that they
+rise together: those on the busiest resource end with it, and a step alone takes its price.
 
 A body that runs often is followed for some runs. Where each of the last ones took every device of the program as long
 as the one before, it has settled, and the runs left out take as long again; else more are followed.
@@ -25,7 +25,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.walk import Visit, program_leaves, walk
 from shardplan.hardware.apart import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.cost import Price, price, row_shares
-from shardplan.hardware.fabric import Fabric, Floats, Ints, added, busiest
+from shardplan.hardware.fabric import Fabric, Floats, Ints
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError
 
@@ -43,7 +43,7 @@ class _Turn:
     device: Ints  # [parts] a device of it
     delay: Floats  # [tasks]
     rows: tuple[Ints, ...]  # by round the row of every task in the table of uses, -1 for none: [tasks]
-    seconds: float  # of all tasks on their busiest resource
+    seconds: float  # of its longest pattern on the busiest resource
     gates: Ints  # the devices, ascending, where some are in several tasks; else none
     gate: Ints  # [parts] the place of the device among all that take part
 
@@ -169,7 +169,7 @@ class _Unrolled:
         prices = [price(pattern, self.fabric, self.algorithm) for pattern in patterns]
         moving = [one for one in prices if one.row is not None]
         delay = max((one.alpha for one in moving), default=0.0) + max((one.own for one in moving), default=0.0)
-        seconds = max([busiest(added(one.load for one in moving)), *(one.transfer - one.own for one in moving)])
+        seconds = max((one.transfer - one.own for one in moving), default=0.0)
         parts = [self._parts(p, one, delay, devices) for p, one in zip(patterns, prices, strict=True) if one.seconds]
         rounds = max((len(part.rounds) for part in parts), default=0)
         rows = [[self._row(part, number, seconds) for part in parts] for number in range(max(rounds, 1))]
@@ -202,7 +202,7 @@ class _Unrolled:
         return _Parts(np.arange(len(devices)), devices, np.full(len(devices), cost.seconds), ())
 
     def _row(self, part: _Parts, number: int, seconds: float) -> Ints:
-        """Note what the tasks of a round use, as parts of what all use on the busiest; return their rows."""
+        """Note what the tasks of a round use at the speed at which the turn takes its seconds; return their rows."""
         if number >= len(part.rounds) or not seconds:
             return np.full(len(part.delay), -1)
         loads = part.rounds[number]
