@@ -39,6 +39,7 @@ ALLOWED = {
     "execution/lab/gloo.py": "the table of the collectives that gloo has",
     "hardware/algorithms.py": "the library model: which algorithms a collective has",
     "hardware/cost.py": "the library model: what a collective costs",
+    "hardware/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,
     "movement/reductions/interpreter.py": LANGUAGE,

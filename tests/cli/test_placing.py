@@ -90,9 +90,30 @@ def test_audit_and_its_status(capsys, tmp_path):
     assert out.startswith("verdict  interleaved")
     assert ET.fromstring(path.read_text()).tag.endswith("svg")
     assert call(capsys, *launch, *more, "--fail-above", "2")[0] == 1
-    assert call(capsys, *launch, *more, "--fail-above", "3")[0] == 0
+    assert call(capsys, *launch, *more, "--fail-above", "100")[0] == 0
     status, out, _ = call(capsys, *launch, *more, "--json", "--fail-above", "2")
     assert status == 1 and json.loads(out)["verdict"] == "interleaved"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("place", "--mesh", "data=16,tensor=4", "--traffic", "data=1GB"),
+        ("reduce", "data", "--mesh", "data=16,tensor=4", "--bytes", "1MiB"),
+        ("reduce", "data", "--mesh", "data=16,tensor=4", "--bytes", "1MiB", "--all"),
+        ("audit", "--mesh", "data=16,tensor=4", "--traffic", "data=1GB"),
+        ("redistribute", "f32[64@data]", "f32[64]", "--mesh", "data=16,tensor=4"),
+    ],
+)
+def test_a_library_that_nobody_measured_says_so(command, capsys):
+    told = []
+    for preset, library in (("tpu-v5p", "xla"), ("gcp-a100x16", "ring")):
+        _, out, _ = call(capsys, *command, "--topology", preset)
+        told.append("\nlibrary  " in out and f" {library}: nobody measured it" in out)
+        _, out, _ = call(capsys, *command, "--topology", preset, "--json")
+        found = json.loads(out)["library"]
+        assert (found["name"], found["measured"] is None) == (library, library == "xla")
+    assert told == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +135,14 @@ def test_audit_and_its_status(capsys, tmp_path):
         ),
         (("reduce", "data", *WHERE, "--bytes", "1MB", "--placement", "data=[2,2], tensor=[1,2]"), "has product 4"),
         (("reduce", "data", *WHERE, "--bytes", "1MB", "--target", "half"), "target 'half' is unknown"),
-        (("reduce", "data", *WHERE, "--bytes", "1MB", "--algorithm", "magic"), "algorithm 'magic' is unknown"),
+        (
+            ("reduce", "data", *WHERE, "--bytes", "1MB", "--algorithm", "halving-doubling"),
+            "algorithm 'halving-doubling' is unknown to library ring; legal: auto, ring, tree, network, p2p",
+        ),
+        (
+            ("place", *WHERE, "--traffic", "data=1GB", "--algorithm", "nvls"),
+            "algorithm 'nvls' is unknown to library ring; legal: auto, ring, tree, network, p2p",
+        ),
         (("reduce", "data", *WHERE, "--bytes", "1MB", "--all", "--top", "0"), "--top 0: at least 1 program is printed"),
         (("audit", *WHERE, "--fail-above", "2"), "--fail-above compares seconds, which need --traffic"),
     ],

@@ -324,7 +324,7 @@ def test_auto_is_the_cheapest_per_size():
         best = price(groups("all_reduce", members, nbytes), fabric)
         assert best == min(offers, key=lambda offer: offer.seconds)
         assert best.algorithm == chosen(groups("all_reduce", members, nbytes), fabric)
-    assert chosen(groups("all_reduce", members, 1e3), fabric).startswith("tree")
+    assert "tree" in chosen(groups("all_reduce", members, 1e3), fabric)
     assert price(groups("all_gather", members), fabric, "tree").algorithm.startswith("ring")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardware.topologies import GB, grouped
-from shardplan.core.pattern import AtOnce, Groups, Messages
+from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
 from shardplan.hardware.cost import KINDS, offers
@@ -30,13 +30,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast")
 TABLE = Library(
     "t",
     (
-        Row("ring", "Simple", OPS, 8e-6, 30e-6, 2e-6, 3e-6, 0.8, 0.9),
-        Row("ring", "LL", OPS, 1e-6, 2e-6, 0.5e-6, 0.0, 0.3, 0.4),
-        Row("tree", "LL", ("all_reduce",), 1e-6, 2e-6, 0.6e-6, 1e-6, 0.3, 0.4),
-        Row("nvls", "Simple", ("all_reduce",), 12e-6, near_share=0.75),
+        Row("ring", "Simple", OPS, 8e-6, 30e-6, 1.5, 3e-6, 0.8, 0.9),
+        Row("ring", "LL", OPS, 1e-6, 2e-6, 0.5, 0.0, 0.3, 0.4),
+        Row("tree", "LL", ("all_reduce",), None, 2e-6, 0.6, 1e-6, 0.3, 0.4),
+        Row("nvls", "Simple", ("all_reduce",), 12e-6, None, near_share=0.75, members=3, per_member=0.01),
         Row("nvls_tree", "Simple", ("all_reduce",), base_far=50e-6, far=2e-6, near_share=0.75, far_share=0.9),
         Row("collnet", "Simple", ("all_reduce",), base_far=60e-6, near_share=0.75, far_share=0.95),
-        Row("p2p", "Simple", ("all_to_all", "messages"), 5e-6, 9e-6, 1e-6, 1e-6, 0.7, 0.8),
+        Row("p2p", "Simple", ("all_to_all", "messages"), 5e-6, 9e-6, 0.5, 1e-6, 0.7, 0.8),
     ),
     own_copy=0.5,
 )
@@ -110,31 +110,31 @@ def plain(row, table, kind, groups, nbytes, topology):
         crossed = [a > b for a, b in zip(spans, [1, *spans], strict=False)]
         inner = [level.reduces for level, c in zip(levels[far:], crossed[far:], strict=True) if c]
         outer = [level.reduces for level, c in zip(levels[:far], crossed[:far], strict=True) if c]
-        if row.algorithm == "nvls" and (n > 1 or not inner or not all(inner)):
+        if row.algorithm in ("nvls", "nvls_tree", "collnet") and (not inner or not all(inner) or g < row.members):
             return None
-        if row.algorithm in ("nvls_tree", "collnet") and (n == 1 or not inner or not all(inner)):
+        if (row.algorithm == "nvls" and n > 1) or (row.algorithm in ("nvls_tree", "collnet") and n == 1):
             return None
         if row.algorithm == "collnet" and not all(outer):
             return None
         base = row.base_far if n > 1 else base
         # One hop a new unit; trees are as deep as their logarithm, chains as long as a unit has members.
         times = 2 if kind == "all_reduce" else 1
-        hop = [levels[j].latency + row.far if j < far else row.near or levels[j].latency for j in range(len(levels))]
+        hop = [levels[j].latency + row.far if j < far else levels[j].latency * row.near for j in range(len(levels))]
         if row.algorithm == "ring":
             near = out = VOLUME[kind](k) * held
             hops = [times * (a - b) for a, b in zip(spans, [1, *spans], strict=False)]
         else:
             chain = row.algorithm == "tree"
-            near = held * (min(2, g - 1) if chain else 1 + 1 / g)
+            near = held * (min(2, g - 1) if chain else 1 + 1 / g + row.per_member * g)
             out = held * (1 if row.algorithm == "collnet" else double_tree(n))
             hops = [0] * len(levels)
             for j in range(far, len(levels)):
                 inside = math.ceil(spans[j] / (spans[j - 1])) - 1
-                hops[j] = 2 * (inside if chain else min(inside, 1))
+                hops[j] = (2 if chain else 1) * inside
             if n > 1:
                 hops[crossed.index(True)] = 2 * math.ceil(math.log2(n))
         latency = max(latency, sum(h * t for h, t in zip(hops, hop, strict=True)))
-        own = max(own, held if kind == "all_gather" else 0.0)
+        own = max(own, (held if kind == "all_gather" else held / k) if row.algorithm == "ring" else 0.0)
         for j, stride in enumerate(strides):
             for unit in {m // stride for m in members}:
                 inside = [m for m in members if m // stride == unit]
@@ -150,8 +150,8 @@ def plain(row, table, kind, groups, nbytes, topology):
                     rate = levels[j].bandwidth * levels[j].efficiency * levels[j].uplinks / ways
                     share = row.far_share if j < far else row.near_share
                     load[j, port] += leaves * (out if j < far else near) / len(inside) / (rate * share)
-    copied = table.own_copy * 2 * own / topology.device.memory_bandwidth
-    return topology.device.launch + base + latency + max(load.values()) + copied
+    copied = table.own_copy * own / (levels[-1].bandwidth * levels[-1].efficiency * row.near_share)
+    return None if base is None else topology.device.launch + base + latency + max(load.values()) + copied
 
 
 @st.composite
@@ -229,7 +229,19 @@ def test_channels_use_the_nics_of_all_members():
     assert loads[0] == pytest.approx(8 * loads[1])
     # A group with one member a node has that member's NIC; eight of them have all.
     alone, beside = all_reduce([[0, 8]]), all_reduce(np.arange(16).reshape(2, 8).T)
-    assert price(alone, eight, "ring Simple").transfer == pytest.approx(price(beside, eight, "ring Simple").transfer)
+    assert price(alone, eight, "ring Simple").seconds == pytest.approx(price(beside, eight, "ring Simple").seconds)
+
+
+def test_messages_cost_what_the_same_all_to_all_does():
+    fabric = fabric_with(cluster(3, 4, 2, racks=2), TABLE)
+    members = np.arange(24)[None]
+    sender, receiver = np.nonzero(~np.eye(24, dtype=bool))
+    whole = price(Groups("all_to_all", members, np.array([24e6])), fabric)
+    listed = price(Messages(sender, receiver, np.full(len(sender), 1e6)), fabric)
+    assert listed.alpha == pytest.approx(whole.alpha)
+    assert listed.transfer == pytest.approx(whole.transfer - whole.own)
+    # Three partners inside, twenty outside started there too, two other nodes of the rack and three of the other rack.
+    assert whole.alpha == pytest.approx(4e-6 + 9e-6 + 23 * 0.5 * 2e-6 + 2 * (9e-6 + 1e-6) + 3 * (11e-6 + 1e-6))
 
 
 def test_slow_ports_slow_what_passes_them():
@@ -238,16 +250,15 @@ def test_slow_ports_slow_what_passes_them():
     fabric = fabric_with(dataclasses.replace(topology, levels=(slow, topology.levels[1])), TABLE)
     healthy = fabric_with(topology, TABLE)
     pair = [all_reduce([[k, k + 8]]) for k in (4, 5)]
-    assert [price(p, fabric, "ring Simple").transfer / price(p, healthy, "ring Simple").transfer for p in pair] == (
-        pytest.approx([1, 2])
-    )
+    loads = [[price(p, f, "ring Simple").load[0].max() for f in (fabric, healthy)] for p in pair]
+    assert [a / b for a, b in loads] == pytest.approx([1, 2])
 
 
 def test_switches_that_reduce_serve_inside_a_node_and_over_nodes_where_they_do():
     inside, over = all_reduce(np.arange(8)[None], 1e9), all_reduce(np.arange(16)[None], 1e9)
     switch = fabric_with(cluster(2, 8, 8, reduces=True), TABLE)
     assert price(inside, switch).algorithm == "nvls Simple"
-    assert price(inside, switch).transfer == pytest.approx((1 + 1 / 8) * 1e9 / (400 * GB * 0.75))
+    assert price(inside, switch).transfer == pytest.approx((1 + 1 / 8 + 0.08) * 1e9 / (400 * GB * 0.75))
     assert price(over, switch).algorithm == "nvls_tree Simple"
     assert price(inside, fabric_with(cluster(2, 8, 8), TABLE), "nvls").algorithm.startswith("ring")
     assert price(over, fabric_with(cluster(2, 8, 8, reduces=True, network=True), TABLE), "collnet").load[0].max() == (
@@ -297,9 +308,10 @@ def test_what_runs_at_once_adds_its_loads_and_waits_once():
     two = Messages(np.array([1]), np.array([5]), np.array([2e9]))
     near = all_reduce(np.arange(8).reshape(2, 4), 1e9)
     alone = [price(p, fabric) for p in (one, two, near)]
-    got = price(AtOnce((one, two, near)), fabric)
+    everyone = np.arange(8)
+    got = price(AtOnce(tuple(StepPattern(p, everyone) for p in (one, two, near))), fabric)
     assert got.alpha == max(p.alpha for p in alone)
-    assert got.transfer == pytest.approx(max(alone[0].transfer + alone[1].transfer, alone[2].transfer))
+    assert got.transfer == pytest.approx(alone[0].transfer + alone[1].transfer + alone[2].own)
     assert got.level_bytes == pytest.approx(np.sum([p.level_bytes for p in alone], axis=0))
 
 
@@ -335,11 +347,12 @@ def test_tables_print_and_serve_every_op(name):
         ("name = ", "is no TOML"),
         ("name = 'x'", "at least one"),
         ("rows = [3]", "legal is a table"),
-        ("[[rows]]\nalgorithm = 'rong'\nops = ['all_reduce']", "algorithm 'rong' is unknown; legal: ring, tree"),
+        ("[[rows]]\nalgorithm = 'rong'\nops = ['all_reduce']\nbase = '0 us'", "algorithm 'rong' is unknown"),
         ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nbase = 2.0", "base is 2.0; legal is a string"),
-        ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nnear_share = 0", "near_share is 0; legal is a number"),
-        ("[[rows]]\nalgorithm = 'ring'\nops = 3", "ops is 3; legal is a list of names of collectives"),
+        ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nbase = '0 us'\nnear_share = 0", "near_share is 0; legal"),
+        ("[[rows]]\nalgorithm = 'ring'\nops = 3\nbase = '0 us'", "ops is 3; legal is a list of names of collectives"),
         ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nspeed = 1", "unknown key 'speed'"),
+        ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']", "neither base nor base_far is given"),
         ("sped = 1\n[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']", "unknown key 'sped'"),
     ],
 )  # fmt: skip

@@ -96,3 +96,13 @@ def test_a_degraded_link_is_not_overlooked():
         digits = factors(Placement(Mesh(a=2, b=16), where, ((2, 1), (2, 8))), "a")[0].digits
         rate = AlphaBeta(where, "ring").offers("all_reduce", digits)[0][1]
         assert rate == pytest.approx(ratio * 8 / 8e9)
+
+
+def test_a_slow_port_is_not_overlooked():
+    level, inner = Topology.load("gcp-v100x8", nodes=4).levels
+    rates = []
+    for ports in ((), ((3, 0, 0.5), (3, 1, 0.5))):
+        where = Topology("t", (dataclasses.replace(level, uplinks=2, slow_ports=ports), inner))
+        digits = factors(Placement(Mesh(a=2, b=16), where, ((2, 1), (2, 8))), "a")[0].digits
+        rates.append(AlphaBeta(where, "ring").offers("all_reduce", digits)[0][1])
+    assert rates[1] == pytest.approx(2 * rates[0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
 
 from shardplan.hardware import Level, Topology
+from shardplan.hardware.library import libraries
 
 GB = 1e9
 
@@ -50,6 +52,15 @@ def any_topology(draw, most=24):
     if not levels:
         levels = [Level("l0", 2, "switch", 1e9, 0.0)]
     return Topology("any", tuple(levels))
+
+
+@st.composite
+def under_library(draw, topology, names=None):
+    """The topology under any library, or one of some names, with one of its levels as the node."""
+    j = draw(st.integers(0, len(topology.levels) - 1))
+    levels = [replace(level, reduces=draw(st.booleans())) for level in topology.levels]
+    levels[j] = replace(levels[j], name="node")
+    return replace(topology, levels=tuple(levels), library=draw(st.sampled_from(names or libraries())))
 
 
 @st.composite

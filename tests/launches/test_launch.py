@@ -11,7 +11,7 @@ from hardware.topologies import any_topology, switches
 from launches.systems import plain_detour, plain_groups, plain_matrix, plain_renaming, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, TopologyError
-from shardplan.hardware import Level, Placement, Topology, placements
+from shardplan.hardware import Level, Placement, Topology, orders, placements
 from shardplan.launches.launch import Launch, ring_of, sharing
 from shardplan.launches.verdict import Stray, analyse
 
@@ -37,6 +37,26 @@ def test_every_placement_is_canonical_on_every_link(topology, data):
     a = data.draw(st.sampled_from(factors))
     for placement in placements(Mesh(a=a, b=topology.size // a), topology):
         assert analyse(Launch.of(placement)).verdict == "canonical"
+
+
+TORUS = Topology.load("tpu-v7", chips=(4, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [
+        (Topology("r", (Level("chip", 12, "ring", 1e9, 0.0),)), Mesh(a=4, b=3)),
+        (TORUS, Mesh(a=16, b=4)),
+        (TORUS, Mesh(a=4, b=8, c=2)),
+    ],
+)
+def test_the_order_of_a_placement_is_read_back(topology, mesh):
+    """Where ring and torus are shared in another order than the mesh's, and where that order is the mesh's."""
+    for plain in placements(mesh, topology):
+        for placement in orders(plain):
+            found = analyse(Launch.of(placement))
+            assert (found.matrix, found.order) == (placement.matrix, placement.order)
+            assert found.verdict == ("canonical" if placement == plain else "equivalent")
 
 
 @given(systems(most=24), st.data())
@@ -126,17 +146,16 @@ def test_counts_that_are_no_multiple():
 
 
 def test_interleaved():
-    mesh, topology = Mesh(data=8), Topology.load("dgx-a100").resize(nodes=2, gpus=4)
+    mesh, topology = Mesh(data=8), Topology.load("gcp-a100x16").resize(nodes=2, gpus=4)
     found = launched(mesh, topology, [0, 4, 1, 5, 2, 6, 3, 7])
     assert (found.verdict, found.matrix) == ("interleaved", ((2, 4),))
     assert found.reason == "the rings over `data` pass between nodes 8 times, 2 would do"
     assert found.rings[0].crossings == (8, 8) and found.rings[0].contiguous == (2, 8)
-    # A ring that begins in the middle of a node closes there: it crosses no more, but halves meet across nodes.
+    # A ring that begins in the middle of a node closes there: it crosses no more, but a chain does not close.
     found = launched(mesh, topology, [2, 3, 4, 5, 6, 7, 0, 1])
     assert (found.verdict, found.rings[0].detours) == ("interleaved", (0, 0))
     assert found.reason == (
-        "the groups are right, but some begin inside a node: their rings cross no more, algorithms that halve and "
-        "double do"
+        "the groups are right, but some begin inside a node: their rings cross no more, their chains do"
     )
 
 

@@ -49,8 +49,21 @@ def test_text_with_a_fix():
         "on       gcp-a100x16: node=2 x gpu=16, 32 devices",
     ]
     lines = lines[1:]
-    assert lines[3].split() == ["axes", "node", "gpu", "groups", "a", "NIC", "a", "step", "(all_reduce)"]
-    assert lines[4].startswith("tensor     2    1            16  2 GB in ") and "(best " in lines[4]
+    assert lines[3].split() == [
+        "axes",
+        "node",
+        "gpu",
+        "groups",
+        "a",
+        "NIC",
+        "load",
+        "a",
+        "NIC",
+        "a",
+        "step",
+        "(all_reduce)",
+    ]
+    assert lines[4].startswith("tensor     2    1            16       32 GB  2 GB in ") and "(best " in lines[4]
     assert lines[7].startswith("cost     ") and " times the " in lines[7]
     assert lines[8:] == [
         "cause    `tensor` spans 2 nodes: 16 groups share each NIC",

@@ -8,6 +8,8 @@ failure while running. What the commands print is made in `report`. Reading orde
 - `simulating`    the command simulate
 - `placing`       the commands about placements: place, reduce, audit
 - `audit`         what `audit` does: a launch read from texts and files, and audited
+- `topologies`    the command that lists topologies
+- `measured`      the commands about measured collectives: validate, calibrate
 - `lab_commands`  the commands of the lab: run, sweep, validate
 - `lab`           what they do: programs measured beside their prediction
 - `bar`           a progress bar on the terminal
@@ -23,9 +25,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.cli.simulating import simulate
+from shardplan.cli.topologies import topologies
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
 MISTAKE, IMPOSSIBLE, FAILED = 2, 3, 4
@@ -95,6 +99,6 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, simulate, place, reduce, audit):
+for _command in (redistribute, check, show, run, simulate, place, reduce, audit, topologies, validate, calibrate):
     app.command()(_command)
 app.add_typer(lab_commands.app)

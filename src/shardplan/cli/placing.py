@@ -33,7 +33,8 @@ NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", 
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
 TRAFFIC_HELP = "All-reduce bytes a step by axes, data=2GB,tensor=500MB; or data+tensor=all_gather:64MB*24."
 TrafficText = Annotated[str | None, typer.Option("--traffic", metavar="TRAFFIC", help=TRAFFIC_HELP)]
-Algorithm = Annotated[str, typer.Option("--algorithm", help="auto, ring, tree or halving-doubling.")]
+ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, tree, nvls, ..., 'ring LL'."
+Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP)]
 
 
 def place(

@@ -1,14 +1,14 @@
 """The communication of one op, all devices at once, as `hardware` prices it.
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
-point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a body do, again and again, and an
+point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program do, again and again, and an
 `AtOnce` what moves do that are posted together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 
@@ -50,18 +50,27 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepPattern:
+    """A step of several: what it does, who takes part in it, and which of the steps before it made what it reads."""
+
+    pattern: Pattern
+    devices: np.ndarray  # int64 [devices] ids that compute, copy, send or receive, ascending
+    reads: tuple[int, ...] = ()  # numbers of earlier steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class InTurn:
-    """Patterns one after another, all of them `times` times."""
+    """Steps in program order, all of them `times` times; those that do not wait for each other overlap in a run."""
 
     times: int
-    parts: tuple[Pattern, ...]
+    steps: tuple[StepPattern, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AtOnce:
-    """Patterns that run at once."""
+    """Steps that run at once."""
 
-    parts: tuple[Pattern, ...]
+    steps: tuple[StepPattern, ...]
 
 
 Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
@@ -70,13 +79,27 @@ Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
 def communicates(pattern: Pattern) -> bool:
     """Say whether anything goes from one device to another."""
     if isinstance(pattern, InTurn | AtOnce):
-        return any(map(communicates, pattern.parts))
+        return any(communicates(step.pattern) for step in pattern.steps)
     return isinstance(pattern, Groups | Messages)
 
 
-def in_turn(times: int, parts: Sequence[Pattern]) -> Pattern:
-    """Return patterns one after another, all of them `times` times; where all are copies, as one."""
-    copied = [part.nbytes for part in parts if isinstance(part, Local)]
-    if not times or len(copied) == len(parts):
-        return Local(times * sum(copied))
-    return parts[0] if times == len(parts) == 1 else InTurn(times, tuple(parts))
+def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
+    """Return the ids that take part in a step with this pattern whose op is on these devices, ascending.
+
+    They are the members of its groups, the senders and receivers of its messages, or, where nothing is communicated,
+    all devices.
+    """
+    match pattern:
+        case Groups():
+            ids = pattern.members.reshape(-1)
+        case Messages():
+            ids = np.concatenate([pattern.sender, pattern.receiver])
+        case InTurn() | AtOnce():
+            ids = np.concatenate([devices[:0], *(step.devices for step in pattern.steps)])
+        case Local() | Work():
+            ids = devices
+        case _:
+            assert_never(pattern)
+    found = np.zeros(1 + int(max(ids.max(initial=0), devices.max(initial=0))), dtype=bool)
+    found[ids if ids.size else devices] = True
+    return np.flatnonzero(found)

@@ -2,17 +2,19 @@
 
 What reads a program for its meaning stands on these few: `walk` goes through one program; `leaves` finds every op that
 holds no body, with how often it runs; `turns` plays them in the order of a run; `opened` puts the moves of a `together`
-in its place, one after another.
+in its place, one after another; `step_patterns` says what every step does to whom, and what it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.core.nested import Nested, nested
 from shardplan.core.op import Op
 from shardplan.core.ops.general import Send
+from shardplan.core.pattern import StepPattern, taking_part
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
@@ -105,3 +107,19 @@ def opened(program: Program) -> tuple[Program, tuple[int, ...]]:
     """Return a program with the moves of every `together` as steps of its own, and for each step the number it had."""
     found = [(number, inner) for number, step in enumerate(program.steps) for inner in inside(step)]
     return Program(program.inputs, (s for _, s in found), program.outputs), tuple(number for number, _ in found)
+
+
+def step_patterns(program: Program) -> tuple[StepPattern, ...]:
+    """Return the pattern of every step, who takes part, and the steps whose results it reads; equal steps share one."""
+    known: dict[tuple[Op, tuple[TensorType, ...]], StepPattern] = {}
+    made: dict[str, int] = {}
+    found: list[StepPattern] = []
+    for number, step in enumerate(program.steps):
+        operands, results = program.step_types(step)
+        one = known.get((step.op, operands))
+        if one is None:
+            pattern = step.op.pattern(*operands)
+            one = known[step.op, operands] = StepPattern(pattern, taking_part(pattern, step.op.devices(*results)))
+        found.append(replace(one, reads=tuple(sorted({made[o] for o in step.operands if o in made}))))
+        made |= dict.fromkeys(step.results, number)
+    return tuple(found)

@@ -7,7 +7,9 @@ Reading order:
 - `nccl_xml`       NCCL topology XML as levels
 - `topology_file`  the TOML form, and the presets in `presets/*.toml`
 - `topology`       `Topology`: levels, outermost first, and the device at their leaves
-- `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration, counting, matrix of a mesh
+- `digit_order`    the order in which axes share a level: which dims of a torus they lie on
+- `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration and counting
+- `recognise`      an existing mesh as a placement
 - `fabric`         `Fabric`: directed resources, and the load that flows put on them
 - `aggregate`      loads of collectives by how many members a unit holds, without listing flows
 - `algorithms`     ring, double tree and binomial tree in member order, as rounds of flows
@@ -16,6 +18,9 @@ Reading order:
 - `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered
+- `samples`        collectives that somebody measured, and files of them
+- `sample_setup`   the topology and the pattern of such a sample
+- `nccl_log`       the logs of nccl-tests and rccl-tests as samples
 
 This room imports `core` and the errors, and numpy.
 """
@@ -24,7 +29,8 @@ from shardplan.hardware.cost import Price, chosen, level_bytes, linear_cost, pri
 from shardplan.hardware.fabric import Fabric, Flows
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
-from shardplan.hardware.placement import Matrix, Placement, count, matrix_of, placements
+from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
+from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.hardware.units import (
@@ -48,6 +54,7 @@ __all__ = [
     "Placement",
     "Matrix",
     "placements",
+    "orders",
     "count",
     "matrix_of",
     "Fabric",

@@ -68,6 +68,25 @@ def all_to_all(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, L
     return hops, tuple(load), (part * hops).sum(axis=1)
 
 
+def other_nodes(members: Ints, fabric: Fabric) -> Floats:
+    """Return how many other nodes of its group every member finds across each level up to the nodes': [far, members].
+
+    Members are in order of ids, as in `all_to_all`.
+    """
+    k = members.shape[1]
+    device = np.sort(members, axis=1).reshape(-1)
+    found = np.zeros((fabric.far, len(device)))
+    if fabric.far:
+        head = np.flatnonzero(np.diff(_runs(device // fabric.wires[fabric.far - 1].stride, k)[0], prepend=-1))
+        together = np.bincount(head // k)[np.arange(len(device)) // k]
+        for j in range(fabric.far):
+            run = _runs(device // fabric.wires[j].stride, k)[0]
+            inside = np.bincount(run[head])[run]
+            found[j] = together - inside
+            together = inside
+    return found
+
+
 def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
     """The load of the traffic of (group, unit) pairs, in order, between the children of one parent.
 

@@ -1,6 +1,6 @@
 """What a collective over digits of a placement costs, as affine functions of its bytes: alpha + beta * bytes.
 
-The groups of a collective over some digits (`level_factors.Digit`) lie regularly, so the price depends on the digits'
+The groups of a collective over some digits (`digit_order.Digit`) lie regularly, so the price depends on the digits'
 sizes and strides alone; it is asked for by every program, placement and payload of a search, and worked out once. A
 placement does not matter here: digits and members are in topology ids. Where no link is degraded,
 groups in different units of the levels outside the digits do the same, side by side, and only one unit's are looked at:
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from shardplan.core.pattern import Groups
 from shardplan.hardware.cost import offers, price
+from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.level_factors import Digit
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]
@@ -42,7 +42,7 @@ class AlphaBeta:
         """Return what each algorithm asks for a collective over the groups along some digits; the least is paid.
 
         Args:
-            kind: all_reduce, reduce_scatter, all_gather, reduce or broadcast.
+            kind: As in `Groups.kind`.
             varies: The digits along which members differ, in member order.
             zero: Digits at which only coordinate 0 takes part.
 
@@ -72,7 +72,7 @@ class AlphaBeta:
         """The first member of every group that is looked at: those of one unit where the others do the same."""
         topology = self.fabric.topology
         ids = np.arange(topology.size)
-        if not any(level.degraded for level in topology.levels):
+        if all(level == level.sound() for level in topology.levels):
             top = min(d.level for d in varies)
             switch = topology.levels[top].link == "switch"
             ids = ids[: topology.strides[top] * (1 if switch else topology.levels[top].size)]

@@ -64,7 +64,9 @@ def group_loads(pattern: Groups, row: Row, fabric: Fabric) -> list[Loads]:
     # Every group on a topology of its own: what each puts on its resources is then told from what the others do.
     copies = _copied(fabric.topology, groups)
     members = members[order] + size * np.arange(groups)[:, None]
-    rounds = ALGORITHMS[row.algorithm](pattern.kind, members, np.asarray(pattern.nbytes, np.float64)[order], copies)
+    rounds = ALGORITHMS[row.algorithm](
+        pattern.kind, members, np.asarray(pattern.nbytes, np.float64)[order], copies, row
+    )
     shares, starts = row_shares(row, fabric), resource_starts(fabric)
     found: list[Loads] = []
     for one in rounds or ():

@@ -13,8 +13,9 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
 from shardplan.errors import TopologyError
+from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.library import Library, Row
 from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
@@ -33,7 +34,7 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
-    row: Row | None = field(default=None, compare=False, repr=False)  # None where nothing moves, or several do
+    row: Row | None = field(default=None, compare=False, repr=False)  # that is paid; None where there are several
 
     @property
     def seconds(self) -> float:
@@ -70,11 +71,17 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         case Groups():
             return _groups(pattern, fabric, algorithm)
         case InTurn():
-            return _in_turn(pattern.times, [price(part, fabric, algorithm) for part in pattern.parts], fabric)
+            return _in_turn(pattern, fabric, algorithm)
         case AtOnce():
-            return _at_once([price(part, fabric, algorithm) for part in pattern.parts], fabric)
+            return _at_once(prices(pattern.steps, fabric, algorithm), fabric)
         case _:
             assert_never(pattern)
+
+
+def prices(steps: Sequence[StepPattern], fabric: Fabric, algorithm: str = "auto") -> list[Price]:
+    """Return the price of every step; arguments and errors as for `price`. Steps of one pattern are priced once."""
+    found = {pattern: price(pattern, fabric, algorithm) for pattern in {step.pattern: None for step in steps}}
+    return [found[step.pattern] for step in steps]
 
 
 def checked_algorithm(algorithm: object, library: Library) -> str:
@@ -135,12 +142,19 @@ def _none(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 
 
-def _in_turn(times: int, parts: Sequence[Price], fabric: Fabric) -> Price:
-    moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
-    alpha, transfer = sum(part.alpha for part in parts), sum(part.transfer for part in parts)
-    load = scaled(_all(parts, fabric), [times] * len(fabric.wires))
-    own = times * sum(part.own for part in parts)
-    return Price("in turn", times * alpha, times * transfer, tuple((times * moved).tolist()), load, own)
+def _in_turn(pattern: InTurn, fabric: Fabric, algorithm: str) -> Price:
+    """The longest path through the parts, `times` times; all of them load the resources."""
+    times, parts = pattern.times, prices(pattern.steps, fabric, algorithm)
+    path = [parts[k] for k in critical(windows(pattern.steps, [p.seconds for p in parts], [p.load for p in parts]))]
+    moved = times * np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    return Price(
+        "in turn",
+        times * sum(part.alpha for part in path),
+        times * sum(part.transfer for part in path),
+        tuple(moved.tolist()),
+        scaled(_all(parts, fabric), [times] * len(fabric.wires)),
+        times * sum(part.own for part in path),
+    )
 
 
 def _all(parts: Sequence[Price], fabric: Fabric) -> Load:
@@ -162,9 +176,12 @@ def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
         return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
-    rows = fabric.library.serving("messages", algorithm)
-    priced = (_priced(row, [found], pattern.chunks, 0.0, fabric) for row in rows)
-    return min(priced, key=lambda one: one.seconds)
+    for asked in (algorithm, "auto"):
+        rows = fabric.library.serving("messages", asked)
+        priced = [_priced(row, [found], pattern.chunks, fabric) for row in rows]
+        if served := [one for one in priced if one is not None]:
+            return min(served, key=lambda one: one.seconds)
+    raise TopologyError(f"library {fabric.library.name} has no row for these messages")
 
 
 def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
@@ -187,37 +204,35 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
     # The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
     order = np.argsort(members.min(axis=1), kind="stable")
     members, nbytes = members[order], nbytes[order]
-    found: dict[str, list[Traffic] | None] = {}
+    found: dict[tuple[str, int, float], list[Traffic] | None] = {}
     made: list[Price] = []
     for asked in dict.fromkeys((algorithm, "auto")):
         for row in fabric.library.serving(pattern.kind, asked):
-            if row.algorithm not in found:
-                found[row.algorithm] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric)
-            rounds = found[row.algorithm]
+            key = row.algorithm, row.members, row.per_member
+            if key not in found:
+                found[key] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric, row)
+            rounds = found[key]
             if rounds is not None:
-                made.append(_priced(row, rounds, pattern.chunks, _own_part(pattern.kind, members, nbytes), fabric))
+                priced = _priced(row, rounds, pattern.chunks, fabric)
+                made += [] if priced is None else [priced]
         if made:
             return made
     raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _own_part(kind: str, members: Ints, nbytes: Floats) -> float:
-    """Bytes of a member's own part that it copies to its result: all of it in an all-gather, B/k in an all-to-all."""
-    share = {"all_gather": 1.0, "all_to_all": 1 / members.shape[1]}.get(kind, 0.0)
-    return share * float(nbytes.max())
-
-
-def _priced(row: Row, rounds: list[Traffic], chunks: int, own_part: float, fabric: Fabric) -> Price:
+def _priced(row: Row, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
     far = fabric.far
-    latency = fabric.latencies()
-    latency[:far] += row.far
-    if row.near is not None:
-        latency[far:] = row.near
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
+    if base is None:
+        return None
+    latency = fabric.latencies()
+    latency[:far] += row.far
+    latency[far:] *= row.near
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
     loads = [scaled(one.load, row_shares(row, fabric)) for one in rounds]
-    own = fabric.library.own_copy * 2 * own_part / fabric.topology.device.memory_bandwidth
+    copied = sum(one.own for one in rounds) / (fabric.near_rate * row.near_share)
+    own = fabric.library.own_copy * copied
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
     return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)

@@ -73,8 +73,10 @@ class _Wires:
     stride: int  # devices in a unit
     units: int  # of the whole level
     ways: int  # ports of a unit that devices are dealt to: uplinks, or as many as it has devices
+    parallel: float  # ports, or links of two children, that act as one: those of a way
     factors: Floats | None  # on the bandwidth of every unit [units]; None where no unit is degraded
     port_factors: Floats | None  # on the bandwidth of every way of every unit [units * ways]; None where all are 1
+    rates: Floats | float  # bytes a second of every resource, or of all
 
 
 class Fabric:
@@ -117,7 +119,10 @@ class Fabric:
             factors = np.ones(units) if level.degraded else None
             for unit, factor in level.degraded:
                 cast(Floats, factors)[unit] = factor
-            wires.append(_Wires(level, stride, units, ways, factors, _port_factors(level, units, ways)))
+            parallel = level.uplinks / ways
+            ports = _port_factors(level, units, ways)
+            rates = level.bandwidth * level.efficiency * parallel * _slowed(level, ports, factors)
+            wires.append(_Wires(level, stride, units, ways, parallel, factors, ports, rates))
         self.wires = tuple(wires)
 
     def topology_ids(self, ids: Ints) -> Ints:
@@ -170,6 +175,13 @@ class Fabric:
         """Return the bytes a second that a port, or a link, of level j delivers."""
         return self.wires[j].level.bandwidth * self.wires[j].level.efficiency
 
+    @property
+    def near_rate(self) -> float:
+        """The bytes a second that leave a device over the innermost level."""
+        level = self.wires[-1].level
+        ways = level.size - 1 if level.link == "full" else sum(1 if n == 2 else 2 for n in level.extents if n > 1)
+        return self.rate(-1) * level.uplinks * max(1, 1 if level.link == "switch" else ways)
+
     def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
         """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
 
@@ -177,9 +189,7 @@ class Fabric:
         """
         wires = self.wires[j]
         count = wires.units * wires.ways
-        rate = self.rate(j) * wires.level.uplinks / wires.ways
-        load = np.concatenate([np.bincount(self.rail(j, d), n, count) for d, n in (leaving, entering)]) / rate
-        return load if wires.port_factors is None else load / np.tile(wires.port_factors, 2)
+        return np.concatenate([np.bincount(self.rail(j, d), n, count) for d, n in (leaving, entering)]) / wires.rates
 
     def rail(self, j: int, device: Ints) -> Ints:
         """Return the number, over all units of switch level j, of the way that each device has out of its unit."""
@@ -194,12 +204,7 @@ class Fabric:
         wires = self.wires[j]
         level = wires.level
         if level.link == "full":
-            load = np.bincount(out * level.size + into % level.size, nbytes, wires.units * level.size)
-            load = load / (self.rate(j) * level.uplinks)
-            if wires.factors is not None:
-                grid = wires.factors.reshape(-1, level.size)
-                load = load / np.minimum(grid[:, :, None], grid[:, None, :]).reshape(-1)
-            return load
+            return np.bincount(out * level.size + into % level.size, nbytes, wires.units * level.size) / wires.rates
         start = np.array(np.unravel_index(out % level.size, level.extents))
         end = np.array(np.unravel_index(into % level.size, level.extents))
         parent = out // level.size
@@ -239,13 +244,27 @@ class Fabric:
         # A link is numbered by the unit that it leaves: from start back to end these are end + 1, ..., start.
         hops = (start - end)[backward] % extent
         back = _spread(line[backward], (end[backward] + 1) % extent, hops, nbytes[backward], lines, extent)
-        if wires.factors is not None:
-            grid = wires.factors.reshape(-1, *wires.level.extents)
-            factor = np.moveaxis(grid, dim + 1, -1).reshape(lines, extent)
-            # A link is as fast as the slower of its two ends.
-            there = there / np.minimum(factor, np.roll(factor, -1, axis=1))
-            back = back / np.minimum(factor, np.roll(factor, 1, axis=1))
-        return np.concatenate([there.reshape(-1), back.reshape(-1)]) / (self.rate(j) * wires.level.uplinks)
+        own = slice(2 * wires.units * dim, 2 * wires.units * (dim + 1))
+        rates = wires.rates[own] if isinstance(wires.rates, np.ndarray) else wires.rates
+        return np.concatenate([there.reshape(-1), back.reshape(-1)]) / rates
+
+    def sent(self, j: int, seconds: Floats) -> Floats:
+        """Return the bytes that leave every unit of level j, [units, its ways or links], from a load of the level.
+
+        What a unit of a ring, torus or mesh passes on counts as well.
+        """
+        wires = self.wires[j]
+        nbytes, extents = seconds * wires.rates, wires.level.extents
+        if wires.level.link == "switch":
+            return nbytes[: len(nbytes) // 2].reshape(wires.units, -1)
+        if wires.level.link == "full":
+            return nbytes.reshape(wires.units, -1)
+        found: list[Floats] = []
+        for dim, part in enumerate(np.split(nbytes, len(extents))):
+            # A link is numbered by its line, which has the other dims, and the unit that it leaves.
+            grid = part.reshape(2, -1, *extents[:dim], *extents[dim + 1 :], extents[dim])
+            found.append(np.moveaxis(grid, -1, dim + 2).reshape(2, -1))
+        return np.concatenate(found).T
 
     def capacity(self, j: int) -> Floats:
         """Return the bytes a second that can enter, or leave, each unit of level j at most: [units].
@@ -267,6 +286,15 @@ class Fabric:
         own = own * ways
         return own if j == 0 else own + np.repeat(self.capacity(j - 1), wires.level.size)
 
+    def first_hop(self, outermost: int | None = None) -> float:
+        """Return the least seconds in which anything crosses level `outermost` or one further out; None: any level."""
+        found = [np.inf]
+        for j, latency in enumerate(self.latencies()[: None if outermost is None else outermost + 1].tolist()):
+            for row in self.library.rows:
+                base, hop = (row.base_far, latency + row.far) if j < self.far else (row.base, latency * row.near)
+                found += [] if base is None else [base + hop]
+        return self.launch + min(found)
+
     def latencies(self) -> Floats:
         """Return the seconds of latency of the levels, [L]."""
         return np.array([wires.level.latency for wires in self.wires])
@@ -284,6 +312,25 @@ def _port_factors(level: Level, units: int, ways: int) -> Floats | None:
     # Where devices are fewer than ports, a way is several ports, or parts of them.
     fine = np.repeat(ports, ways, axis=1).reshape(units, ways, level.uplinks)
     return cast(Floats, fine.mean(axis=2).reshape(-1))
+
+
+def _slowed(level: Level, ports: Floats | None, factors: Floats | None) -> Floats | float:
+    """The factors on the rate of every resource of a level, 1 where none is slow; `ports` of ways, `factors` of units.
+
+    A link is as fast as the slower of its two ends.
+    """
+    if level.link == "switch":
+        return 1.0 if ports is None else np.tile(ports, 2)
+    if factors is None:
+        return 1.0
+    if level.link == "full":
+        grid = factors.reshape(-1, level.size)
+        return np.minimum(grid[:, :, None], grid[:, None, :]).reshape(-1)
+    grid, found = factors.reshape(-1, *level.extents), list[Floats]()
+    for dim in range(1, grid.ndim):
+        for turn in (-1, 1):
+            found.append(np.moveaxis(np.minimum(grid, np.roll(grid, turn, axis=dim)), dim, -1).reshape(-1))
+    return np.concatenate(found)
 
 
 def _spread(line: Ints, first: Ints, hops: Ints, nbytes: Floats, lines: int, extent: int) -> Floats:

@@ -1,8 +1,7 @@
 """The factors of a reduction: what a placement makes of the axes reduced over, level by level (arXiv 2110.10548).
 
-A *digit* is the part of one axis on one level: a device's topology id, divided by the digit's stride and taken modulo
-its size, is its coordinate there. A *factor* is what the reduced axes have on one level together: the digits in axis
-order. Members of a reduction group are ordered by their digits, level-major.
+A *factor* is what the reduced axes have on one level together: their digits (see `digit_order`), in the order of the
+level. Members of a reduction group are ordered by their digits, level-major.
 """
 
 from __future__ import annotations
@@ -12,17 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import TopologyError
+from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Digit:
-    """The part of an axis on a level."""
-
-    name: str  # of the sub-axis in `Placement.mesh_split()`
-    level: int
-    size: int  # above 1
-    stride: int  # topology ids between neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +61,10 @@ def factors(placement: Placement, axes: str | Sequence[str], uncollapsed: bool =
     """
     asked = checked_axes(placement, axes)
     found: list[LevelFactor] = []
-    for j, level in enumerate(placement.topology.levels):
-        digits: list[Digit] = []
-        stride = placement.topology.strides[j] * level.size
-        for axis, row in zip(placement.mesh.axes, placement.matrix, strict=True):
-            stride //= row[j]
-            if axis in asked and row[j] > 1:
-                split = sum(x > 1 for x in row) > 1
-                digits.append(Digit(f"{axis}.{level.name}" if split else axis, j, row[j], stride))
+    for level, every in zip(placement.topology.levels, placement.digits(), strict=True):
+        digits = tuple(d for d in every if d.axis in asked)
         if uncollapsed:
             found += [LevelFactor(d.name, (d,)) for d in digits]
         elif digits:
-            found.append(LevelFactor(level.name, tuple(digits)))
+            found.append(LevelFactor(level.name, digits))
     return tuple(found)

@@ -2,10 +2,11 @@
 
 A row is one algorithm under one protocol. For the groups of a collective it takes
 
-    seconds = launch + base + sum over near hops (near) + sum over far hops (latency + far) + largest load / rate
+    seconds = launch + base + near hops * latency * near + far hops * (latency + far) + largest load / rate + own copy
 
 where *far* levels are the level called `node` and those outside it (a NIC is an uplink of a node), *near* ones those
-inside it; a rate is the level's bandwidth times its efficiency times the row's share. The least over the rows is paid.
+inside it; a rate is the level's bandwidth times its efficiency times the row's share, and a member's own part is copied
+at the near rate over `own_copy`. The least over the rows is paid.
 So a price is monotone in bytes, and the rows of an op on some groups are lines that a search may fold. Which hops and
 loads an algorithm has is in `traffic`, tables are TOML files in `libraries/`, and every number in them is cited there.
 """
@@ -25,8 +26,8 @@ from shardplan.hardware.units import exact, parse_seconds
 # What `traffic` knows: an algorithm's hops and loads.
 ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
 _TABLES = Path(__file__).parent / "libraries"
-_LENGTHS = ("base", "base_far", "near", "far")  # seconds of a row
-_SHARES = ("near_share", "far_share")
+_LENGTHS = ("base", "base_far", "far")  # seconds of a row
+_NUMBERS = ("near", "near_share", "far_share", "per_member")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class Row:
     algorithm: str  # one of `ALGORITHM_NAMES`
     protocol: str  # such as LL; empty where the library has one
     ops: tuple[str, ...]  # the kinds of collectives that it serves, as `Groups.kind`; `messages` for messages
-    base: float = 0.0  # seconds once, of groups inside a node
-    base_far: float = 0.0  # seconds once, of groups over several nodes
-    near: float | None = None  # seconds of a hop inside a node; None for the latency of the level it crosses
+    base: float | None = 0.0  # seconds once, of groups inside a node; None where it serves none
+    base_far: float | None = 0.0  # seconds once, of groups over several nodes; None where it serves none
+    near: float = 1.0  # of the latency of a level inside a node what a hop over it takes
     far: float = 0.0  # seconds of a hop between nodes, beside the latency of the level it crosses
     near_share: float = 1.0  # of the rate of ports and links inside a node
     far_share: float = 1.0  # of the rate of NICs and of what lies outside them
+    members: int = 2  # the least members in a node that it serves
+    per_member: float = 0.0  # of an all-reduce's bytes what every member of a node adds to a switch's load
     asked: bool = False  # priced only where its algorithm is asked for by name
 
     def __post_init__(self) -> None:
@@ -63,8 +66,13 @@ class Library:
     name: str
     rows: tuple[Row, ...]
     measured: str = ""  # on what the numbers were fitted; empty where nobody measured this library
-    own_copy: float = 0.0  # of copying a member's own part to its result, the share that takes time
+    own_copy: float = 0.0  # of the seconds of a member's own part on a near link, what copying it takes
     member_order: bool = False  # whether rings follow the order of members, even inside a node
+
+    @property
+    def caveat(self) -> str:
+        """That nobody measured it, to print beside its seconds; empty where somebody did."""
+        return "" if self.measured else f"{self.name}: nobody measured it"
 
     def best_share(self, far: bool) -> float:
         """Return the largest share of a rate that any row reaches."""
@@ -73,7 +81,7 @@ class Library:
     def algorithms(self) -> tuple[str, ...]:
         """Return the names that may be asked for: algorithms, then rows where an algorithm has several."""
         algorithms = tuple(dict.fromkeys(row.algorithm for row in self.rows))
-        return (*algorithms, *(row.name for row in self.rows if row.name not in algorithms))
+        return tuple(dict.fromkeys((*algorithms, *(row.name for row in self.rows))))
 
     def serving(self, op: str, asked: str = "auto") -> tuple[Row, ...]:
         """Return the rows that serve an op, of the algorithm (or row) asked for where any of it does."""
@@ -124,7 +132,7 @@ def parse_library(text: str, what: str = "library table") -> Library:
         border.text(f"{what}: name", data.get("name", ""), TopologyError),
         tuple(_row(f"{what}: rows[{n}]", row) for n, row in enumerate(rows)),
         border.text(f"{what}: measured", data.get("measured", ""), TopologyError),
-        _share(f"{what}: own_copy", data.get("own_copy", 0.0), 0.0),
+        _number(f"{what}: own_copy", data.get("own_copy", 0.0), 0, 2),
         border.flag(f"{what}: member_order", data.get("member_order", False), TopologyError),
     )
 
@@ -138,29 +146,32 @@ def _known(what: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
 def _row(what: str, data: Any) -> Row:
     if not isinstance(data, dict):
         raise TopologyError(f"{what} is {shown(data)}; legal is a table")
-    _known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_SHARES, "asked"))
-    numbers: dict[str, float] = {}
+    _known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
+    numbers: dict[str, float | None] = {"base": None, "base_far": None}
+    if not {"base", "base_far"} & set(data):
+        raise TopologyError(f"{what}: neither base nor base_far is given; legal are '0 us' and more for what it serves")
     for key in _LENGTHS:
         if key in data:
             if not isinstance(data[key], str):
                 raise TopologyError(f"{what}: {key} is {shown(data[key])}; legal is a string with a unit, like '2 us'")
             numbers[key] = parse_seconds(data[key])
-    for key in _SHARES:
+    for key in _NUMBERS:
         if key in data:
-            numbers[key] = _share(f"{what}: {key}", data[key], 1e-9)
+            numbers[key] = _number(f"{what}: {key}", data[key], *((1e-9, 2) if key.endswith("share") else (0, 1e3)))
     ops = border.items(f"{what}: ops", data.get("ops"), "names of collectives", TopologyError)
     return Row(
         border.text(f"{what}: algorithm", data.get("algorithm"), TopologyError),
         border.text(f"{what}: protocol", data.get("protocol", ""), TopologyError),
         tuple(border.text(f"{what}: an op", op, TopologyError) for op in ops),
-        **numbers,
+        **numbers,  # pyright: ignore[reportArgumentType]
+        members=border.integer(f"{what}: members", data.get("members", 2), TopologyError),
         asked=border.flag(f"{what}: asked", data.get("asked", False), TopologyError),
     )
 
 
-def _share(what: str, value: object, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2:
-        raise TopologyError(f"{what} is {shown(value)}; legal is a number of at least {least:g} and at most 2")
+def _number(what: str, value: object, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise TopologyError(f"{what} is {shown(value)}; legal is a number of at least {least:g} and at most {most:g}")
     return float(value)
 
 
@@ -174,7 +185,8 @@ def library_text(table: Library) -> str:
         lines += ["", "[[rows]]", f'algorithm = "{row.algorithm}"', f'protocol = "{row.protocol}"', f"ops = [{ops}]"]
         values = [(key, getattr(row, key)) for key in _LENGTHS]
         lines += [f'{key} = "{exact(value, "s")}"' for key, value in values if value is not None]
-        lines += [f"{key} = {getattr(row, key)!r}" for key in _SHARES]
+        lines += [f"{key} = {getattr(row, key)!r}" for key in _NUMBERS]
+        lines.append(f"members = {row.members}")
         if row.asked:
             lines.append("asked = true")
     return "\n".join(lines) + "\n"

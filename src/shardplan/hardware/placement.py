@@ -1,8 +1,9 @@
 """Placements: how the axes of a mesh lie on the levels of a topology, as the matrix of arXiv 2110.10548.
 
 `matrix[i][j]` is the number of units of level j over which axis i is split. Row products are axis sizes and column
-products level sizes (arXiv 2110.10548). Enumeration rests on the constraints being independent for each
-prime: the remaining columns can take what a row still needs exactly when its remainder divides their product.
+products level sizes (arXiv 2110.10548); `order` says how the axes share a level (see `digit_order`). Enumeration rests
+on the constraints being independent for each prime: the remaining columns can take what a row still needs exactly when
+its remainder divides their product.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +25,11 @@ from shardplan.core.mesh import Mesh, primes
 from shardplan.core.notation import MOST_DIGITS
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.hardware.digit_order import Digit, cut, level_orders, normal_order
 from shardplan.hardware.topology import Topology, topology_of
 
 Matrix = tuple[tuple[int, ...], ...]
+Order = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,9 @@ class Placement:
     """A mesh on a topology.
 
     Invariants: one row an axis, one column a level; entries are at least 1; row products are axis sizes, column
-    products level sizes. The ids that the mesh gives its devices play no part, but for `position`. Raises
-    `TopologyError`.
+    products level sizes. Of every level `order` has the axes that are split there, major first, in mesh order where it
+    is left out; on a torus or mesh an axis may stand in it several times, see `digit_order`. The ids that the mesh
+    gives its devices play no part, but for `position`. Raises `TopologyError`.
 
     >>> p = Placement(Mesh(data=4, tensor=2), Topology.load("nominal", devices=8), ((4,), (2,)))
     >>> p.device_mesh().shape
@@ -44,6 +49,7 @@ class Placement:
     mesh: Mesh
     topology: Topology
     matrix: Matrix
+    order: Order = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", mesh_of("mesh", self.mesh))
@@ -78,23 +84,68 @@ class Placement:
                     f"matrix {_show(matrix)}: column {column} of level {level.name!r} has product "
                     f"{math.prod(column)}, the level has size {level.size}"
                 )
+        object.__setattr__(self, "order", self._normal_order())
+
+    def _normal_order(self) -> Order:
+        plain = self._plain_order()
+        if not self.order:
+            return plain
+        given = border.items("the order", self.order, "orders of axes, one a level", TopologyError)
+        orders = [border.names("the order of a level", one, TopologyError) for one in given]
+        if len(orders) != len(plain):
+            raise TopologyError(
+                f"order {list(orders)} is of {len(orders)} levels; {self.topology.describe()} has {len(plain)}"
+            )
+        levels = enumerate(zip(self.topology.levels, orders, strict=True))
+        return tuple(normal_order(level, self.column(j), one) for j, (level, one) in levels)
+
+    def _plain_order(self) -> Order:
+        """The axes that are split on each level, in mesh order."""
+        columns = range(len(self.topology.levels))
+        return tuple(
+            tuple(a for a, row in zip(self.mesh.axes, self.matrix, strict=True) if row[j] > 1) for j in columns
+        )
+
+    def column(self, j: int) -> dict[str, int]:
+        """Return the units of level j over which each axis is split: column j of the matrix, by axis."""
+        return {axis: row[j] for axis, row in zip(self.mesh.axes, self.matrix, strict=True)}
+
+    def digits(self) -> tuple[tuple[Digit, ...], ...]:
+        """Return the digits of every level, outermost level first, major digit first.
+
+        >>> topology = Topology.load("dgx-a100", nodes=2)
+        >>> [[d.name for d in level] for level in Placement(Mesh(a=8, b=2), topology, ((2, 4), (1, 2))).digits()]
+        [['a.node'], ['a.gpu', 'b']]
+        """
+        found = [cut(level, self.column(j), self.order[j]) for j, level in enumerate(self.topology.levels)]
+        parts = Counter(axis for one in found for axis, _ in one)
+        levels: list[tuple[Digit, ...]] = []
+        for j, (level, one) in enumerate(zip(self.topology.levels, found, strict=True)):
+            here = Counter(axis for axis, _ in one)
+            stride = self.topology.strides[j] * level.size
+            digits: list[Digit] = []
+            for axis, size in one:
+                stride //= size
+                number = sum(d.axis == axis for d in digits)
+                part = f"{level.name}{number}" if here[axis] > 1 else level.name
+                digits.append(Digit(f"{axis}.{part}" if parts[axis] > 1 else axis, axis, j, size, stride))
+            levels.append(tuple(digits))
+        return tuple(levels)
 
     def device_mesh(self) -> NDArray[np.int64]:
         """Return the topology ids in the shape of the mesh, as `jax.sharding.Mesh` and torch's `DeviceMesh` take them.
 
-        Level digit j splits by column j in axis order, axis 0 most significant.
+        Level digit j splits by column j in the order of the level.
 
         >>> topology = Topology.load("dgx-a100", nodes=2)
         >>> Placement(Mesh(data=8, tensor=2), topology, ((1, 8), (2, 1))).device_mesh()[:2].tolist()
         [[0, 8], [1, 9]]
         """
-        m, depth = len(self.mesh.axes), len(self.topology.levels)
-        if m == 0:
-            return np.zeros((), np.int64)
         # Ids are level-major, the mesh is axis-major: the same digits, transposed.
-        shape = [self.matrix[i][j] for j in range(depth) for i in range(m)]
-        order = [j * m + i for i in range(m) for j in range(depth)]
-        return np.arange(self.topology.size).reshape(shape).transpose(order).reshape(self.mesh.sizes)
+        digits = [d for level in self.digits() for d in level]
+        order = [k for axis in self.mesh.axes for k, d in enumerate(digits) if d.axis == axis]
+        ids = np.arange(self.topology.size).reshape([d.size for d in digits])
+        return ids.transpose(order).reshape(self.mesh.sizes)
 
     def position(self) -> NDArray[np.int64]:
         """Return, by device id, its topology id, -1 where the mesh has no such id: int64 [largest id + 1]."""
@@ -106,25 +157,35 @@ class Placement:
     def mesh_split(self) -> Mesh:
         """Return the mesh, every axis that spans several levels split: `data.node`, `data.gpu`, outermost major.
 
-        It keeps its device ids; `device_mesh()` says on which device of the topology each of them lies.
+        Of an axis on dims of a torus that are no neighbours the parts are `data.chip0` and `data.chip1`. The mesh keeps
+        its device ids; `device_mesh()` says on which device of the topology each of them lies.
         """
         mesh = Mesh(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), devices=self.mesh.devices)
-        for axis, row in zip(self.mesh.axes, self.matrix, strict=True):
-            parts = {level.name: x for level, x in zip(self.topology.levels, row, strict=True) if x > 1}
+        digits = [d for level in self.digits() for d in level]
+        for axis in self.mesh.axes:
+            parts = {d.name.removeprefix(f"{axis}."): d.size for d in digits if d.axis == axis}
             if len(parts) > 1:
                 mesh = mesh.split(axis, **parts)
         return mesh
 
     def describe(self) -> str:
-        """Return the matrix in one line, such as `data=[2, 4], tensor=[1, 2]`."""
-        return ", ".join(f"{axis}={list(row)}" for axis, row in zip(self.mesh.axes, self.matrix, strict=True))
+        """Return the matrix in one line, such as `data=[2, 4], tensor=[1, 2]`, and orders that are not the mesh's.
+
+        >>> topology = Topology.load("tpu-v5p")
+        >>> Placement(Mesh(data=16, tensor=4), topology, ((16,), (4,)), (("data", "tensor", "data"),)).describe()
+        'data=[16], tensor=[4]; order chip=(data, tensor, data)'
+        """
+        matrix = ", ".join(f"{axis}={list(row)}" for axis, row in zip(self.mesh.axes, self.matrix, strict=True))
+        orders = zip(self.topology.levels, self.order, self._plain_order(), strict=True)
+        said = ", ".join(f"{level.name}=({', '.join(own)})" for level, own, plain in orders if own != plain)
+        return f"{matrix}; order {said}" if said else matrix
 
     def __str__(self) -> str:
         return f"mesh {self.mesh}\nplacement {self.describe()}\n{self.topology}"
 
     @staticmethod
     def parse(text: str) -> Placement:
-        """Read what `str` prints: the mesh, the matrix, and the topology file's text.
+        """Read what `str` prints: the mesh, the matrix with its orders, and the topology file's text.
 
         Raises `ParseError` where the text is malformed, `TopologyError` where the matrix does not fit.
         """
@@ -146,9 +207,18 @@ class Placement:
                 raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + at)
             rows.append(tuple(json.loads(found[1])))
             at = found.end()
+        placed = Placement(mesh, Topology.parse(lines[2]), tuple(rows))
+        orders = list(placed.order)
+        names = [level.name for level in placed.topology.levels]
+        for prefix in (r";\s*order\s+", *[r",\s*"] * (len(names) - 1)):
+            found = re.compile(rf"{prefix}(\w+)=\(([\w.]+(?:, ?[\w.]+)*)\)").match(body, at)
+            if found is None or found[1] not in names:
+                break
+            orders[names.index(found[1])] = tuple(re.split(", ?", found[2]))
+            at = found.end()
         if body[at:].strip():
-            raise ParseError("expected the end of the matrix", text, start + at)
-        return Placement(mesh, Topology.parse(lines[2]), tuple(rows))
+            raise ParseError("expected the end of the matrix, or '; order ', a level and its axes", text, start + at)
+        return replace(placed, order=tuple(orders))
 
 
 def _show(matrix: Matrix) -> str:
@@ -299,60 +369,27 @@ def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
     return sum(_tables(rows[1:], tuple(sorted(rest))) for rest in take(0, rows[0]))
 
 
-def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
-    """Return the placement matrix of an existing mesh, up to renaming equal units.
+def reordered(placement: Placement, j: int) -> Iterator[Placement]:
+    """Yield a placement with every order of level j that can make a difference, that of the mesh first.
 
-    Args:
-        ids: Topology ids in the mesh's shape, every device once.
-        topology: The hardware.
-
-    Returns:
-        The matrix, or None when the mesh is no placement: along some set of axes the groups span different numbers of
-        units, or the counts are no product of rows.
-
-    Raises:
-        TopologyError: The ids are not a permutation of the topology's devices.
-
-    Source: arXiv 2110.10548, read backwards: rows are ratios of the units a group spans.
-
-    >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
-    ((2, 4), (1, 2))
+    On a switch, and where all children are linked, the order makes none.
     """
-    array = topology.checked(ids)
-    if array.size != topology.size or np.unique(array).size != array.size:
-        raise TopologyError(
-            f"the mesh names {np.unique(array).size} distinct devices in {array.size} places; "
-            f"topology {topology.name!r} has {topology.size}, each must stand once"
-        )
-    counts: list[list[int]] = []
-    for i in range(array.ndim):
-        units = _units_spanned(array, (i,), topology)
-        if units is None or any(units[j] % units[j - 1] for j in range(1, len(units))):
-            return None
-        counts.append([units[0]] + [units[j] // units[j - 1] for j in range(1, len(units))])
-    matrix = tuple(tuple(row) for row in counts)
-    for j, size in enumerate(topology.level_sizes):
-        if math.prod(row[j] for row in matrix) != size:
-            return None
-    # Rows that fit axis by axis may still not fit together: two axes that go over the same units do not multiply.
-    for subset in range(1, 1 << array.ndim):
-        axes = tuple(i for i in range(array.ndim) if subset >> i & 1)
-        if len(axes) > 1:
-            expected = [math.prod(math.prod(matrix[i][: j + 1]) for i in axes) for j in range(len(topology.levels))]
-            if _units_spanned(array, axes, topology) != expected:
-                return None
-    return matrix
+    level = placement.topology.levels[j]
+    if level.link in ("switch", "full"):
+        yield placement
+        return
+    for one in level_orders(level, placement.column(j)):
+        yield replace(placement, order=(*placement.order[:j], one, *placement.order[j + 1 :]))
 
 
-def _units_spanned(array: NDArray[np.int64], axes: tuple[int, ...], topology: Topology) -> list[int] | None:
-    """The number of distinct units of each level in every group along `axes`; None where the groups disagree."""
-    others = [i for i in range(array.ndim) if i not in axes]
-    groups = array.transpose([*others, *axes]).reshape(-1, math.prod(array.shape[i] for i in axes))
-    spanned: list[int] = []
-    for stride in topology.strides:
-        units = np.sort(groups // stride, axis=1)
-        distinct = 1 + np.count_nonzero(np.diff(units, axis=1), axis=1)
-        if int(distinct.min()) != int(distinct.max()):
-            return None
-        spanned.append(int(distinct[0]))
-    return spanned
+def orders(placement: Placement) -> Iterator[Placement]:
+    """Yield a placement's matrix in every order that can make a difference, that of the mesh first.
+
+    >>> p = Placement(Mesh(data=16, tensor=4), Topology.load("tpu-v5p"), ((16,), (4,)))
+    >>> [one.order for one in orders(p)]
+    [(('data', 'tensor'),), (('data', 'tensor', 'data'),), (('tensor', 'data'),)]
+    """
+    found = [replace(placement, order=())]
+    for j in range(len(placement.topology.levels)):
+        found = [other for one in found for other in reordered(one, j)]
+    yield from found

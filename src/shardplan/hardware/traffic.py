@@ -12,8 +12,7 @@ or a node, sends:
 |---|---|---|
 | ring | 2(k-1)/k B all_reduce, (k-1)/k B reduce_scatter, (k-1) B all_gather, B reduce and broadcast | the same |
 | tree | 2 B, B for two members | double binary tree: B for two nodes, at most 2 B |
-| nvls | (1 + 1/g) B for g members of a node | - |
-| nvls_tree | as nvls | as tree |
+| nvls, nvls_tree | (1 + 1/g + per_member g) B for g members of a node | as tree |
 | collnet | as nvls | B |
 
 Source: NCCL `src/graph/tuning.cc`, `src/graph/trees.cc`, `src/graph/connect.cc`; arXiv 2110.10548 for rings in member
@@ -29,9 +28,18 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
-from shardplan.hardware.aggregate import all_to_all, in_network, in_network_legal, spread, units_spanned, walked
+from shardplan.hardware.aggregate import (
+    all_to_all,
+    in_network,
+    in_network_legal,
+    other_nodes,
+    spread,
+    units_spanned,
+    walked,
+)
 from shardplan.hardware.algorithms import FlowRound, ring, tree
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load
+from shardplan.hardware.library import Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +49,10 @@ class Traffic:
     hops: Floats  # over each level, one after another: of every group, or of every device that sends or receives [L, n]
     load: Load
     moved: Floats  # bytes whose two ends first differ at each level [L]
+    own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
-Algorithm = Callable[[str, Ints, Floats, Fabric], "list[Traffic] | None"]
+Algorithm = Callable[[str, Ints, Floats, Fabric, Row], "list[Traffic] | None"]
 
 
 def _flows(found: list[FlowRound], fabric: Fabric) -> list[Traffic]:
@@ -55,38 +64,37 @@ def _volume(kind: str, k: int) -> float:
     return {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}.get(kind, 1.0)
 
 
-def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
+def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(ring(kind, members, nbytes, fabric)), fabric)
     volume = _volume(kind, members.shape[1]) * nbytes
     crossings = walked(members, fabric)
     hops = (2 if kind == "all_reduce" else 1) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
     edges = crossings.sum_edges(volume)
-    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges)]
+    own = _own(kind, members, nbytes)
+    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges, own)]
 
 
-def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
+def _own(kind: str, members: Ints, nbytes: Floats) -> float:
+    """The bytes of a member's own part of what it exchanges with all others: all that it holds in an all-gather."""
+    return float(nbytes.max()) / (1 if kind == "all_gather" else members.shape[1])
+
+
+def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    return _in_nodes(kind, members, nbytes, fabric, 2.0, _double)
+    inside = members.shape[1] / _nodes(members, fabric)
+    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, inside - 1), 2, _double)
 
 
-def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
-    if _nodes(members, fabric).max() > 1 or not _reduces(members, fabric, near=True):
+def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+    return _switched(members, nbytes, fabric, row, _double)
+
+
+def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+    if _nodes(members, fabric).max() == 1 or not all(_reduces(members, fabric)[0]):
         return None
-    return _in_nodes(kind, members, nbytes, fabric, 1.0, _double)
-
-
-def _nvls_tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
-    if _nodes(members, fabric).max() < 2 or not _reduces(members, fabric, near=True):
-        return None
-    return _in_nodes(kind, members, nbytes, fabric, 1.0, _double)
-
-
-def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
-    if _nodes(members, fabric).max() < 2 or not _reduces(members, fabric, near=False):
-        return None
-    return _in_nodes(kind, members, nbytes, fabric, 1.0, lambda n: 1.0)
+    return _switched(members, nbytes, fabric, row, lambda n: 1.0)
 
 
 def _nodes(members: Ints, fabric: Fabric) -> Ints:
@@ -95,34 +103,39 @@ def _nodes(members: Ints, fabric: Fabric) -> Ints:
     return spanned[fabric.far - 1] if fabric.far else np.ones(len(members), dtype=np.int64)
 
 
-def _reduces(members: Ints, fabric: Fabric, near: bool) -> bool:
-    """Whether the levels spanned, or those of them inside a node, all reduce; some level inside a node is spanned."""
+def _reduces(members: Ints, fabric: Fabric) -> tuple[list[bool], list[bool]]:
+    """Whether each level that groups span reduces: those over nodes, and those inside one."""
     spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
-    levels = [w.level.reduces for w, s in zip(fabric.wires, spans, strict=True) if s]
-    inner = levels[sum(spans[: fabric.far]) :]
-    return bool(inner) and all(inner if near else levels)
+    said = [(j, wires.level.reduces) for j, wires in enumerate(fabric.wires) if spans[j]]
+    return [r for j, r in said if j < fabric.far], [r for j, r in said if j >= fabric.far]
+
+
+def _switched(
+    members: Ints, nbytes: Floats, fabric: Fabric, row: Row, far: Callable[[int], float]
+) -> list[Traffic] | None:
+    """Nodes whose switches reduce; None where they do not, or are too small."""
+    inner = _reduces(members, fabric)[1]
+    inside = members.shape[1] / _nodes(members, fabric)
+    if not inner or not all(inner) or inside.min() < row.members:
+        return None
+    return _in_nodes(members, nbytes, fabric, 1 + 1 / inside + row.per_member * inside, 1, far)
 
 
 def _in_nodes(
-    kind: str, members: Ints, nbytes: Floats, fabric: Fabric, chained: float, far: Callable[[int], float]
+    members: Ints, nbytes: Floats, fabric: Fabric, near: Floats, passes: int, far: Callable[[int], float]
 ) -> list[Traffic]:
-    """Reduce inside every node and over the nodes between: near by a chain (2 B) or by the switch (1 + 1/g)."""
-    k = members.shape[1]
+    """Reduce inside every node and over the nodes between; `near` and `far` times B are what members, nodes send."""
     spanned = units_spanned(members, fabric)
     nodes = _nodes(members, fabric)
-    inside = k / nodes
-    near = np.minimum(2.0, inside - 1) if chained > 1 else 1 + 1 / inside
     hops = np.zeros(spanned.shape)
-    hops[fabric.far :] = np.ceil(spanned / np.concatenate([np.ones((1, len(members))), spanned[:-1]]))[fabric.far :] - 1
-    if chained == 1:
-        hops[fabric.far :] = np.minimum(hops[fabric.far :], 1)
-    top = (spanned > 1).argmax(axis=0)  # the outermost level a group spans
-    groups = np.arange(len(members))
+    width = np.ceil(spanned / np.concatenate([np.ones((1, len(members))), spanned[:-1]]))
+    hops[fabric.far :] = passes * (width[fabric.far :] - 1)
     over = nodes > 1
-    hops[top[over], groups[over]] = np.ceil(np.log2(nodes[over]))  # a tree is as slow as it is deep
+    top = (spanned > 1).argmax(axis=0)  # the outermost level a group spans
+    hops[top[over], np.flatnonzero(over)] = 2 * np.ceil(np.log2(nodes[over]))  # a tree is as slow as it is deep
     factor = np.array([far(int(n)) for n in nodes])
     moved = (np.diff(spanned, axis=0, prepend=1) * 2 * nbytes).sum(axis=1)
-    return [Traffic(2 * hops, spread(members, near * nbytes, factor * nbytes, fabric, walked(members, fabric)), moved)]
+    return [Traffic(hops, spread(members, near * nbytes, factor * nbytes, fabric, walked(members, fabric)), moved)]
 
 
 @lru_cache(maxsize=1024)
@@ -139,26 +152,45 @@ def _double(nodes: int) -> float:
     return float(sent.max())
 
 
-def _network(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic] | None:
+def _network(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
     if not in_network_legal(members, fabric):
         return None
     return [Traffic(*in_network(members, nbytes, fabric))]
 
 
-def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> list[Traffic]:
-    return [Traffic(*all_to_all(members, nbytes, fabric))]
+def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic]:
+    hops, load, moved = all_to_all(members, nbytes, fabric)
+    if _starts_inside(fabric):
+        hops[-1] += hops[: fabric.far].sum(axis=0)
+        hops[: fabric.far] = other_nodes(members, fabric)
+    return [Traffic(hops, load, moved, _own(kind, members, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:
-    """Return what messages make: a device starts and takes in its own one after another, each a hop."""
-    depth = len(fabric.wires)
-    level = fabric.crossed(flows.sender, flows.receiver)
+    """Return what messages make: a device starts and takes in its own one after another, as in an all-to-all."""
+    depth, far = len(fabric.wires), fabric.far
     counts: list[Floats] = []
-    for end in (flows.sender, flows.receiver):
+    for end, other in ((flows.sender, flows.receiver), (flows.receiver, flows.sender)):
         device, at = np.unique(end, return_inverse=True)
-        table = np.bincount(level * len(device) + at.reshape(-1), minlength=depth * len(device))
-        counts.append(table.reshape(depth, len(device)).astype(np.float64))
+        at, width = at.reshape(-1), len(device)
+        level = fabric.crossed(end, other)
+        inner = np.zeros(width, dtype=np.int64)
+        keep = np.ones(len(level), dtype=bool)
+        if far and _starts_inside(fabric):
+            out = np.flatnonzero(level < far)
+            node = fabric.wires[far - 1]
+            keep[out] = False
+            keep[out[np.unique(at[out] * node.units + other[out] // node.stride, return_index=True)[1]]] = True
+            inner = np.bincount(at[out], minlength=width)
+        hops = np.bincount(level[keep] * width + at[keep], minlength=depth * width).reshape(depth, width)
+        hops[-1] += inner
+        counts.append(hops.astype(np.float64))
     return Traffic(np.concatenate(counts, axis=1), fabric.load(flows), fabric.level_bytes(flows))
+
+
+def _starts_inside(fabric: Fabric) -> bool:
+    """Whether what leaves a node starts as a message inside it, and waits for each other node once."""
+    return not fabric.library.member_order and fabric.far < len(fabric.wires)
 
 
 # Open set: an algorithm is one function here, and rows in the tables of the libraries that have it.
@@ -166,7 +198,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "ring": _ring,
     "tree": _tree,
     "nvls": _nvls,
-    "nvls_tree": _nvls_tree,
+    "nvls_tree": _nvls,
     "collnet": _collnet,
     "network": _network,
     "p2p": _p2p,

@@ -2,7 +2,7 @@
 
 The launch is read as a placement (`launches.launch`), its traffic is priced as stock collectives in the order in which
 its groups list their members, and beside it every matrix of the same mesh; the cheapest is written as text that runs
-(`fixes`).
+(`fixes`). What is priced, loaded and felt is what the topology's library makes of that order.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.algorithms import ring
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
-from shardplan.hardware.placement import Matrix, Placement, placements
+from shardplan.hardware.placement import Matrix, Placement, orders, placements
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
-from shardplan.launches.launch import Launch, Ring, detour_text, ring_of, sharing, spanned
-from shardplan.launches.verdict import Findings, analyse
+from shardplan.launches.launch import Launch, Ring, crowding, detour_text, ring_of, sharing, spanned
+from shardplan.launches.verdict import SAME, Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.placed import ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
-SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class AxisRow:
     axes: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]  # for each level the least and the greatest number of units that a group spans
     per_uplink: tuple[int, ...]  # for each level the groups that share an uplink of the busiest unit
-    detours: tuple[int, ...]  # for each level the ring's crossings beyond the least possible, over all groups
+    detours: tuple[int, ...]  # for each level the library's crossings beyond the least possible, over all groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,8 @@ class CostShare:
     demand: Demand
     seconds: float  # of a step, as launched
     best_seconds: float  # of a step, on the best matrix
-    uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step, on rings
+    uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step
+    port_bytes: tuple[float, ...]  # for each level the bytes that leave by its busiest port or link in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,12 @@ class Audit:
     best: Placement | None
     best_seconds: float | None  # of all demands there; None without traffic
     causes: tuple[str, ...]  # sentences, one for each demand that loses, the worst first; else why none does
-    fix: Fix | None  # how to launch `best`; None where nothing is to be gained and no ring is interleaved
+    fix: Fix | None  # how to launch `best`; None where nothing is to be gained and no order costs the library anything
 
     @property
     def placement(self) -> Placement | None:
         """The launch as a placement, up to renaming equal units; None where it is none."""
-        matrix = self.findings.matrix
-        return None if matrix is None else Placement(self.launch.mesh, self.launch.topology, matrix)
+        return _own(self.launch, self.findings)
 
     @property
     def cause(self) -> str:
@@ -146,17 +145,18 @@ def audit(
     demands = () if traffic is None else _demands(traffic, mesh)
     together = tuple(dict.fromkeys(d.axes for d in demands if len(d.axes) > 1))
     findings = analyse(launch, together)
-    rows = tuple(_row(launch, ring) for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1)
+    fabric = Fabric(topology)
+    wide = [ring for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1]
+    rows = tuple(_row(launch, ring, fabric) for ring in wide)
     if not demands:
-        own = None if findings.matrix is None else Placement(mesh, topology, findings.matrix)
-        text = fix(launch, own, (), device) if own is not None and findings.verdict == "interleaved" else None
+        own = _own(launch, findings)
+        text = fix(launch, own, (), device) if own is not None and findings.felt else None
         cause = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
         return Audit(launch, findings, rows, (), None, own, None, (cause,), text)
-    fabric = Fabric(topology)
     seconds = [stock_seconds(launch.groups(d.axes), d, fabric) for d in demands]
     best, best_each = _best(launch, findings, stock_ranking(mesh, topology, demands))
     shares = tuple(
-        CostShare(d, now, then, tuple(float(x.max()) for x in leaving_bytes(launch.groups(d.axes), d, fabric)))
+        CostShare(d, now, then, *_busiest(leaving_bytes(launch.groups(d.axes), d, fabric), fabric))
         for d, now, then in zip(demands, seconds, best_each, strict=True)
     )
     total, best_total = sum(seconds), sum(best_each)
@@ -166,15 +166,22 @@ def audit(
         losing = [s for s in losing if s.seconds > s.best_seconds * (1 + SAME)]
         causes = tuple(dict.fromkeys(_cause(launch, findings, s, best) for s in losing))
         joint = all(len(s.demand.axes) > 1 for s in losing)
-        if joint and findings.matrix == best.matrix and findings.verdict in ("canonical", "equivalent"):
+        if joint and _own(launch, findings) == best and not findings.felt:
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
             causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
         else:
             text = fix(launch, best, together, device)
-    elif findings.verdict == "interleaved" and findings.matrix == best.matrix:
+    elif findings.felt and _own(launch, findings) == best:
         causes = (f"{findings.reason}; the cheapest algorithms for this traffic do not feel it",)
         text = fix(launch, best, together, device)
     return Audit(launch, findings, rows, shares, total, best, best_total, causes, text)
+
+
+def _own(launch: Launch, findings: Findings) -> Placement | None:
+    """The launch as a placement, None where it is none."""
+    if findings.matrix is None:
+        return None
+    return Placement(launch.mesh, launch.topology, findings.matrix, findings.order)
 
 
 def _demands(traffic: object, mesh: Mesh) -> tuple[Demand, ...]:
@@ -216,11 +223,11 @@ def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
 def stock_ranking(
     mesh: Mesh, topology: Topology, demands: Sequence[Demand]
 ) -> list[tuple[Placement, tuple[float, ...]]]:
-    """Return every placement with the seconds of each demand as a stock collective, the cheapest first.
+    """Return every placement, in every order, with the seconds of each demand as a stock collective, cheapest first.
 
     Groups list their members in level-major order. Raises `TopologyError` where sizes differ.
     """
-    rows = ranked(list(placements(mesh, topology)), demands, programs="stock")
+    rows = ranked([one for p in placements(mesh, topology) for one in orders(p)], demands, programs="stock")
     return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
 
 
@@ -230,60 +237,54 @@ def _best(
     """Of the cheapest placements that are equal the one that asks least of the user: none, no renumbering, or any."""
     least = sum(ranking[0][1])
     equal = [row for row in ranking if sum(row[1]) <= least * (1 + SAME)]
-    natural = np.arange(launch.mesh.size)
+    natural, own = np.arange(launch.mesh.size), _own(launch, findings)
 
     def effort(row: tuple[Placement, tuple[float, ...]]) -> int:
-        if row[0].matrix == findings.matrix:
+        if row[0] == own:
             return 0
         return 1 if np.array_equal(renumbered(launch, row[0]).reshape(-1), natural) else 2
 
     return min(equal, key=effort)
 
 
-def _row(launch: Launch, one: Ring) -> AxisRow:
+def _row(launch: Launch, one: Ring, fabric: Fabric) -> AxisRow:
     """What the groups of one ring cross."""
     groups = launch.groups(one.axes)
     counts = spanned(groups, launch.topology)
-    shared = sharing(groups, launch.topology)
-    levels = launch.topology.levels
-    return AxisRow(
-        one.axes,
-        tuple((int(c.min()), int(c.max())) for c in counts),
-        tuple(math.ceil(n / level.uplinks) for n, level in zip(shared, levels, strict=True)),
-        one.detours,
-    )
+    spans = tuple((int(c.min()), int(c.max())) for c in counts)
+    return AxisRow(one.axes, spans, crowding(groups, fabric), one.detours)
 
 
-def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[NDArray[np.float64]]:
-    """Return for each level the bytes that leave its units in a step, float64 [units]; by rings.
+def _busiest(leaving: Sequence[Floats], fabric: Fabric) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each level the bytes that leave its busiest unit, and by its busiest port or link."""
+    units = tuple(float(x.sum(axis=1).max()) for x in leaving)
+    return units, tuple(float(x.max()) / w.parallel for x, w in zip(leaving, fabric.wires, strict=True))
 
-    `members` are topology ids, int64 [groups, k], in member order. An all-to-all is counted pair by pair.
+
+def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[Floats]:
+    """Return for each level the bytes that leave its units in a step, float64 [units, ports or links].
+
+    They are the load that is priced. `members` are topology ids, int64 [groups, k], in member order. A port may stand
+    for several that act as one, and what a unit of a ring, torus or mesh passes on counts as well.
     """
-    topology, k = fabric.topology, members.shape[1]
-    sums: list[NDArray[np.float64]] = []
-    if demand.letters is None and not demand.shifts:
-        each = demand.nbytes * demand.count / k
-        for stride in topology.strides:
-            units = (members // stride).reshape(-1)
-            lane = np.repeat(np.arange(len(members)), k) * topology.size + units
-            _, at, inside = np.unique(lane, return_inverse=True, return_counts=True)
-            sums.append(np.bincount(units, (k - inside[at]) * each, topology.size // stride).astype(np.float64))
-        return sums
-    # Every member but the last sends its bytes to the next, as down a chain.
-    op = "broadcast" if demand.shifts else demand.op
-    flows = next(iter(ring(op, members, np.full(len(members), demand.nbytes * demand.count), fabric))).flows
-    for stride in topology.strides:
-        out = flows.sender // stride
-        moving = out != flows.receiver // stride
-        sums.append(np.bincount(out[moving], flows.nbytes[moving], topology.size // stride).astype(np.float64))
-    return sums
+    paid = price(demand_pattern(demand.op, members, demand.nbytes), fabric)
+    found: list[Floats] = []
+    for j, wires in enumerate(fabric.wires):
+        seconds = paid.load[j] if paid.load else None
+        if seconds is None or paid.row is None:
+            found.append(np.zeros((wires.units, 1)))
+        else:
+            share = paid.row.far_share if j < fabric.far else paid.row.near_share
+            found.append(demand.count * share * fabric.sent(j, seconds))
+    return found
 
 
-def uplink_word(level: Level) -> str:
-    """Return what an uplink of a level is called: that of a node is a NIC."""
+def uplink_word(level: Level, count: int = 1) -> str:
+    """Return what uplinks of a level are called: those of a node are NICs."""
+    several = "s" if count > 1 else ""
     if level.link != "switch":
-        return f"link of a {level.name}"
-    return "NIC" if level.name in ("node", "host") else f"uplink of a {level.name}"
+        return f"link{several} of a {level.name}"
+    return f"NIC{several}" if level.name in ("node", "host") else f"uplink{several} of a {level.name}"
 
 
 def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement) -> str:
@@ -300,17 +301,19 @@ def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement
     for j, level in enumerate(levels):
         if here[j] > there[j]:
             spans = f"{names} {verb} {here[j]} {level.name}s"
-            n = math.ceil(sharing(groups, launch.topology)[j] / level.uplinks)
-            if n > 1:
+            n = sharing(groups, launch.topology)[j]
+            if n > 1 and level.uplinks == 1:
                 return f"{spans}: {n} groups share each {uplink_word(level)}"
-            rate = format_rate(level.bandwidth)
-            return f"{spans}, each over {uplink_word(level)}s of {rate}; it could span {there[j]}"
+            ports = f"{uplink_word(level, level.uplinks)} of {format_rate(level.bandwidth)}"
+            if n > 1:
+                return f"{spans}: {n} groups share {level.uplinks} {ports}; it could span {there[j]}"
+            return f"{spans}, each over {ports}; it could span {there[j]}"
         if rings.detours[j]:
             return detour_text(rings, launch.topology, j)
         busy, idle = (sharing(g, launch.topology)[j] for g in (groups, target))
         if busy > idle > 0:
             return f"{names} {verb} {here[j]} {level.name}s: {busy} groups leave each {level.name}, where {idle} could"
-    if findings.verdict == "interleaved":
+    if findings.felt:
         return findings.reason
     return (
         f"{worst.demand.op} over {names} of {format_bytes(worst.demand.nbytes)} takes "

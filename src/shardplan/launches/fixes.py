@@ -120,7 +120,7 @@ def _gives(launch: Launch, ranks: Ints, placement: Placement) -> bool:
         return [table[r] for r in flat] == placement.device_mesh().reshape(-1).tolist()
     mesh = Mesh(launch.mesh.shape, devices=flat)
     found = analyse(Launch(mesh, launch.topology, tuple(table[r] for r in flat)))
-    return found.matrix == placement.matrix and found.verdict in ("canonical", "equivalent")
+    return (found.matrix, found.order) == (placement.matrix, placement.order) and not found.felt
 
 
 def strided_text(ids: Ints, arange: str, permute: str) -> str | None:

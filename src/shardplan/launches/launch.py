@@ -1,5 +1,7 @@
 """Launches: where an existing job put its mesh, and how the rings of its groups pass from unit to unit.
 
+A ring passes as the topology's library makes it: in the order of a group's members, or, of a library that orders
+members itself, from node to node in the order of their first members and inside a node without detour.
 A launch is one array, mesh coordinate -> topology device id; readers (`hostfile`, `megatron`, `frameworks`) all
 make it. What it is as a placement is found in `verdict`.
 """
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.errors import TopologyError, shown
+from shardplan.hardware.aggregate import walked
+from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 
@@ -97,7 +101,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How the groups over some axes pass from unit to unit in member order, closing the ring."""
+    """How the groups over some axes pass from unit to unit, closing the ring."""
 
     axes: tuple[str, ...]  # major first
     crossings: tuple[int, ...]  # for each level, the pairs of neighbours in different units, over all groups
@@ -130,24 +134,47 @@ def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
     >>> sharing(np.arange(16).reshape(2, 8).T, Topology.load("dgx-a100", nodes=2))
     (8, 1)
     """
+    return tuple(
+        _most(groups[spans > 1] // stride)
+        for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True)
+    )
+
+
+def crowding(groups: Ints, fabric: Fabric) -> tuple[int, ...]:
+    """Return for each level the most groups that leave a unit by one of its ports, or by its links.
+
+    Those have a member with its rail there; `groups` are topology ids, int64 [groups, k].
+
+    >>> crowding(np.arange(16).reshape(2, 8).T, Fabric(Topology.load("dgx-a100", nodes=2)))
+    (1, 1)
+    """
     most: list[int] = []
-    for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True):
-        units = topology.size // stride
-        leaving = groups[spans > 1] // stride
-        pairs = np.unique(leaving + np.arange(len(leaving))[:, None] * units)
-        most.append(int(np.bincount(pairs % units, minlength=1).max()) if pairs.size else 0)
+    for j, (wires, spans) in enumerate(zip(fabric.wires, spanned(groups, fabric.topology), strict=True)):
+        leaving = groups[spans > 1]
+        most.append(_most(fabric.rail(j, leaving) if wires.level.link == "switch" else leaving // wires.stride))
     return tuple(most)
 
 
-def ring_of(launch: Launch, axes: Sequence[str]) -> Ring:
+def _most(where: Ints) -> int:
+    """The most rows, [groups, k], that have the same number in them."""
+    width = int(where.max(initial=0)) + 1
+    pairs = np.unique(where + np.arange(len(where))[:, None] * width)
+    return int(np.bincount(pairs % width, minlength=1).max())
+
+
+def ring_of(launch: Launch, axes: Sequence[str], listed: bool = False) -> Ring:
     """Return how often the rings over axes (major first) cross each level, beside the least possible.
 
+    They are those of the topology's library; where `listed`, in the order of members whatever the library makes of it.
     Raises `LayoutError` for an axis that the mesh has not.
     """
     topology, groups = launch.topology, launch.groups(axes)
-    spans = spanned(groups, topology)
-    crossings = [int(np.count_nonzero(g != np.roll(g, -1, axis=1))) for g in (groups // s for s in topology.strides)]
-    return Ring(tuple(axes), tuple(crossings), tuple(int(u[u > 1].sum()) for u in spans))
+    fabric = Fabric(topology)
+    if listed or fabric.library.member_order:
+        edges = [np.count_nonzero(g != np.roll(g, -1, axis=1)) for g in (groups // s for s in topology.strides)]
+    else:
+        edges = walked(groups, fabric).edges.sum(axis=1)
+    return Ring(tuple(axes), tuple(map(int, edges)), tuple(int(u[u > 1].sum()) for u in spanned(groups, topology)))
 
 
 def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:

@@ -160,8 +160,19 @@ def orders_of(placement: Placement) -> tuple[str, ...]:
         if wide in found:
             continue
         try:
-            if greedy_matrix(mesh, topology, fastest) == placement.matrix:
+            if greedy_matrix(mesh, topology, fastest) == placement.matrix and _orders_agree(placement, fastest):
                 found[wide] = text
         except TopologyError:
             continue
     return tuple(found.values())
+
+
+def _orders_agree(placement: Placement, fastest: Sequence[str]) -> bool:
+    """Say whether axes of which the first is fastest share each level as they do in a placement.
+
+    On a switch, and where all children are linked, every order is as good.
+    """
+    return all(
+        level.link in ("switch", "full") or list(own) == [a for a in reversed(fastest) if a in own]
+        for level, own in zip(placement.topology.levels, placement.order, strict=True)
+    )

@@ -2,25 +2,31 @@
 
 The matrix is read backwards (arXiv 2110.10548): the units that every group spans give the rows. The order of a group's
 members tells whether its ring visits a unit once. The verdict is about how units nest and link; how fast they are
-(`degraded`) is the business of seconds.
+(`degraded`) is the business of seconds. Whether an order costs anything is the library's to say: some order a group's
+members themselves.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from shardplan.core.mesh import Mesh
-from shardplan.hardware.placement import Matrix, Placement, matrix_of
+from shardplan.core.pattern import Groups
+from shardplan.hardware.cost import KINDS, seconds
+from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
+SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
+_SIZES = (2.0**10, 2.0**20, 2.0**30)  # bytes at which an order may be felt
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,15 @@ class Findings:
 
     # `canonical`: it is `device_mesh()`; `equivalent`: up to renaming equal units (on a ring, torus or mesh also the
     # order of a level's digits, where no axis takes more hops); `interleaved`: the right groups in an order that costs
-    # rings, or algorithms that halve and double, more; or `not a placement`.
+    # rings or chains in that order more; or `not a placement`.
     verdict: Verdict
     matrix: Matrix | None  # None where there is none
     spans: tuple[tuple[tuple[int, int], ...], ...]  # by axis and level the least and the most units that groups span
     rings: tuple[Ring, ...]  # one for each axis, and for each tuple of axes that was asked for
     strays: tuple[Stray, ...]  # the offending groups, of the smallest set of axes that has some
     reason: str  # why it is interleaved or no placement, one sentence; else empty
+    felt: bool  # whether it is interleaved, and its topology's library takes longer for that
+    order: Order = ()  # of the digits of each level, where it is one that a placement can have; else the mesh's
 
 
 def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Findings:
@@ -57,6 +65,8 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
 
     Source: arXiv 2110.10548, read backwards.
 
+    >>> from shardplan.core.mesh import Mesh
+    >>> from shardplan.hardware.topology import Topology
     >>> analyse(Launch(Mesh(data=8, tensor=2), Topology.load("dgx-a100", nodes=2), tuple(range(16)))).verdict
     'canonical'
     """
@@ -67,13 +77,36 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     matrix = matrix_of(launch.array, topology)
     if matrix is None:
         reason, strays = _strays(launch)
-        return Findings("not a placement", None, spans, rings, strays, reason)
-    placed = Placement(mesh, topology, matrix).device_mesh()
-    reason = _detour(rings[: len(mesh.axes)], topology) or _long_way(launch, matrix) or _turned(launch, placed)
+        return Findings("not a placement", None, spans, rings, strays, reason, False)
+    plain = Placement(mesh, topology, matrix)
+    placed, order = Launch.of(plain), order_of(launch.array, plain).order
+    listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
+    reason = _detour(listed, topology) or _long_way(launch, matrix) or _turned(launch, placed.array)
     if reason:
-        return Findings("interleaved", matrix, spans, rings, (), reason)
-    canonical = np.array_equal(launch.array, placed)
-    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "")
+        felt = _felt(launch, placed)
+        if not felt:
+            reason += f"; {topology.library} orders members itself and does not feel it"
+        return Findings("interleaved", matrix, spans, rings, (), reason, felt, order)
+    canonical = np.array_equal(launch.array, placed.array)
+    return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", False, order)
+
+
+def _felt(launch: Launch, placed: Launch) -> bool:
+    """Whether the topology's library takes longer for some collective over an axis than in the order of the numbering.
+
+    A slow unit is no matter of order.
+    """
+    topology = replace(launch.topology, levels=tuple(level.sound() for level in launch.topology.levels))
+    fabric = Fabric(topology)
+    if fabric.library.member_order:
+        return True
+    for axis, kind in itertools.product(launch.mesh.axes, KINDS):
+        groups, ordered = launch.groups((axis,)), placed.groups((axis,))
+        for nbytes in (np.full(len(groups), size) for size in _SIZES):
+            here, there = (seconds(Groups(kind, members, nbytes), fabric) for members in (groups, ordered))
+            if here > there * (1 + SAME):
+                return True
+    return False
 
 
 def _detour(rings: Sequence[Ring], topology: Topology) -> str:
@@ -94,8 +127,8 @@ def _turned(launch: Launch, placed: Ints) -> str:
         units = renamed.reshape(-1, stride) // stride
         if bool((units != units[:, :1]).any()):
             return (
-                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, algorithms "
-                "that halve and double do"
+                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, their chains "
+                "do"
             )
     return ""
 
@@ -162,7 +195,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
         if level.link in ("switch", "full") or level.size < 4:  # of three or fewer, every order is as good
             continue
         found = [_hops(launch, axis, j) for axis in mesh.axes]
-        orders = [Launch(mesh, topology, ids, (), False) for ids in _numberings(mesh, topology, matrix, j)]
+        orders = [Launch.of(one) for one in reordered(Placement(mesh, topology, matrix), j)]
         offers = [[_hops(one, axis, j) for axis in mesh.axes] for one in orders]
         if not any(all(a <= b for a, b in zip(found, offer, strict=True)) for offer in offers):
             best = min(offers, key=sum)
@@ -186,20 +219,3 @@ def _hops(launch: Launch, axis: str, j: int) -> int:
     if level.link != "mesh":
         ahead = np.minimum(ahead, np.array(level.extents)[:, None] - ahead)
     return int(ahead.sum())
-
-
-def _numberings(mesh: Mesh, topology: Topology, matrix: Matrix, j: int) -> Iterator[tuple[int, ...]]:
-    """Yield the devices numbered as `device_mesh()` does, but for level j with its column's digits in every order.
-
-    Several axes may share a ring, torus or mesh in any order; which of them is nearest decides who takes the fewest
-    hops.
-    """
-    m, depth = len(mesh.axes), len(topology.levels)
-    several = [i for i in range(m) if matrix[i][j] > 1]
-    for order in itertools.permutations(several):
-        digits = [(level, i) for level in range(depth) for i in range(m) if level != j or matrix[i][j] == 1]
-        at = next((k for k, (level, _) in enumerate(digits) if level > j), len(digits))
-        digits[at:at] = [(j, i) for i in order]
-        shape = [matrix[i][level] for level, i in digits]
-        axes = [digits.index((level, i)) for i in range(m) for level in range(depth)]
-        yield tuple(np.arange(topology.size).reshape(shape).transpose(axes).reshape(-1).tolist())

@@ -1,15 +1,15 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
-Cut, count and gather bounds. They hold for algorithms whose messages go between the devices concerned. Where a level
-reduces in the network, reductions have no count bound; the others still hold. Of collectives, members are device ids,
-int64 [G, k], and nbytes is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
+Cut, count and gather bounds, at the best rates that any row of the library reaches. An element counts once where it
+enters, and once out of all its holders together: whoever has it may pass it on. Where a level reduces in the network,
+reductions have no count bound; the others still hold. Of collectives, members are device ids, int64 [G, k], and nbytes
+is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,121 +17,154 @@ from numpy.typing import NDArray
 from shardplan.hardware.aggregate import units_spanned
 from shardplan.hardware.fabric import Fabric, Floats, Ints
 
-# Cells times boxes up to which the volume of a union is computed exactly: 8 MB of booleans. Above it, a coarser bound.
-_EXACT = 8_000_000
+# Pairs of boxes in one unit that are met one by one (arrays of 16 MB); above, a coarser bound.
+_PAIRS = 1 << 21
 # Rows (a group in a parent) times arcs of a ring that are tried: arrays of 32 MB at most. Above it no ring is cut.
 _ARCS = 1 << 22
 
 
-def entry_bytes(src_boxes: Ints, dst_boxes: Ints, unit_of: Ints, itemsize: float = 1.0) -> Floats:
-    """Return the bytes that must enter each unit: the union of its destination boxes minus that of its source boxes.
+class Tiles(NamedTuple):
+    """What devices hold, or want: distinct boxes, which do not overlap, and who has which."""
 
-    Args:
-        src_boxes: (start, stop) of every dim for every device, [n, ndim, 2]; an empty box where it holds nothing.
-        dst_boxes: The same for what each device must hold.
-        unit_of: The number of each device's unit, [n].
-        itemsize: Bytes of an element.
+    boxes: Ints  # (start, stop) of every dim, [boxes, ndim, 2]
+    device: Ints  # rows of the devices with a box [m]
+    number: Ints  # of its box [m]
 
-    Returns:
-        Bytes for every unit, [max(unit_of) + 1]: exact by coordinate compression where the grid is small, else a lower
-        bound (the largest over devices of what its destination box holds beyond the unit's source boxes, by count).
+    @staticmethod
+    def of(boxes: Ints) -> Tiles:
+        """Number the boxes of devices, [n, ndim, 2]; an empty one is none."""
+        device = np.flatnonzero(_volume(boxes) > 0)
+        distinct, number = np.unique(
+            boxes[device].reshape(len(device), 2 * boxes.shape[1]), axis=0, return_inverse=True
+        )
+        return Tiles(distinct.reshape(-1, *boxes.shape[1:]), device, number.reshape(-1))
+
+    def units(self, unit_of: Ints) -> tuple[Ints, Ints]:
+        """Return each pair of a unit and a box in it once, by unit."""
+        pairs = np.unique(unit_of[self.device] * len(self.boxes) + self.number)
+        return pairs // max(1, len(self.boxes)), pairs % max(1, len(self.boxes))
+
+
+class Crossing(NamedTuple):
+    """What must cross the border of units."""
+
+    enter: Floats  # elements wanted in each unit that it does not hold [units]
+    leave: Floats  # of every box held, elements wanted outside all units that hold it [boxes]
+    holders: Ints  # rows (box, unit), by box [pairs, 2]
+
+
+def crossing(source: Tiles, target: Tiles, unit_of: Ints) -> Crossing:
+    """Return what must cross the border of each unit, and of all units together that hold a box, whatever is relayed.
+
+    `unit_of` is the number of each device's unit, [n]. All that is held is wanted somewhere. It is exact while boxes in
+    units are few; else of a unit the largest over its boxes of what it cannot hold of it, and nothing leaves.
     """
-    n, ndim = src_boxes.shape[:2]
-    if n == 0:
-        return np.zeros(0)
-    entry = np.zeros(int(unit_of.max()) + 1)
-    volume = _volume(dst_boxes)
-    if np.unique(unit_of).size == n:  # one device a unit: no union to take
-        entry[unit_of] = volume - _volume(_meet(src_boxes, dst_boxes))
-        return entry * itemsize
-    boxes, number = np.unique(
-        np.concatenate([src_boxes, dst_boxes]).reshape(2 * n, ndim * 2), axis=0, return_inverse=True
-    )
-    boxes, number = boxes.reshape(-1, ndim, 2), number.reshape(-1)
-    # One row for each distinct box of a unit, ordered by unit.
-    source = np.unique(unit_of * len(boxes) + number[:n])
-    target = np.unique(unit_of * len(boxes) + number[n:])
-    edges = [np.unique(boxes[:, d]) for d in range(ndim)]
-    cells = math.prod(max(len(edge) - 1, 1) for edge in edges)
-    units = np.unique(unit_of)
-    if cells * (len(source) + len(target)) <= _EXACT and ndim:
-        inside = np.ones((len(boxes), 1), dtype=bool)
-        size = np.ones(1)
-        for d, edge in enumerate(edges):
-            low = edge[:-1]
-            covers = (boxes[:, d, :1] <= low) & (low < boxes[:, d, 1:])
-            inside = (inside[:, :, None] & covers[:, None, :]).reshape(len(boxes), -1)
-            size = (size[:, None] * np.diff(edge)[None, :]).reshape(-1)
-        has, needs = (_union(keys, len(boxes), inside) for keys in (source, target))
-        entry[units] = (needs & ~has) @ size
-        return entry * itemsize
-    # What a unit's source boxes hold of a destination box is at most what they hold together, and at most what of it
-    # lies inside the box around them all.
-    sizes = _volume(boxes)
-    held = np.bincount(source // len(boxes), sizes[source % len(boxes)], len(entry))
-    around = _surround(src_boxes, unit_of, len(entry))
-    known = np.minimum(held[unit_of], _volume(_meet(around[unit_of], dst_boxes)))
-    np.maximum.at(entry, unit_of, volume - known)
-    return np.maximum(entry, 0.0) * itemsize
+    units = int(unit_of.max(initial=-1)) + 1
+    at, held = source.units(unit_of)
+    place, wanted = target.units(unit_of)
+    size, volume = _volume(source.boxes), _volume(target.boxes)
+    holders = np.stack([held, at], axis=1)[np.lexsort((at, held))]
+    first = np.searchsorted(at, place)
+    width = np.searchsorted(at, place, "right") - first
+    if int(width.sum()) > _PAIRS:
+        return Crossing(_coarse(source, target, unit_of, units), np.zeros(len(size)), holders)
+    # Every box wanted with every box held in the same unit.
+    row = np.repeat(np.arange(len(place)), width)
+    pair = held[np.repeat(first, width) + np.arange(len(row)) - np.repeat(np.cumsum(width) - width, width)]
+    common = _common(target.boxes[wanted[row]], source.boxes[pair])
+    enter = np.bincount(place, volume[wanted], units).astype(np.float64) - np.bincount(place[row], common, units)
+    # What every unit that wants it finds among those that hold it need not leave them.
+    meet, one, found = np.unique(wanted[row] * len(size) + pair, return_index=True, return_counts=True)
+    stays = found == np.bincount(wanted, minlength=len(volume))[meet // max(1, len(size))]
+    leave = size - np.bincount(meet[stays] % max(1, len(size)), common[one[stays]], len(size))
+    return Crossing(enter, leave, holders)
+
+
+def _coarse(source: Tiles, target: Tiles, unit_of: Ints, units: int) -> Floats:
+    """What a unit holds of a box wanted is at most all it holds, and at most what lies inside the box around that."""
+    at, held = source.units(unit_of)
+    place, wanted = target.units(unit_of)
+    around = np.zeros((units, *source.boxes.shape[1:]), dtype=np.int64)
+    around[..., 0] = np.iinfo(np.int64).max // 2  # without a box: empty, and half, so that differences do not overflow
+    np.minimum.at(around[..., 0], at, source.boxes[held][..., 0])
+    np.maximum.at(around[..., 1], at, source.boxes[held][..., 1])
+    total = np.bincount(at, _volume(source.boxes)[held], units)
+    boxes = target.boxes[wanted]
+    enter = np.zeros(units)
+    np.maximum.at(enter, place, _volume(boxes) - np.minimum(total[place], _common(around[place], boxes)))
+    return enter
 
 
 def _volume(boxes: Ints) -> Floats:
     return np.maximum(boxes[..., 1] - boxes[..., 0], 0).astype(np.float64).prod(axis=-1)
 
 
-def _meet(one: Ints, other: Ints) -> Ints:
-    return np.stack([np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])], axis=-1)
-
-
-def _union(keys: Ints, width: int, inside: np.ndarray) -> np.ndarray:
-    """The cells that are in a box of every unit: [units, cells].
-
-    `keys` are unit * width + box, in order; `inside` says of every box which cells it has, [boxes, cells].
-    """
-    unit = keys // width
-    starts = np.flatnonzero(np.diff(unit, prepend=-1))
-    return np.logical_or.reduceat(inside[keys % width], starts, axis=0)
-
-
-def _surround(boxes: Ints, unit_of: Ints, units: int) -> Ints:
-    """The smallest box around the non-empty boxes of every unit."""
-    full = _volume(boxes) > 0
-    around = np.zeros((units, boxes.shape[1], 2), dtype=np.int64)
-    around[..., 0] = np.iinfo(np.int64).max // 2  # without a box: empty, and half, so that differences do not overflow
-    np.minimum.at(around[..., 0], unit_of[full], boxes[full][..., 0])
-    np.maximum.at(around[..., 1], unit_of[full], boxes[full][..., 1])
-    return around
+def _common(one: Ints, other: Ints) -> Floats:
+    """The elements that boxes share, pair by pair; dim by dim, so that no array is larger than the pairs."""
+    shared = np.ones(len(one))
+    for d in range(one.shape[1]):
+        low, high = np.maximum(one[:, d, 0], other[:, d, 0]), np.minimum(one[:, d, 1], other[:, d, 1])
+        shared *= np.maximum(high - low, 0)
+    return shared
 
 
 def lower_bound_seconds(src_boxes: Ints, dst_boxes: Ints, itemsize: float, ids: Ints, fabric: Fabric) -> float:
-    """Return a lower bound in seconds of any movement between two sets of boxes.
-
-    It is the largest over units of the bytes that must enter, over the unit's capacity, plus one latency and the
-    launch; 0 if nothing must move. `ids` are the device ids of the rows, [n]; boxes and `itemsize` are as for
-    `entry_bytes`.
-    """
+    """Return a lower bound in seconds of any movement between two sets of boxes; see `batch_lower_bound_seconds`."""
     return batch_lower_bound_seconds([(src_boxes, dst_boxes, itemsize)], ids, fabric)
 
 
 def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric) -> float:
-    """Return a lower bound in seconds of several movements that share the wires; see `lower_bound_seconds`.
+    """Return a lower bound in seconds of movements that share the wires; 0 if nothing must move.
 
-    `moves` are triples of source boxes, destination boxes and bytes of an element, all of the devices `ids`.
+    It is the largest over sets of units of the bytes that must enter, or leave, over the capacity of the set, plus the
+    first hop. Sets that are entered are units; those left are the units that hold the same boxes, each element leaving
+    once out of all its holders together, and all units that hold anything.
+
+    Args:
+        moves: Triples of source boxes, destination boxes, [n, ndim, 2], and bytes of an element. Boxes of a side are
+            equal or disjoint, empty where a device has none, and both sides cover the same array.
+        ids: The device ids of the rows, [n].
+        fabric: The resources.
     """
     at = fabric.topology_ids(ids)
     worst, outermost = 0.0, -1
+    tiles = [(Tiles.of(src), Tiles.of(dst), itemsize) for src, dst, itemsize in moves]
     for j, wires in enumerate(fabric.wires):
         unit, row = np.unique(at // wires.stride, return_inverse=True)
-        entry = np.zeros(len(unit))
-        for src_boxes, dst_boxes, itemsize in moves:
-            entry = entry + entry_bytes(src_boxes, dst_boxes, row.reshape(-1), itemsize)
-        if bool((entry > 0).any()):
-            outermost = j if outermost < 0 else outermost
-            worst = max(worst, most_over(entry, fabric.capacity(j)[unit]))
-    if outermost < 0:
-        return 0.0
-    # Some message crosses level `outermost` or one further out.
-    return fabric.launch + float(fabric.latencies()[: outermost + 1].min()) + worst
+        row = row.reshape(-1)
+        found = [(crossing(source, target, row), itemsize) for source, target, itemsize in tiles]
+        enter = sum((one.enter * itemsize for one, itemsize in found), np.zeros(len(unit)))
+        if not bool((enter > 0).any()):
+            continue
+        outermost = j if outermost < 0 else outermost
+        worst = max(worst, most_over(enter, fabric.capacity(j)[unit]), _leaving(found, unit, j, fabric))
+        everywhere = np.unique(row[np.concatenate([source.device for source, _, _ in tiles])])
+        away = sum(_wanted_beyond(target, row, everywhere) * itemsize for _, target, itemsize in tiles)
+        worst = max(worst, most_over(np.array([away]), summed_capacity(fabric, j, unit[everywhere][None])))
+    return fabric.first_hop(outermost) + worst if outermost >= 0 else 0.0
+
+
+def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric) -> float:
+    """The worst of all sets of units that hold the same boxes: bytes that leave it, over its capacity."""
+    sets: dict[int, list[tuple[Ints, Floats]]] = {}  # by the number of units: sets as rows, and bytes of each
+    for one, itemsize in found:
+        box, holder = one.holders.T
+        width = np.bincount(box, minlength=len(one.leave))
+        for k in np.unique(width[one.leave > 0]).tolist():
+            some = (width == k) & (one.leave > 0)
+            sets.setdefault(k, []).append((holder[some[box]].reshape(-1, k), one.leave[some] * itemsize))
+    worst = 0.0
+    for alike in sets.values():
+        rows, number = np.unique(np.concatenate([row for row, _ in alike]), axis=0, return_inverse=True)
+        load = np.bincount(number.reshape(-1), np.concatenate([n for _, n in alike])).astype(np.float64)
+        worst = max(worst, most_over(load, summed_capacity(fabric, j, unit[rows])))
+    return worst
+
+
+def _wanted_beyond(target: Tiles, unit_of: Ints, units: Ints) -> float:
+    """The elements that are wanted outside some units."""
+    beyond = target.number[~np.isin(unit_of[target.device], units)]
+    return float(_volume(target.boxes[np.unique(beyond)]).sum())
 
 
 def most_over(load: Floats, capacity: Floats) -> float:
@@ -190,23 +223,22 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
         for share in (enter, leave):
             load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units).astype(np.float64)
             worst = max(worst, most_over(load, capacity))
-        crossing = float(((spanned[j] - 1) * total * nbytes).sum())
-        worst = max(worst, crossing / summed_capacity(fabric, j, np.unique(unit[split])))
+        times = float(((spanned[j] - 1) * total * nbytes).sum())
+        worst = max(worst, times / float(summed_capacity(fabric, j, np.unique(unit[split]))))
         if wires.level.link == "ring" and len(keys) * wires.level.size**2 <= _ARCS:
             worst = max(worst, _arcs(fabric, j, group, unit, count, nbytes, k, enter, leave))
     return worst
 
 
-def summed_capacity(fabric: Fabric, j: int, units: Ints) -> float:
-    """Return the bytes a second of all ways between these units of level j together."""
+def summed_capacity(fabric: Fabric, j: int, units: Ints) -> Floats:
+    """Return the bytes a second of all ways between units of level j together, [...]; `units` ascend, [..., k]."""
     own = fabric.capacity(j)[units]
     level = fabric.wires[j].level
-    if level.link == "switch" or j == 0:
-        return float(own.sum())
-    # What enters a parent serves all its children, but is counted once.
-    outer = fabric.capacity(j - 1)
-    parents = units // level.size
-    return float((own - outer[parents]).sum() + outer[np.unique(parents)].sum())
+    if level.link != "switch" and j > 0:
+        # What enters a parent serves all its children, but is counted once.
+        parents = units // level.size
+        own = own - fabric.capacity(j - 1)[parents] * (np.diff(parents, prepend=-1) == 0)
+    return cast(Floats, own.sum(axis=-1))
 
 
 def _arcs(
@@ -219,7 +251,8 @@ def _arcs(
     parent = keys % (fabric.wires[j].units // level.size)
     held = np.zeros((len(keys), level.size), dtype=np.int64)
     held[row.reshape(-1), unit % level.size] = count
-    capacity = np.full(fabric.wires[j].units // level.size, 2 * level.bandwidth * level.uplinks)  # an arc has two ends
+    link = fabric.rate(j) * level.uplinks * fabric.library.best_share(j < fabric.far)
+    capacity = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
     if j > 0:
         capacity = capacity + fabric.capacity(j - 1)
     worst = 0.0

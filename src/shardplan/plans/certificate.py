@@ -20,7 +20,7 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
 from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
-from shardplan.plans.nominal import nominal_bound, nominal_step
+from shardplan.plans.nominal import nominal_bound, nominal_seconds
 from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
 
 STATUSES = ("floor", "exact", "heuristic")
@@ -153,7 +153,7 @@ def derive(
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
     total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
     if where is None:
-        seconds = sum(map(nominal_step, books.latencies, books.step_received))
+        seconds = nominal_seconds(program, books)
         levels: tuple[float, ...] = ()
         floor = nominal_bound(int(least.max(initial=0)))
     else:

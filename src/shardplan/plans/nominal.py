@@ -1,6 +1,11 @@
-"""Seconds without a topology: one flat switch of 50 GB/s and 5 us a round, worst device, steps one after another."""
+"""Seconds without a topology: one flat switch of 50 GB/s and 5 us a round, each step at its worst device."""
 
 from __future__ import annotations
+
+from shardplan.core.accounting import Account, books_of
+from shardplan.core.program import Program
+from shardplan.core.walk import step_patterns, walk
+from shardplan.hardware.critical_path import Window, windows
 
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second
@@ -8,9 +13,24 @@ LATENCY = 5e-6  # seconds per round
 DESCRIPTION = "nominal switch, 50 GB/s, 5 us"
 
 
-def nominal_step(latencies: int, received: int) -> float:
-    """Return the seconds of a step of so many rounds, those of every chunk counted, and bytes at the worst device."""
-    return latencies * LATENCY + received / BANDWIDTH
+def nominal_steps(program: Program, books: Account) -> list[float]:
+    """Return the seconds of every step: rounds, those of every chunk counted, and bytes at the worst device."""
+    return [
+        visit.nested.times * nominal_seconds(visit.nested.body, books_of(visit.nested.body))
+        if visit.nested and not visit.nested.at_once
+        else latencies * LATENCY + received / BANDWIDTH
+        for visit, latencies, received in zip(walk(program), books.latencies, books.step_received, strict=True)
+    ]
+
+
+def nominal_windows(program: Program, books: Account) -> list[Window]:
+    """Return when every step runs."""
+    return windows(step_patterns(program), nominal_steps(program, books))
+
+
+def nominal_seconds(program: Program, books: Account) -> float:
+    """Return the seconds of a program."""
+    return max((window.end for window in nominal_windows(program, books)), default=0.0)
 
 
 def nominal_bound(nbytes: int) -> float:

@@ -19,7 +19,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
-from shardplan.plans.nominal import DESCRIPTION, nominal_step
+from shardplan.plans.nominal import DESCRIPTION, nominal_steps
 from shardplan.plans.pricing import fabric_of, step_prices
 
 FORMAT = 1  # of the file; another one is refused
@@ -113,13 +113,14 @@ def remarks(c: Certificate) -> list[str]:
 
 def annotated(c: Certificate) -> str:
     """Return a program's text with the bytes the worst device receives and the predicted seconds of every step."""
-    books = account(c.program)
+    books, caveat = account(c.program), ""
     if c.where is None:
-        costs = [format_seconds(s) for s in map(nominal_step, books.latencies, books.step_received)]
+        costs = [format_seconds(s) for s in nominal_steps(c.program, books)]
     else:
         fabric = fabric_of(c.where, c.program.meshes)
         prices = step_prices(c.program, fabric, c.algorithm)
         chosen = [name for name in fabric.library.algorithms() if not name.startswith("p2p")]
+        caveat = fabric.library.caveat
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in chosen else "") for p in prices]
 
     def note(number: int, step: Step) -> str:
@@ -139,6 +140,7 @@ def annotated(c: Certificate) -> str:
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
+    lines += [f"library    {caveat}"] if caveat else []
     lines += remarks(c)
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where

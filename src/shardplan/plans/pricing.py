@@ -11,8 +11,11 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root, tabled
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import step_patterns
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.cost import Fabric, Price, price
+from shardplan.hardware.cost import Price, prices
+from shardplan.hardware.critical_path import Window, windows
+from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import batch_lower_bound_seconds, most_over
@@ -60,29 +63,36 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
     """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
-    prices = step_prices(program, fabric, algorithm)
-    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in prices)], axis=0)
-    return sum(p.seconds for p in prices), tuple(levels.tolist())
+    found, when = step_windows(program, fabric, algorithm)
+    levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in found)], axis=0)
+    return max((window.end for window in when), default=0.0), tuple(levels.tolist())
 
 
 def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> list[Price]:
     """Return the price of every step."""
-    return [price(step.op.pattern(*program.step_types(step)[0]), fabric, algorithm) for step in program.steps]
+    return prices(step_patterns(program), fabric, algorithm)
+
+
+def step_windows(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[list[Price], list[Window]]:
+    """Return the price of every step, and when it runs."""
+    steps = step_patterns(program)
+    found = prices(steps, fabric, algorithm)
+    return found, windows(steps, [p.seconds for p in found], [p.load for p in found])
 
 
 def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
     """Return a lower bound in seconds of moves whose sources and destinations are paired in order.
 
-    The largest of what each device must receive of all tensors over its own ports, of the cut bounds over every unit
-    of every level for tensors without addends, and of the cut and count bounds of each tensor that is reduced. A table
-    of boxes is not cut.
+    The largest of what each device must receive of all tensors over its own ports, of what must enter every unit of
+    every level, and leave it and all holders of the same tiles, for tensors without addends, and of the cut and count
+    bounds of each tensor that is reduced. A table of boxes is not cut.
     """
     ids = np.array(sorted({i for t in (*sources, *destinations) for i in t.mesh.devices}), dtype=np.int64)
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
     worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.topology_ids(ids)])
-    best = worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+    best = worst + fabric.first_hop() if worst > 0 else 0.0
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
@@ -90,10 +100,15 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
             continue
         if tabled(s, t):
             continue
-        # One row for every device of either end: an empty box where it holds, or wants, nothing.
-        boxes = [np.zeros((len(ids), s.ndim, 2), dtype=np.int64) for _ in range(2)]
-        for side, x in zip(boxes, (s, t), strict=True):
-            held = at_root(x)
-            side[np.searchsorted(ids, x.mesh.ids)[held]] = x.boxes()[held]
-        moves.append((boxes[0], boxes[1], s.itemsize))
+        moves.append((boxes_on(s, ids), boxes_on(t, ids), s.itemsize))
     return max(best, batch_lower_bound_seconds(moves, ids, fabric))
+
+
+def boxes_on(t: TensorType, ids: np.ndarray) -> np.ndarray:
+    """Return what each of `ids` (ascending) holds, [n, 1 + ndim, 2]; the first dim is empty where that is nothing."""
+    boxes = np.zeros((len(ids), 1 + t.ndim, 2), dtype=np.int64)
+    held = at_root(t)
+    rows = np.searchsorted(ids, t.mesh.ids)[held]
+    boxes[rows, 0, 1] = 1
+    boxes[rows, 1:] = t.boxes()[held]
+    return boxes

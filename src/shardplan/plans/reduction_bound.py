@@ -58,7 +58,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
             worst = max(worst, all_reduce_bound(mesh.ids[places], nbytes, fabric))
         elif len(demand.label) == mesh.size and source.all_even and target.all_even:
             worst = max(worst, reduce_scatter_bound(mesh.ids[places], nbytes, fabric))
-    return worst + fabric.launch + float(fabric.latencies().min()) if worst > 0 else 0.0
+    return worst + fabric.first_hop() if worst > 0 else 0.0
 
 
 def _number(rows: Ints) -> Ints:
@@ -119,4 +119,4 @@ def _count(d: _Demand, j: int, fabric: Fabric) -> float:
     busy = times > 0
     classes = np.unique(d.label[busy])
     involved = [holds[np.isin(holds[:, 0], classes)][:, 1], pairs[busy[pairs[:, 0]]][:, 1]]
-    return crossing / summed_capacity(fabric, j, np.unique(np.concatenate(involved)))
+    return crossing / float(summed_capacity(fabric, j, np.unique(np.concatenate(involved))))

@@ -12,6 +12,7 @@ name for. Reading order:
 - `timeline`           timelines as tables, predicted beside measured
 - `place`              rankings of placements, and reduction programs
 - `audit`              what a launch's audit says
+- `measured`           what `validate` and `calibrate` print
 - `lab_text`           what the commands of the lab print
 - `lab_picture`        what they draw
 - `text`               what the commands about plans print, and the JSON of all

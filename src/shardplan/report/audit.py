@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardplan.errors import LayoutError
+from shardplan.hardware.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.launches.audit import SAME, Audit, uplink_word
-from shardplan.launches.verdict import Stray
+from shardplan.launches.audit import Audit, uplink_word
+from shardplan.launches.verdict import SAME, Stray
+from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
@@ -60,6 +62,8 @@ def audit_text(found: Audit, framework: str = "all") -> str:
         else:
             cost += f", {found.ratio:.2f} times the {format_seconds(found.best_seconds)} of the best matrix"
         lines.append(cost)
+        if caveat := library(topology.library).caveat:
+            lines.append(f"library  {caveat}")
     lines += [f"{'cause' if number == 0 else '':<9}{cause}" for number, cause in enumerate(found.causes)]
     if found.fix is not None:
         best = found.fix.placement
@@ -85,7 +89,7 @@ def _stray(stray: Stray) -> str:
 
 
 def _table(found: Audit) -> list[str]:
-    """A row for every axis: its factors (or the units it spans), the groups a link, and its demands' seconds."""
+    """A row for every axis: its factors (or the units it spans), groups and bytes of the busiest link, and seconds."""
     levels = found.launch.topology.levels
     ops = list(dict.fromkeys(s.demand.op for s in found.shares))
     shared = [j for j, level in enumerate(levels[:-1]) if level.size > 1]
@@ -98,16 +102,21 @@ def _table(found: Audit) -> list[str]:
             cells = [str(x) for x in factors]
         cells += [str(row.per_uplink[j]) if row.per_uplink[j] else "-" for j in shared]
         words: list[str] = []
-        for share in found.shares:
-            if share.demand.axes == row.axes:
-                demand = share.demand
-                op = f"{demand.op} " if len(ops) > 1 else ""
-                times = "" if demand.count == 1 else f" x {demand.count:g}"
-                better = share.seconds > share.best_seconds * WORTH_SAYING
-                best = f" (best {format_seconds(share.best_seconds)})" if better else ""
-                words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {format_seconds(share.seconds)}{best}")
+        own = [share for share in found.shares if share.demand.axes == row.axes]
+        if found.shares:
+            loads = [sum(share.port_bytes[j] for share in own) for j in shared]
+            cells += [format_bytes(n) if n else "-" for n in loads]
+        for share in own:
+            demand = share.demand
+            op = f"{demand.op} " if len(ops) > 1 else ""
+            times = "" if demand.count == 1 else f" x {demand.count:g}"
+            better = share.seconds > share.best_seconds * WORTH_SAYING
+            best = f" (best {format_seconds(share.best_seconds)})" if better else ""
+            words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {format_seconds(share.seconds)}{best}")
         rows.append([", ".join(row.axes), *cells, "; ".join(words)])
-    head = ["axes", *(level.name for level in levels), *(f"groups a {uplink_word(levels[j])}" for j in shared)]
+    words = [uplink_word(levels[j]) for j in shared]
+    head = ["axes", *(level.name for level in levels), *(f"groups a {word}" for word in words)]
+    head += [f"load a {word}" for word in words if found.shares]
     head.append("" if not ops else f"a step ({ops[0]})" if len(ops) == 1 else "a step")
     widths = [max(len(r[k]) for r in [head, *rows]) for k in range(len(head))]
     out: list[str] = []
@@ -131,6 +140,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "topology": found.launch.topology.describe(),
         "topology_name": found.launch.topology.name,
         "topology_size": found.launch.topology.size,
+        "library": library_object(found.launch.topology),
         "ids": list(found.launch.ids),
         "strays": [
             {
@@ -160,6 +170,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
                 "seconds": s.seconds,
                 "best_seconds": s.best_seconds,
                 "uplink_bytes": list(s.uplink_bytes),
+                "port_bytes": list(s.port_bytes),
             }
             for s in found.shares
         ],

@@ -14,6 +14,7 @@ from shardplan.execution.lab.scores import MODELS, Summary
 from shardplan.execution.lab.session import MOST_VARIATION
 from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios
 from shardplan.hardware.units import format_seconds
+from shardplan.report.text import table
 from shardplan.report.timeline import comparison_text
 from shardplan.simulation.timeline import Timeline
 
@@ -201,17 +202,6 @@ def _finite(value: Any) -> Any:
             return value if np.isfinite(value) else None
         case _:
             return value
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines, headings first; the first `left` columns to the left, others to the right."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "  ".join(
-            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _percent(predicted: float, measured: float) -> str:

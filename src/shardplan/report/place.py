@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.placing.degraded import Degraded
@@ -12,7 +13,7 @@ from shardplan.movement.placing.place import Ranking
 from shardplan.movement.placing.placed import Placed
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.plans.plan import Plan
-from shardplan.report.text import plan_object
+from shardplan.report.text import library_object, plan_object
 
 SHOWN = 10  # placements printed unless more are asked for
 MOST_RENAMED = 8  # devices of a renaming printed
@@ -44,7 +45,14 @@ def ranking_text(found: Ranking, top: int = SHOWN) -> str:
     )
     if found.degraded is not None:
         lines += _degraded(found.degraded)
+    lines += _caveat(best.placement)
     return "\n".join(lines)
+
+
+def _caveat(placement: Placement) -> list[str]:
+    """A line where nobody measured the library whose seconds are told."""
+    caveat = library(placement.topology.library).caveat
+    return [f"library    {caveat}"] if caveat else []
 
 
 def _degraded(found: Degraded) -> list[str]:
@@ -69,6 +77,7 @@ def ranking_object(found: Ranking, top: int | None = None) -> dict[str, Any]:
         ],
         "count": len(found),
         "placement_gain": found.placement_gain,
+        "library": library_object(found[0].placement.topology),
         "degraded": None
         if degraded is None
         else {
@@ -94,6 +103,7 @@ def placed_object(row: Placed) -> dict[str, Any]:
     return {
         "placement": row.placement.describe(),
         "matrix": [list(r) for r in row.placement.matrix],
+        "order": [list(axes) for axes in row.placement.order],
         "seconds": row.seconds,
         "stock_seconds": row.stock_seconds,
         "lower_bound_seconds": row.lower_bound_seconds,
@@ -141,7 +151,7 @@ def reductions_text(found: Sequence[Reduction], top: int) -> str:
         lines.append(
             f"... and {len(found) - top} more, the dearest {found[-1].seconds / found[0].seconds:.3g} x the best"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_caveat(placement)])
 
 
 def reduction_object(plan: Plan, paper: str, stock: float, placement: Placement) -> dict[str, Any]:
@@ -149,6 +159,7 @@ def reduction_object(plan: Plan, paper: str, stock: float, placement: Placement)
     return plan_object(plan) | {
         "placement": placement.describe(),
         "matrix": [list(r) for r in placement.matrix],
+        "order": [list(axes) for axes in placement.order],
         "instructions": paper,
         "stock_seconds": stock,
     }
@@ -166,4 +177,5 @@ def reductions_object(found: Sequence[Reduction], top: int | None) -> dict[str, 
             }
             for one in found[:top]
         ],
+        "library": library_object(found[0].placement.topology) if found else None,
     }

@@ -1,6 +1,7 @@
 """A placement as text: a box for every host, a cell for every device with its rank and its coordinates in the mesh.
 
-Above the boxes stand the matrix and what each axis crosses; on the boxes, what leaves them in a step, on rings.
+Above the boxes stand the matrix and what each axis crosses; on the boxes, what leaves them in a step: the load that is
+priced.
 `scene` gathers it for this picture and for the SVG (`placement_svg`).
 """
 
@@ -39,12 +40,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HostBox:
-    """A host: its name, its devices in order, and the bytes that leave it in a step for each demand."""
+    """A host: its name, its devices in order, and what leaves it in a step: for each demand, by its busiest port."""
 
     unit: int
     name: str
     cells: tuple[Cell, ...]
     out: tuple[float, ...]
+    busiest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ def scene(
         inside = launch.groups((axis,)) // room
         leaves[i][places] = (inside != inside[:, :1]).any(axis=1)[:, None]
     fabric = Fabric(topology)
-    out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros(1) for d in demands]
+    out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros((1, 1)) for d in demands]
+    ports = sum(out, np.zeros((count, 1))) / fabric.wires[j].parallel
     boxes: list[HostBox] = []
     for unit in units:
         here: list[int] = place[unit * room : (unit + 1) * room].tolist()
@@ -97,7 +100,7 @@ def scene(
             for p in here
         )
         name = launch.hosts[unit] if launch.hosts else ""
-        boxes.append(HostBox(unit, name, cells, tuple(float(x[unit]) for x in out)))
+        boxes.append(HostBox(unit, name, cells, tuple(float(x[unit].sum()) for x in out), float(ports[unit].max())))
     crossing = tuple(sharing(launch.groups((axis,)), topology) for axis in mesh.axes)
     level = topology.levels[j] if j >= 0 else None
     return Scene(launch, analyse(launch), demands, level, tuple(boxes), count - len(units), crossing)
@@ -117,7 +120,7 @@ def crossed(drawn: Scene) -> list[str]:
         words: list[str] = []
         for level, n, (low, high) in zip(launch.topology.levels, shared, spans, strict=True):
             if n and level.size > 1 and level is not launch.topology.levels[-1]:
-                ports = f" over {level.uplinks} {uplink_word(level)}s" if level.uplinks > 1 else ""
+                ports = f" over {level.uplinks} {uplink_word(level, level.uplinks)}" if level.uplinks > 1 else ""
                 several = str(high) if low == high else f"{low} to {high}"
                 words.append(f"spans {several} {level.name}s, {n} group{'s leave' if n > 1 else ' leaves'} each{ports}")
         rows.append("; ".join(words) or "stays inside")
@@ -125,11 +128,12 @@ def crossed(drawn: Scene) -> list[str]:
 
 
 def load_text(box: HostBox, drawn: Scene) -> str:
-    """Return what leaves a box in a step, and how much of it an uplink carries; empty without traffic."""
+    """Return what leaves a box in a step, and how much of it its busiest uplink carries; empty without traffic."""
     if drawn.level is None or not drawn.demands:
         return ""
-    total, ports = sum(box.out), drawn.level.uplinks
-    each = f", {format_bytes(total / ports)} a {uplink_word(drawn.level)}" if ports > 1 and total else ""
+    total = sum(box.out)
+    several = drawn.level.uplinks > 1 and total
+    each = f", up to {format_bytes(box.busiest)} a {uplink_word(drawn.level)}" if several else ""
     return f"{format_bytes(total)} out{each}"
 
 

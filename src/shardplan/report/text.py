@@ -11,6 +11,9 @@ import msgspec
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.execution.verify import TrialVerdict
+from shardplan.hardware.library import library
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
 from shardplan.plans.plan import Plan
 from shardplan.report.contents import Frame, frames, shape_text
 from shardplan.report.picture import text_picture
@@ -21,9 +24,33 @@ def json_text(found: Mapping[str, Any]) -> str:
     return msgspec.json.encode(found).decode()
 
 
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows as lines, headings first; the first `left` columns to the left, others to the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  ".join(
+            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def plan_object(plan: Plan) -> dict[str, Any]:
-    """Return a plan as an object: program, certificate, seconds."""
-    return {"program": str(plan.program), "certificate": plan.certificate.to_dict(), "seconds": plan.seconds}
+    """Return a plan as an object: program, certificate, seconds, and the library whose they are."""
+    c = plan.certificate
+    topology = c.where.topology if isinstance(c.where, Placement) else c.where
+    return {
+        "program": str(plan.program),
+        "certificate": c.to_dict(),
+        "seconds": plan.seconds,
+        "library": None if topology is None else library_object(topology),
+    }
+
+
+def library_object(topology: Topology) -> dict[str, Any]:
+    """Return the library of a topology as an object: its name, and on what it was measured, null where nobody did."""
+    found = library(topology.library)
+    return {"name": found.name, "measured": found.measured or None}
 
 
 def type_object(t: TensorType) -> dict[str, Any]:

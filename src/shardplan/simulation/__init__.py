@@ -2,17 +2,18 @@
 
 Reading order:
 
-- `interval`  `Interval` and `MemoryCurve`: the rows of a timeline, one thing that one device does or holds
-- `timeline`  `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
-- `trace`     timelines as a Perfetto / Chrome trace file, one or several over each other, and back
-- `predict`   the closed form of a program: its steps one after another, each as `hardware` prices it
-- `script`    `Script`: what every device sends, receives and waits for, in order, in bytes
-- `ring`      the script of a program on the ring engine: which messages its collectives are made of
-- `engine`    tasks that wait for tasks and share resources fairly, on arrays
-- `unrolled`  a program as tasks of the engine: groups, messages and kernels of every step that it runs
-- `events`    the event simulation of a program: devices at their own pace, links shared fairly
-- `replay`    the same of a script, message by message, as the lab's links would carry it
-- `tree`      `Tree`: a topology of switches as the lab builds it, link by link
+- `interval`    `Interval` and `MemoryCurve`: the rows of a timeline, one thing that one device does or holds
+- `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
+- `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
+- `predict`     the closed form of a program: its steps one after another, each as `hardware` prices it
+- `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
+- `ring`        the script of a program on the ring engine: which messages its collectives are made of
+- `engine`      tasks that wait for tasks and share resources fairly, on arrays
+- `unrolled`    a program as tasks of the engine: groups, messages and kernels of every step that it runs
+- `events`      the event simulation of a program: devices at their own pace, links shared fairly
+- `replay`      the same of a script, message by message, as the lab's links would carry it
+- `tree`        `Tree`: a topology of switches as the lab builds it, link by link
+- `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
 This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
 """

@@ -8,15 +8,18 @@ sends them, are timed by `replay`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from shardplan.core.pattern import communicates
+from shardplan.core.pattern import StepPattern, communicates
 from shardplan.core.program import Program
+from shardplan.core.walk import step_patterns
 from shardplan.errors import ShardplanError, shown
 from shardplan.hardware.fabric import Floats
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval
-from shardplan.simulation.predict import curves, live, step_names, taking_part
+from shardplan.simulation.predict import curves, live, step_names
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.unrolled import clocks
 
@@ -52,28 +55,25 @@ def simulate(program: Program, placement: Where | str, algorithm: str = "auto") 
     if where is None:
         raise ShardplanError("the placement is None; legal are a placement, a topology, and a topology's text")
     fabric = fabric_of(where, program.meshes)
-    return _timeline(program, clocks(program, fabric, algorithm), fabric.topology.name)
+    steps = step_patterns(program)
+    return _timeline(program, steps, clocks(program, steps, fabric, algorithm), fabric.topology.name)
 
 
-def _timeline(program: Program, clocks: Floats, topology: str) -> Timeline:
+def _timeline(program: Program, patterns: Sequence[StepPattern], clocks: Floats, topology: str) -> Timeline:
     """The intervals of all devices, step by step; `clocks` says when each has ended each step, [steps, devices]."""
     ids = np.asarray(program.devices, dtype=np.int64)
     made: list[Interval] = []
     before: dict[int, int] = {}  # by device its last interval
-    parts: list[np.ndarray] = []
     starts = np.concatenate([np.zeros((1, len(ids))), clocks])
-    for number, (step, name) in enumerate(zip(program.steps, step_names(program), strict=True)):
+    for number, (step, name, one) in enumerate(zip(program.steps, step_names(program), patterns, strict=True)):
         operands, results = program.step_types(step)
-        pattern, devices = step.op.pattern(*operands), step.op.devices(*results)
-        received = dict(zip(devices.tolist(), step.op.received(*operands).tolist(), strict=True))
-        stream, kind = "comm" if communicates(pattern) else "compute", step.op.name
-        parts.append(taking_part(pattern, devices))
-        row = np.searchsorted(ids, parts[-1])
-        for device, start, end in zip(
-            parts[-1].tolist(), starts[number, row].tolist(), starts[number + 1, row].tolist(), strict=True
-        ):
+        received = dict(zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True))
+        stream, kind = "comm" if communicates(one.pattern) else "compute", step.op.name
+        ends = starts[number : number + 2, np.searchsorted(ids, one.devices)].tolist()
+        for device, start, end in zip(one.devices.tolist(), *ends, strict=True):
             causes = (before[device],) if device in before else ()
             before[device] = len(made)
             made.append(Interval(device, stream, start, end, name, kind, number, received.get(device, 0), causes))
-    memory = curves(program, live(program, parts), starts, program.devices)
+    rows = live(program, [one.devices for one in patterns])
+    memory = curves(program, np.repeat(starts, 2, axis=0)[:-1], rows, program.devices)
     return Timeline(tuple(made), memory, title=f"events, {topology or 'topology'}")

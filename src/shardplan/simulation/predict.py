@@ -1,27 +1,27 @@
-"""The closed form of a program: its steps one after another, with a barrier between them, as `hardware` prices them.
+"""The closed form of a program: each step as early as those that it waits for let it, as `hardware` prices them.
 
-A step takes its priced seconds on every device that takes part in it: a member of one of its groups, a sender or
-receiver of one of its messages, or any device of its mesh where nothing is communicated. Memory is the liveness of
-`core.accounting`, device by device: the values live during a step, operands and results among them, plus the staging of
-the worst device on those that take part; after it, what is still live.
+A step takes its priced seconds on every device that takes part in it (`core.pattern.taking_part`), and waits as in
+`hardware.critical_path`. Memory is the liveness of `core.accounting`, device by device: the values live during a step,
+operands and results among them, plus the staging of the worst device on those that take part; after it, what is still
+live. A device that takes no part in a step has done its own by the end of the last in which it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 import numpy as np
 
 from shardplan.core.accounting import account, holds
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, Work, communicates
+from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
-from shardplan.hardware.cost import seconds
+from shardplan.core.walk import step_patterns
+from shardplan.hardware.critical_path import Window
 from shardplan.hardware.placement import Placement
-from shardplan.plans.nominal import DESCRIPTION, nominal_step
-from shardplan.plans.pricing import Where, fabric_of
+from shardplan.plans.nominal import DESCRIPTION, nominal_windows
+from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -30,15 +30,14 @@ from shardplan.simulation.timeline import Timeline, TimelineError
 class _Slot:
     """When a step runs, on which stream of which devices (ascending ids), and what each device receives, by id."""
 
-    start: float
-    end: float
+    window: Window
     stream: str
     devices: np.ndarray
     received: dict[int, int]
 
 
 def predict(program: Program, where: Where | None = None, most_devices: int = 64) -> Timeline:
-    """Return the closed form of a program: step after step, all devices waiting for the slowest.
+    """Return the closed form of a program: steps that share no device and no port overlap.
 
     Args:
         program: Any program.
@@ -49,7 +48,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
             breakdown and peak do not depend on it.
 
     Returns:
-        One interval a step and device, caused by the step before; its makespan is `plans.pricing.priced`'s seconds.
+        One interval a step and device, caused by the last step waited for; its makespan is the program's price.
 
     Raises:
         TopologyError: A device that is not on `where`.
@@ -70,17 +69,16 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     """
     if most_devices < 1:
         raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
-    fabric = None if where is None else fabric_of(where, program.meshes)
-    clock = 0.0
     slots: list[_Slot] = []
-    books = account(program)
-    for step, latencies, most in zip(program.steps, books.latencies, books.step_received, strict=True):
+    if where is None:
+        windows = nominal_windows(program, account(program))
+    else:
+        _, windows = step_windows(program, fabric_of(where, program.meshes))
+    for step, one, window in zip(program.steps, step_patterns(program), windows, strict=True):
         operands, results = program.step_types(step)
-        pattern, ids = step.op.pattern(*operands), step.op.devices(*results)
-        start, received = clock, dict(zip(ids.tolist(), step.op.received(*operands).tolist(), strict=True))
-        clock += nominal_step(latencies, most) if fabric is None else seconds(pattern, fabric)
-        stream = "comm" if communicates(pattern) else "compute"
-        slots.append(_Slot(start, clock, stream, taking_part(pattern, ids), received))
+        received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)
+        stream = "comm" if communicates(one.pattern) else "compute"
+        slots.append(_Slot(window, stream, one.devices, dict(received)))
     rows = live(program, [slot.devices for slot in slots])
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
@@ -89,7 +87,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     topology = where.topology if isinstance(where, Placement) else where
     return Timeline(
         tuple(_intervals(program, slots, drawn)),
-        curves(program, rows, np.repeat([[0.0], *([slot.end] for slot in slots)], len(program.devices), axis=1), drawn),
+        curves(program, _clocks(program, slots), rows, drawn),
         title=f"closed form, {(topology.name or 'topology') if topology else DESCRIPTION}",
     )
 
@@ -100,28 +98,14 @@ def step_names(program: Program) -> tuple[str, ...]:
     return tuple(op_text(step.op, step.operands, meshes) for step in program.steps)
 
 
-def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
-    """Return the ids that take part in a step with this pattern on these devices, ascending."""
-    match pattern:
-        case Groups():
-            ids = pattern.members.reshape(-1)
-        case Messages():
-            ids = np.concatenate([pattern.sender, pattern.receiver])
-        case InTurn() | AtOnce():
-            ids = np.concatenate([taking_part(part, devices) for part in pattern.parts])
-        case Local() | Work():
-            ids = devices
-        case _:
-            assert_never(pattern)
-    return np.unique(ids if ids.size else devices)
-
-
 def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[Interval]:
     """The intervals of the drawn devices, step by step."""
     made: list[Interval] = []
-    before: dict[int, int] = {}  # by device the index of its interval in the step before
+    drawn_of: list[dict[int, int]] = []  # by step and device the index of its interval
     for number, (step, name, slot) in enumerate(zip(program.steps, step_names(program), slots, strict=True)):
         now: dict[int, int] = {}
+        drawn_of.append(now)
+        before = {} if slot.window.cause is None else drawn_of[slot.window.cause]
         for device in (d for d in slot.devices.tolist() if d in drawn):
             # All intervals of a step end together: a device's own is as critical as any, else the first.
             causes = (before.get(device, min(before.values())),) if before else ()
@@ -130,8 +114,8 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                 Interval(
                     device=device,
                     stream=slot.stream,
-                    start=slot.start,
-                    end=slot.end,
+                    start=slot.window.start,
+                    end=slot.window.end,
                     name=name,
                     kind=step.op.name,
                     step=number,
@@ -139,7 +123,6 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
                     causes=causes,
                 )
             )
-        before = now
     return made
 
 
@@ -160,17 +143,26 @@ def live(program: Program, parts: Sequence[np.ndarray]) -> np.ndarray:
     return rows
 
 
-def curves(program: Program, rows: np.ndarray, clocks: np.ndarray, drawn: Iterable[int]) -> tuple[MemoryCurve, ...]:
-    """Return the curves of some devices, where `live` says the bytes; a sample that changes nothing is left out.
+def curves(program: Program, clocks: np.ndarray, rows: np.ndarray, drawn: Iterable[int]) -> tuple[MemoryCurve, ...]:
+    """Return the curves of some devices; a sample that changes nothing is left out.
 
-    `clocks` has the seconds at which a device starts its first step and ends each: [1 + steps, devices].
+    `clocks` has the seconds at which the bytes of `rows` begin, as `live` gives them: both [1 + 2 steps, devices].
     """
-    at = np.repeat(clocks, 2, axis=0)[:-1]
     columns = {device: k for k, device in enumerate(program.devices)}
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
-        column = columns[device]
-        nbytes = rows[:, column]
+        at, nbytes = clocks[:, columns[device]], rows[:, columns[device]]
         keep = np.flatnonzero(np.diff(nbytes, prepend=-1))
-        found.append(MemoryCurve(device, tuple(zip(at[keep, column].tolist(), nbytes[keep].tolist(), strict=True))))
+        found.append(MemoryCurve(device, tuple(zip(at[keep].tolist(), nbytes[keep].tolist(), strict=True))))
     return tuple(found)
+
+
+def _clocks(program: Program, slots: list[_Slot]) -> np.ndarray:
+    """When every device has what `live` says, [1 + 2 steps, devices]: those that take part at a step's two ends."""
+    ids = np.asarray(program.devices, dtype=np.int64)
+    clocks = np.zeros((1 + 2 * len(slots), len(ids)))
+    for number, slot in enumerate(slots):
+        clocks[2 * number + 1 : 2 * number + 3] = clocks[2 * number]
+        ends = np.array([[slot.window.start], [slot.window.end]])
+        clocks[2 * number + 1 : 2 * number + 3, np.searchsorted(ids, slot.devices)] = ends
+    return clocks

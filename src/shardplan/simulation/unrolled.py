@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.op import Op
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, Pattern
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, StepPattern
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType
-from shardplan.core.walk import Visit, program_leaves, walk
+from shardplan.core.walk import program_leaves
 from shardplan.hardware.apart import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.cost import Price, price, row_shares
 from shardplan.hardware.fabric import Fabric, Floats, Ints
@@ -81,18 +79,20 @@ class _Cut(NamedTuple):
     marks: Sequence[Ints]  # by device the task that ends last, after each of the last runs
 
 
-def clocks(program: Program, fabric: Fabric, algorithm: str) -> Floats:
+def clocks(program: Program, steps: Sequence[StepPattern], fabric: Fabric, algorithm: str) -> Floats:
     """Return when every device has ended every step, and all before it: [steps, devices].
+
+    `steps` are the patterns of the program's steps.
 
     Raises `TimelineError` where a body does not settle, and the program is too long to follow.
     """
-    most = _FEW
-    while (found := _Unrolled(program, fabric, algorithm, most).clocks()) is None:
+    ids, most = np.asarray(program.devices, dtype=np.int64), _FEW
+    while (found := _Unrolled(ids, steps, fabric, algorithm, most).clocks()) is None:
         most *= 8
-        steps = sum(leaf.times for leaf in program_leaves(program))
-        if min(most, steps) > MOST_STEPS:
+        count = sum(leaf.times for leaf in program_leaves(program))
+        if min(most, count) > MOST_STEPS:
             raise TimelineError(
-                f"the program runs {steps} steps, and its repeats do not settle; legal are at most {MOST_STEPS}"
+                f"the program runs {count} steps, and its repeats do not settle; legal are at most {MOST_STEPS}"
             )
     return found
 
@@ -100,11 +100,11 @@ def clocks(program: Program, fabric: Fabric, algorithm: str) -> Floats:
 class _Unrolled:
     """The tasks of a program, at most `most` runs of a body."""
 
-    def __init__(self, program: Program, fabric: Fabric, algorithm: str, most: int) -> None:
+    def __init__(self, ids: Ints, steps: Sequence[StepPattern], fabric: Fabric, algorithm: str, most: int) -> None:
         self.fabric, self.algorithm = fabric, algorithm
         self.most = most
-        self.ids = np.asarray(program.devices, dtype=np.int64)
-        self._known: dict[tuple[Op, tuple[TensorType, ...]], list[_Turn]] = {}
+        self.ids = ids
+        self._known: dict[int, list[_Turn]] = {}  # by identity of a pattern
         self._rows = self._count = 0  # of the table of uses, and of tasks, so far
         self._uses: list[_Entries] = []
         self._tasks: list[_Tasks] = []
@@ -112,8 +112,8 @@ class _Unrolled:
         self._last = np.full(len(self.ids), -1)  # of every device the task that ends last
         self._left: list[Ints] = []  # the same, after every step
         self._cuts: list[_Cut] = []
-        for visit in walk(program):
-            self._step(visit)
+        for step in steps:
+            self._step(step)
             self._left.append(self._last.copy())
 
     def clocks(self) -> Floats | None:
@@ -142,35 +142,33 @@ class _Unrolled:
             found[cut.steps :] += cut.runs * took[-1, 0]
         return found
 
-    def _step(self, visit: Visit) -> None:
-        body = visit.nested
-        if body is None or body.at_once:
-            for turn in self._turns(visit):
+    def _step(self, step: StepPattern) -> None:
+        pattern = step.pattern
+        if not isinstance(pattern, InTurn):
+            for turn in self._turns(step):
                 self._add(turn)
             return
         marks: deque[Ints] = deque([self._last.copy()], maxlen=_ALIKE + 1)
-        for _ in range(min(body.times, self.most)):
-            for inner in walk(body.body):
+        for _ in range(min(pattern.times, self.most)):
+            for inner in pattern.steps:
                 self._step(inner)
             marks.append(self._last.copy())
-        if body.times > self.most:
-            self._cuts.append(_Cut(len(self._left), body.times - self.most, tuple(marks)))
+        if pattern.times > self.most:
+            self._cuts.append(_Cut(len(self._left), pattern.times - self.most, tuple(marks)))
 
-    def _turns(self, visit: Visit) -> list[_Turn]:
-        """What the devices do in a step without a body, in order."""
-        op, key = visit.step.op, (visit.step.op, visit.operands)
-        if key not in self._known:
-            devices = op.devices(*visit.results)
-            found = [self._turn(at_once, devices) for at_once in _in_order(op.pattern(*visit.operands))]
-            self._known[key] = [turn for turn in found if turn.delay.size]
-        return self._known[key]
+    def _turns(self, step: StepPattern) -> list[_Turn]:
+        """What the devices do in a step without a body, in order; equal steps share their pattern."""
+        if id(step.pattern) not in self._known:
+            found = [self._turn(at_once) for at_once in _in_order(step)]
+            self._known[id(step.pattern)] = [turn for turn in found if turn.delay.size]
+        return self._known[id(step.pattern)]
 
-    def _turn(self, patterns: Sequence[Pattern], devices: Ints) -> _Turn:
-        prices = [price(pattern, self.fabric, self.algorithm) for pattern in patterns]
+    def _turn(self, steps: Sequence[StepPattern]) -> _Turn:
+        prices = [price(step.pattern, self.fabric, self.algorithm) for step in steps]
         moving = [one for one in prices if one.row is not None]
         delay = max((one.alpha for one in moving), default=0.0) + max((one.own for one in moving), default=0.0)
         seconds = max((one.transfer - one.own for one in moving), default=0.0)
-        parts = [self._parts(p, one, delay, devices) for p, one in zip(patterns, prices, strict=True) if one.seconds]
+        parts = [self._parts(step, one, delay) for step, one in zip(steps, prices, strict=True) if one.seconds]
         rounds = max((len(part.rounds) for part in parts), default=0)
         rows = [[self._row(part, number, seconds) for part in parts] for number in range(max(rounds, 1))]
         firsts = np.cumsum([0, *(len(part.delay) for part in parts)]).tolist()
@@ -186,7 +184,8 @@ class _Unrolled:
             gate,
         )
 
-    def _parts(self, pattern: Pattern, cost: Price, delay: float, devices: Ints) -> _Parts:
+    def _parts(self, step: StepPattern, cost: Price, delay: float) -> _Parts:
+        pattern, devices = step.pattern, step.devices
         if cost.row is not None and isinstance(pattern, Groups):
             groups, k = pattern.members.shape
             rounds = group_loads(pattern, cost.row, self.fabric)
@@ -234,14 +233,15 @@ class _Unrolled:
             self._last[turn.device] = done
 
 
-def _in_order(pattern: Pattern) -> Iterator[list[Pattern]]:
-    """Yield what a pattern consists of: one after another, what runs at once."""
+def _in_order(step: StepPattern) -> Iterator[list[StepPattern]]:
+    """Yield what a step consists of: one after another, what runs at once."""
+    pattern = step.pattern
     if isinstance(pattern, InTurn):
         for _ in range(pattern.times):
-            for part in pattern.parts:
+            for part in pattern.steps:
                 yield from _in_order(part)
     elif isinstance(pattern, AtOnce):
-        for parts in zip_longest(*(_in_order(part) for part in pattern.parts)):
+        for parts in zip_longest(*(_in_order(part) for part in pattern.steps)):
             yield [one for part in parts if part is not None for one in part]
     else:
-        yield [pattern]
+        yield [step]

@@ -17,15 +17,12 @@ from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
 from shardplan.core.op import Array, Shards
 from shardplan.core.ops.collective import moving
-from shardplan.core.pattern import AtOnce, Pattern, in_turn
+from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
+from shardplan.core.walk import step_patterns
 from shardplan.errors import TypingError
-
-
-def _patterns(body: Program) -> tuple[Pattern, ...]:
-    return tuple(step.op.pattern(*body.step_types(step)[0]) for step in body.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class Repeat(Nested):
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of the body's steps, n times."""
-        return in_turn(self.n, _patterns(self.body))
+        return InTurn(self.n, step_patterns(self.body) if self.n else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +185,4 @@ class Together(Nested):
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of all moves, at once."""
-        return AtOnce(_patterns(self.body))
+        return AtOnce(step_patterns(self.body))

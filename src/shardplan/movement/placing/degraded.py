@@ -17,7 +17,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
 from shardplan.movement.placing.placed import Placed, ranked
-from shardplan.plans.pricing import step_prices
+from shardplan.plans.pricing import priced
 
 # Devices up to which renamings around a degraded unit are tried: each prices all programs again, without the price's
 # shortcuts for regular placements, and there are as many as siblings.
@@ -59,9 +59,7 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
             """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
             return sum(
-                count * sum(p.seconds for p in step_prices(plan.program, fabric, best.algorithm))
-                for plan, count in plans
-                if plan is not None
+                count * priced(plan.program, fabric, best.algorithm)[0] for plan, count in plans if plan is not None
             )
 
         now = total(np.arange(topology.size))

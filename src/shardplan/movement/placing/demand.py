@@ -40,24 +40,23 @@ def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: De
     `found` are the factors of its axes on a placement; `algorithm` is as for `hardware.cost.price`.
     """
     digits = tuple(d for f in found for d in f.digits)
-    members = math.prod(d.size for d in digits)
-    if members == 1:
+    if not digits:
         return 0.0
-    if demand.letters is None:
-        fixed, rate = _message_price(tuple((d.size, d.stride) for d in digits), topology, demand.op)
-        return fixed + rate * demand.nbytes
+    if demand.shifts:
+        sizes = tuple((d.size, d.stride) for d in digits)
+        return _shift_seconds(sizes, topology, demand.op, demand.nbytes, algorithm)
     return alpha_beta(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
 
 
 @lru_cache(maxsize=4096)
-def _message_price(digits: tuple[tuple[int, int], ...], topology: Topology, op: str) -> tuple[float, float]:
-    """Seconds of an all-to-all, or of a shift to the next member, at 0 bytes, and a byte."""
+def _shift_seconds(
+    digits: tuple[tuple[int, int], ...], topology: Topology, op: str, nbytes: float, algorithm: str
+) -> float:
+    """Seconds of a shift to the next member."""
     ids = np.arange(topology.size)
     for size, stride in digits:
         ids = ids[ids // stride % size == 0]
-    members = ids[:, None] + offsets(digits)
-    one = price(demand_pattern(op, members, 1.0), Fabric(topology))
-    return one.alpha, one.transfer
+    return price(demand_pattern(op, ids[:, None] + offsets(digits), nbytes), Fabric(topology), algorithm).seconds
 
 
 def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
@@ -118,4 +117,4 @@ def demand_bound(placement: Placement, demand: Demand) -> float:
     if demand.letters not in _BOUNDS:
         return 0.0
     least = _BOUNDS[demand.letters](members, nbytes, fabric)
-    return least + fabric.launch + float(fabric.latencies().min()) if least > 0 else 0.0
+    return least + fabric.first_hop() if least > 0 else 0.0

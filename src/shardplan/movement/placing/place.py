@@ -17,7 +17,7 @@ from shardplan.hardware.placement import placements
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.placing.degraded import Degraded, degraded
 from shardplan.movement.placing.demand import Programs
-from shardplan.movement.placing.placed import Placed, ranked
+from shardplan.movement.placing.placed import Placed, ranked_matrices
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 
@@ -72,7 +72,8 @@ def place(
 ) -> Ranking:
     """Return every placement of a mesh on a topology, ranked for the traffic of a job.
 
-    The best comes first; of equal prices those with less inside the outer levels.
+    On a ring, torus or mesh every matrix has its best order, so the result says which dims an axis lies on. The best
+    comes first; of equal prices those with less inside the outer levels.
 
     Args:
         mesh: The mesh or its text, or a program, whose collectives are the traffic.
@@ -92,9 +93,9 @@ def place(
 
     >>> best = place(Mesh(data=4, tensor=4), Topology.load("gcp-v100x8", nodes=2), {("data",): 2e9, ("tensor",): 5e8})
     >>> best[0].placement.describe(), round(best.placement_gain, 2)
-    ('data=[1, 4], tensor=[2, 2]', 3.41)
+    ('data=[1, 4], tensor=[2, 2]; order gpu=(tensor, data)', 3.8)
     """
-    others: tuple[Pattern, ...] = ()
+    others: tuple[tuple[int, Pattern], ...] = ()
     topology = topology_of("topology", topology)
     checked_algorithm(algorithm, library(topology.library))
     if isinstance(mesh, Program):
@@ -113,4 +114,4 @@ def place(
     candidates = list(placements(mesh, topology, bounds, inside))
     if not candidates:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    return Ranking(ranked(candidates, found, programs, algorithm, others))
+    return Ranking(ranked_matrices(candidates, found, programs, algorithm, others))

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.core.pattern import Pattern
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import factors
-from shardplan.hardware.placement import Placement
+from shardplan.hardware.placement import Matrix, Placement, orders
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.reductions.shortest_path import least_seconds
 from shardplan.plans.plan import Plan
+
+_SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +76,36 @@ def ranked(
     demands: Sequence[Demand],
     programs: Programs = "best",
     algorithm: str = "auto",
-    others: Sequence[Pattern] = (),
+    others: Sequence[tuple[int, Pattern]] = (),
 ) -> list[Placed]:
     """Return placements of one mesh on one topology with their prices, best first; of equal prices in the order given.
 
-    There is at least one. `others` is the communication of a step beside the demands; its device ids are the mesh's.
+    There is at least one. `others` is what moves beside the demands, with how often; its device ids are the mesh's.
     """
     shares = [_prices(candidates, demand, programs, algorithm) for demand in demands]
     rows: list[Placed] = []
     for k, placement in enumerate(candidates):
         fabric = Fabric(placement.topology, placement.position()) if others else None
-        rest = 0.0 if fabric is None else sum(price(p, fabric, algorithm).seconds for p in others)
+        rest = 0.0 if fabric is None else sum(n * price(p, fabric, algorithm).seconds for n, p in others)
         own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
         rows.append(Placed(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
     return sorted(rows, key=lambda row: row.seconds)
+
+
+def ranked_matrices(
+    candidates: Sequence[Placement],
+    demands: Sequence[Demand],
+    programs: Programs = "best",
+    algorithm: str = "auto",
+    others: Sequence[tuple[int, Pattern]] = (),
+) -> list[Placed]:
+    """Return what `ranked` does, every matrix in its best order of axes on each level; of equals in the mesh's."""
+    best: dict[Matrix, Placed] = {}
+    for row in ranked([one for p in candidates for one in orders(p)], demands, programs, algorithm, others):
+        first = best.setdefault(row.placement.matrix, row)
+        if row.placement == replace(row.placement, order=()) and row.seconds <= first.seconds * (1 + _SAME):
+            best[row.placement.matrix] = row
+    return sorted(best.values(), key=lambda row: row.seconds)
 
 
 def _prices(

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.core import border, ops
 from shardplan.core.mesh import Mesh
-from shardplan.core.pattern import Groups, Pattern, communicates, in_turn
+from shardplan.core.pattern import Groups, Pattern, communicates
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
@@ -140,8 +140,8 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, flo
     return found
 
 
-def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[Pattern, ...]]:
-    """Return a program's mesh, its collectives over whole axes as demands, and the patterns of all else that moves.
+def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[tuple[int, Pattern], ...]]:
+    """Return a program's mesh, its collectives over whole axes as demands, and all else that moves, with how often.
 
     Raises `LayoutError` for a program on several meshes.
     """
@@ -150,7 +150,7 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[P
         raise LayoutError(f"place needs a program on one mesh; this one has {len(meshes)}")
     mesh = meshes[0]
     found: dict[tuple[tuple[str, ...], str, float], float] = {}
-    others: list[Pattern] = []
+    others: list[tuple[int, Pattern]] = []
     for times, op, operands in program_leaves(program):
         pattern = op.pattern(*operands)
         if not communicates(pattern):
@@ -161,5 +161,5 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[P
             key = tuple(a for a in mesh.axes if a in axes), pattern.kind, float(pattern.nbytes[0])
             found[key] = found.get(key, 0.0) + times
         else:
-            others.append(in_turn(times, [pattern]))
+            others.append((times, pattern))
     return mesh, tuple(Demand(axes, op, nbytes, n) for (axes, op, nbytes), n in found.items()), tuple(others)

@@ -12,7 +12,7 @@ has as many members as one group, is the smallest, and expresses every program t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -48,14 +48,14 @@ def hierarchy(placement: Placement, axes: str | Sequence[str], kind: str) -> tup
     groups = np.zeros(mesh.size, dtype=np.int64)
     for number, places in enumerate(mesh.group_places(asked)):
         groups[places] = number
-    matrix = np.array(placement.matrix, dtype=np.int64).reshape(len(mesh.axes), -1)
     if kind == "row":
-        return _sizes(matrix.reshape(-1)), tuple(groups.tolist())
+        return _sizes(x for row in placement.matrix for x in row), tuple(groups.tolist())
     on_topology = np.empty_like(groups)
     on_topology[placement.device_mesh().reshape(-1)] = groups
-    entries = np.array(placement.topology.level_sizes) if kind == "system" else matrix.T.reshape(-1)
-    return _sizes(entries), tuple(on_topology.tolist())
+    if kind == "system":
+        return _sizes(placement.topology.level_sizes), tuple(on_topology.tolist())
+    return tuple(d.size for level in placement.digits() for d in level), tuple(on_topology.tolist())
 
 
-def _sizes(entries: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(x) for x in entries if x > 1)
+def _sizes(entries: Iterable[int]) -> tuple[int, ...]:
+    return tuple(x for x in entries if x > 1)

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.hardware.alpha_beta import AlphaBeta
-from shardplan.hardware.level_factors import Digit, LevelFactor
+from shardplan.hardware.digit_order import Digit
+from shardplan.hardware.level_factors import LevelFactor
 from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction
 
 Floats = NDArray[np.float64]
