@@ -149,11 +149,14 @@ def curves(program: Program, clocks: np.ndarray, rows: np.ndarray, drawn: Iterab
     `clocks` has the seconds at which the bytes of `rows` begin, as `live` gives them: both [1 + 2 steps, devices].
     """
     columns = {device: k for k, device in enumerate(program.devices)}
+    changes = np.ones(rows.shape, dtype=bool)
+    changes[1:] = rows[1:] != rows[:-1]
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
-        at, nbytes = clocks[:, columns[device]], rows[:, columns[device]]
-        keep = np.flatnonzero(np.diff(nbytes, prepend=-1))
-        found.append(MemoryCurve(device, tuple(zip(at[keep].tolist(), nbytes[keep].tolist(), strict=True))))
+        column = columns[device]
+        keep = changes[:, column]
+        samples = zip(clocks[keep, column].tolist(), rows[keep, column].tolist(), strict=True)
+        found.append(MemoryCurve(device, tuple(samples)))
     return tuple(found)
 
 
