@@ -42,7 +42,7 @@ from shardplan.execution.lab.item import WrongResult
 from shardplan.hardware.placement import Placement, placements
 from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.movement.redistribute import redistribute
-from shardplan.simulation import events
+from shardplan.simulation.replay import replayed
 from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script
 
@@ -146,7 +146,7 @@ def facts(script: Script, place: Placement, cluster: Cluster, program: Program |
         "total bytes": sum(payload.values()),
         "received bytes": max(received.values(), default=0),
         "link bytes": max(cluster.tree.edge_bytes(payload), default=0),
-        "predicted": events.simulate(script, place, constants=CONSTANTS).seconds if payload else 0.0,
+        "predicted": replayed(script, place, constants=CONSTANTS).seconds if payload else 0.0,
     }
 
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shardplan.movement.reductions.reduce import reduce
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
+    from shardplan.simulation.events import simulate
     from shardplan.simulation.timeline import Timeline
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "reductions",
     "run",
     "same",
+    "simulate",
 ]
 __version__ = "0.1.0"
 
@@ -104,6 +106,7 @@ _ROOMS = {
     "movement.reductions.enumeration": ("reductions",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
+    "simulation.events": ("simulate",),
     "simulation.timeline": ("Timeline",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}

@@ -22,7 +22,7 @@ from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_program
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.events import simulate
+from shardplan.simulation.replay import replayed
 from shardplan.simulation.ring import script_of
 
 pytest.importorskip("torch")
@@ -160,10 +160,9 @@ def test_the_lab_says_what_its_script_says(name: str) -> None:
     shards = [[np.ones(t.local_shape(k), numpy_dtype(t.dtype)) for k in range(4)] for t in program.input_types]
     _, network = played(program, shards, driven(BINDERS["lab"]))
     said: dict[tuple[int, int], list[int]] = {}
-    for stage in script_of(program).stages:
-        for device, rounds in stage.rounds.items():
-            for peer, n in (m for r in rounds for m in r.sends):
-                said.setdefault((device, peer), []).append(n)
+    table = script_of(program).table()
+    for sender, receiver, n in zip(*(x.tolist() for x in (table.sender, table.receiver, table.nbytes)), strict=True):
+        said.setdefault((sender, receiver), []).append(n)
     assert {pair: sizes for pair, sizes in network.sent.items() if sizes} == said
 
 
@@ -301,4 +300,4 @@ def test_an_op_from_outside_is_run_and_simulated(backwards: bool) -> None:
         assert np.array_equal(np.concatenate(got[:2]), want)
         assert dict(network.sent) == {p: [16] for p in script_of(program).payload()}
     flat = Topology("", (Level("gpu", 6, "switch", 1e6, 1e-6),))
-    assert simulate(program, flat).seconds == pytest.approx(2 * 16 / 1e6 + 1e-6)
+    assert replayed(script_of(program), flat).seconds == pytest.approx(2 * 16 / 1e6 + 1e-6)

@@ -27,7 +27,8 @@ from shardplan.execution.lab.results import Sweep
 from shardplan.hardware.placement import Placement
 from shardplan.report.lab_text import run_answer, sweep_text
 from shardplan.report.text import json_text
-from shardplan.simulation.events import simulate
+from shardplan.simulation.replay import replayed
+from shardplan.simulation.ring import script_of
 from shardplan.simulation.timeline import Timeline
 
 STORED = Path(__file__).parents[1] / "execution" / "lab_results" / "small.json"
@@ -166,7 +167,7 @@ def test_the_best_reduction_is_the_fastest_predicted() -> None:
     cluster = Cluster.of("2x2", (1000, 200), "lo")
     place = in_order(sp.Mesh(a=4), cluster)
     programs = [r.program for r in sp.reductions(place, ("a",), 2**16, limit=3, algorithm="ring") if r.program]
-    seconds = [simulate(p, place, shared=True, constants=CONSTANTS).seconds for p in programs]
+    seconds = [replayed(script_of(p), place, shared=True, constants=CONSTANTS).seconds for p in programs]
     best, flat = _subjects([], "a", "a=4", cluster, "64KiB", False)
     assert best.predict(cluster).seconds == min(seconds) < 0.6 * seconds[0]
     assert (best.title.split(":")[0], flat.title) == (f"best of {len(programs)}", "flat all_reduce")

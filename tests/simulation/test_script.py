@@ -5,11 +5,12 @@ import pytest
 
 import shardplan as sp
 from conformance import cases
-from shardplan.core.lowering import SEGMENT
+from shardplan.core.lowering import SEGMENT, Put, Round, Take, run_of
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.ring import _messages, script_of
+from shardplan.simulation.script import ScriptError
 
 RINGS = (AllGather, AllReduce, ReduceScatter)
 
@@ -19,7 +20,7 @@ def test_every_step_receives_what_its_op_says(devices: int) -> None:
     """Summed over the devices of a step; of even rings, and of all else, on each device."""
     for case in cases(23, 60, devices):
         program = case.program
-        found = script_of(program).checked().received()
+        found = script_of(program).received()
         for number, step in enumerate(program.steps):
             operands, results = program.step_types(step)
             want = step.op.received(*operands)
@@ -52,9 +53,13 @@ def test_rings_and_chains_go_in_member_order() -> None:
 def test_rounds_of_a_ring() -> None:
     """A member passes on what it received in the round before: parts of 3, 3, 3 and 1 element."""
     (stage,) = script_of(one("i16[10@x]", AllGather(0, ("x",)), sp.Mesh(x=4))).stages
-    assert [r.sends for r in stage.rounds[3]] == [((0, 2),), ((0, 6),), ((0, 6),)]
-    assert [r.receives for r in stage.rounds[3]] == [((2, 6),), ((2, 6),), ((2, 6),)]
-    assert [r.sends for r in stage.rounds[0]] == [((1, 6),), ((1, 2),), ((1, 6),)]
+    found = [[(s, r, n) for s, r, n in zip(*(x.tolist() for x in (one.sender, one.receiver, one.nbytes)), strict=True)]
+             for one in stage.rounds]  # fmt: skip
+    assert found == [
+        [(0, 1, 6), (1, 2, 6), (2, 3, 6), (3, 0, 2)],
+        [(0, 1, 2), (1, 2, 6), (2, 3, 6), (3, 0, 6)],
+        [(0, 1, 6), (1, 2, 2), (2, 3, 6), (3, 0, 6)],
+    ]
 
 
 def test_segments_of_a_chain() -> None:
@@ -62,11 +67,23 @@ def test_segments_of_a_chain() -> None:
     mesh = sp.Mesh(x=3)
 
     def sizes(text: str, chunks: int = 1) -> list[int]:
-        (stage,) = script_of(one(text, Broadcast(("x",), chunks), mesh)).stages
-        assert [len(r.receives) + len(r.sends) for r in stage.rounds[1]] == [1, *[2] * (len(stage.rounds[0]) - 1), 1]
-        return [n for r in stage.rounds[0] for _, n in r.sends]
+        ((_, first),), ((_, second),) = (
+            script_of(one(text, Broadcast(("x",), chunks), mesh)).rounds_of(d) for d in (0, 1)
+        )
+        assert [len(sends) + len(takes) for sends, takes in second] == [1, *[2] * (len(first) - 1), 1]
+        return [n for sends, _ in first for _, n in sends]
 
     assert sizes(f"i8[{SEGMENT}]{{root:x}}") == [SEGMENT]
     assert sizes(f"i8[{SEGMENT + 1}]{{root:x}}") == [SEGMENT // 2, SEGMENT // 2 + 1]
     assert sizes("f32[10]{root:x}", 3) == [12, 12, 16]
     assert sizes("i8[2]{root:x}", 5) == [1, 1]
+
+
+def test_what_is_put_is_taken() -> None:
+    """A lowering that takes more than is put, or from somebody else, is refused."""
+    ids = np.arange(2)
+    put = Put(np.array([1, -1]), run_of("x0", np.zeros(2, np.int64), np.array([2, 0])))
+    for peer, count in ((0, 3), (1, 2)):
+        take = Take(np.array([-1, peer]), run_of("y0", np.zeros(2, np.int64), np.array([0, count])))
+        with pytest.raises(ScriptError, match=r"^device 0 sends \[8\] bytes to device 1, which waits for"):
+            _messages(Round((put,), (), (take,)), ids, {"x0": 4, "y0": 4})

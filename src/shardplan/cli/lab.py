@@ -34,7 +34,8 @@ from shardplan.movement.reductions.enumeration import reductions
 from shardplan.plans.plan import Plan
 from shardplan.report.lab_picture import save_points, save_timelines
 from shardplan.report.lab_text import LabAnswer, done_object, run_answer, sweep_text, validate_object, validate_text
-from shardplan.simulation import events
+from shardplan.simulation.replay import replayed
+from shardplan.simulation.ring import script_of
 from shardplan.simulation.timeline import Timeline
 
 # Mbit/s by the cluster's sizes: what a small machine's processors can carry, the outer level slower, as it is.
@@ -55,7 +56,8 @@ class Subject:
 
     def predict(self, cluster: Cluster) -> Timeline:
         """Return its timeline, predicted event-wise."""
-        return events.simulate(self.program, self.placement, constants=CONSTANTS, shared=cluster.leaf == "lo")
+        script = script_of(self.program)
+        return replayed(script, self.placement, constants=CONSTANTS, shared=cluster.leaf == "lo")
 
 
 def lab_run_command(

@@ -146,7 +146,7 @@ def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
 
 def _turns(top: Ints, first: Ints, fabric: Fabric) -> Ints:
     """Number the groups that start in one unit of their outermost level, which spreads heads over their units."""
-    key = top * fabric.topology.size + first // np.array([wires.stride for wires in fabric.wires])[top]
+    key = top * fabric.topology.size + first % fabric.period // np.array([wires.stride for wires in fabric.wires])[top]
     order = np.argsort(key, kind="stable")
     ordered = key[order]
     start = np.flatnonzero(np.diff(ordered, prepend=-1))

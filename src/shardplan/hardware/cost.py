@@ -222,7 +222,7 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
 
 
 def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
-    depth, far = len(fabric.wires), fabric.far
+    far = fabric.far
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
     if base is None:
@@ -230,11 +230,15 @@ def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric)
     latency = fabric.latencies()
     latency[:far] += row.far
     latency[far:] *= row.near
-    shares = [1 / (row.far_share if j < far else row.near_share) for j in range(depth)]
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
-    loads = [scaled(one.load, shares) for one in rounds]
+    loads = [scaled(one.load, row_shares(row, fabric)) for one in rounds]
     copied = sum(one.own for one in rounds) / (fabric.near_rate * row.near_share)
     own = fabric.library.own_copy * copied
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
     return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
+
+
+def row_shares(row: Row, fabric: Fabric) -> list[float]:
+    """Return by level how many times longer a row is on its resources than at their whole rate."""
+    return [1 / (row.far_share if j < fabric.far else row.near_share) for j in range(len(fabric.wires))]

@@ -87,18 +87,22 @@ class Fabric:
         position: By device id its topology id, -1 where there is none, as `Placement.position()` gives it; None where
             the two are equal.
         launch: Seconds to start any communication step; by default the device's.
+        period: Devices after which the topology is the same again; by default all of them.
 
     Raises `TopologyError` where a position is not a device of the topology, and where its library is unknown.
 
     Source: arXiv 2110.10548, simulator.
     """
 
-    __slots__ = ("far", "launch", "library", "position", "topology", "wires")
+    __slots__ = ("far", "launch", "library", "period", "position", "topology", "wires")
 
     library: Library
 
-    def __init__(self, topology: Topology, position: Ints | None = None, *, launch: float | None = None) -> None:
+    def __init__(
+        self, topology: Topology, position: Ints | None = None, *, launch: float | None = None, period: int = 0
+    ) -> None:
         self.topology = topology
+        self.period = period or topology.size
         self.launch = topology.device.launch if launch is None else launch
         self.library = library(topology.library)
         names = [level.name for level in topology.levels]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
@@ -22,7 +23,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError
 from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
 from shardplan.simulation.ring import stages_of
-from shardplan.simulation.script import Message, Script, ScriptRound, Stage
+from shardplan.simulation.script import Script, ScriptRound, Stage
 
 BYTE = 8  # bits
 SHOWN = 200  # characters of a text that an error shows
@@ -88,23 +89,19 @@ def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Scri
     stages: list[Stage] = []
     for number, one in enumerate(collectives):
         stages += _stages(number, one)
-    return Script(tuple(stages), tuple(map(str, collectives)), tuple(c.kind for c in collectives), title).checked()
+    return Script(tuple(stages), tuple(map(str, collectives)), tuple(c.kind for c in collectives), title)
 
 
 def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
     """Yield the stages of a collective, in order; its groups go through each together."""
     if one.pairs:
-        sends, receives = defaultdict[int, list[Message]](list), defaultdict[int, list[Message]](list)
-        for source, target in one.pairs if one.output_bytes else ():
-            if source != target:
-                sends[source].append((target, one.output_bytes))
-                receives[target].append((source, one.output_bytes))
-        if sends:
-            ends = sorted({*sends, *receives})
-            yield Stage(number, {d: (ScriptRound(tuple(sends[d]), tuple(receives[d])),) for d in ends})
+        ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
+        if len(ends) and one.output_bytes:
+            yield Stage(number, (ScriptRound(ends[:, 0], ends[:, 1], np.full(len(ends), one.output_bytes)),))
     rings = [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1]
     for stages in itertools.zip_longest(*rings):
-        yield Stage(number, {d: rounds for stage in stages if stage for d, rounds in stage.rounds.items()})
+        rounds = itertools.zip_longest(*(stage.rounds for stage in stages if stage))
+        yield Stage(number, tuple(ScriptRound.joined([r for r in side_by_side if r]) for side_by_side in rounds))
 
 
 def _typed(one: HloCollective, group: Sequence[int]) -> tuple[Collective, list[TensorType]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.interval import Interval
@@ -26,6 +27,13 @@ class _StepRow:
     @property
     def middle(self) -> float:
         return median(self.seconds)
+
+
+def timeline_object(timeline: Timeline) -> dict[str, Any]:
+    """Return what a timeline comes to as an object for JSON, and its critical path."""
+    names = ("seconds", "peak_bytes", "breakdown", "bubble_seconds", "idle_seconds")
+    path = [{"device": i.device, "step": i.step, "name": i.name, "seconds": i.seconds} for i in timeline.critical_path]
+    return {name: getattr(timeline, name) for name in names} | {"critical_path": path}
 
 
 def timeline_text(timeline: Timeline) -> str:

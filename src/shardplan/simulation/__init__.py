@@ -8,8 +8,11 @@ Reading order:
 - `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
 - `ring`        the script of a program on the ring engine: which messages its collectives are made of
-- `tree`        `Tree`: a topology of switches as directed links, and the way of a message over them
-- `events`      the event simulation of a script on a tree: devices at their own pace, links shared fairly
+- `engine`      tasks that wait for tasks and share resources fairly, on arrays
+- `unrolled`    a program as tasks of the engine: groups, messages and kernels of every step that it runs
+- `events`      the event simulation of a program: devices at their own pace, links shared fairly
+- `replay`      the same of a script, message by message, as the lab's links would carry it
+- `tree`        `Tree`: a topology of switches as the lab builds it, link by link
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
 This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.

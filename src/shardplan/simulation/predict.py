@@ -8,6 +8,7 @@ live. A device that takes no part in a step has done its own by the end of the l
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,6 @@ from shardplan.plans.nominal import DESCRIPTION, nominal_windows
 from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
-
-Sample = tuple[np.ndarray, np.ndarray]  # on every device of a program the seconds, and the bytes from then on
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,15 +79,15 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)
         stream = "comm" if communicates(one.pattern) else "compute"
         slots.append(_Slot(window, stream, one.devices, dict(received)))
-    samples = _live(program, slots)
+    rows = live(program, [slot.devices for slot in slots])
     drawn = set(program.devices[:most_devices])
     drawn |= {int(slot.devices[0]) for slot in slots if drawn.isdisjoint(slot.devices.tolist())}
     if program.devices:
-        drawn.add(program.devices[int(np.argmax(np.max([row for _, row in samples], axis=0)))])
+        drawn.add(program.devices[int(np.argmax(rows.max(axis=0)))])
     topology = where.topology if isinstance(where, Placement) else where
     return Timeline(
         tuple(_intervals(program, slots, drawn)),
-        _curves(program, samples, drawn),
+        curves(program, _clocks(program, slots), rows, drawn),
         title=f"closed form, {(topology.name or 'topology') if topology else DESCRIPTION}",
     )
 
@@ -127,35 +126,46 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
     return made
 
 
-def _live(program: Program, slots: list[_Slot]) -> list[Sample]:
-    """Bytes on every device before the first step, and during and after each.
+def live(program: Program, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the bytes on every device before the first step, and during and after each: [1 + 2 steps, devices].
 
-    It is `core.accounting.holds` with the staging on those that take part alone, where an account adds it everywhere.
+    It is `core.accounting.holds` with the staging on those that take part alone, whose ids `parts` says by step, where
+    an account adds it everywhere.
     """
     ids = np.asarray(program.devices, dtype=np.int64)
-    none = np.zeros(len(ids), dtype=np.int64)
     start, found = holds(program, program.devices)
-    clock = np.zeros(len(ids))
-    samples: list[Sample] = [(clock, none + start)]
-    for step, hold, slot in zip(program.steps, found, slots, strict=True):
-        mine = np.searchsorted(ids, slot.devices)
-        during = none + hold.during
-        during[mine] += step.op.staging(*program.step_types(step)[0])
-        for at, live in ((slot.window.start, during), (slot.window.end, none + hold.after)):
-            clock = clock.copy()
-            clock[mine] = at
-            samples.append((clock, live))
-    return samples
+    rows = np.zeros((1 + 2 * len(found), len(ids)), dtype=np.int64)
+    rows[0] = start
+    for number, (step, hold, part) in enumerate(zip(program.steps, found, parts, strict=True)):
+        during, after = rows[2 * number + 1 : 2 * number + 3]
+        during[:], after[:] = hold.during, hold.after
+        during[np.searchsorted(ids, part)] += step.op.staging(*program.step_types(step)[0])
+    return rows
 
 
-def _curves(program: Program, samples: list[Sample], drawn: set[int]) -> tuple[MemoryCurve, ...]:
-    """The curves of the drawn devices; a sample that changes nothing is left out."""
+def curves(program: Program, clocks: np.ndarray, rows: np.ndarray, drawn: Iterable[int]) -> tuple[MemoryCurve, ...]:
+    """Return the curves of some devices; a sample that changes nothing is left out.
+
+    `clocks` has the seconds at which the bytes of `rows` begin, as `live` gives them: both [1 + 2 steps, devices].
+    """
+    columns = {device: k for k, device in enumerate(program.devices)}
+    changes = np.ones(rows.shape, dtype=bool)
+    changes[1:] = rows[1:] != rows[:-1]
     found: list[MemoryCurve] = []
     for device in sorted(drawn):
-        row = program.devices.index(device)
-        curve: list[tuple[float, int]] = []
-        for clock, live in samples:
-            if not curve or curve[-1][1] != live[row]:
-                curve.append((float(clock[row]), int(live[row])))
-        found.append(MemoryCurve(device, tuple(curve)))
+        column = columns[device]
+        keep = changes[:, column]
+        samples = zip(clocks[keep, column].tolist(), rows[keep, column].tolist(), strict=True)
+        found.append(MemoryCurve(device, tuple(samples)))
     return tuple(found)
+
+
+def _clocks(program: Program, slots: list[_Slot]) -> np.ndarray:
+    """When every device has what `live` says, [1 + 2 steps, devices]: those that take part at a step's two ends."""
+    ids = np.asarray(program.devices, dtype=np.int64)
+    clocks = np.zeros((1 + 2 * len(slots), len(ids)))
+    for number, slot in enumerate(slots):
+        clocks[2 * number + 1 : 2 * number + 3] = clocks[2 * number]
+        ends = np.array([[slot.window.start], [slot.window.end]])
+        clocks[2 * number + 1 : 2 * number + 3, np.searchsorted(ids, slot.devices)] = ends
+    return clocks

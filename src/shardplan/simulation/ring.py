@@ -7,23 +7,22 @@ backend's interpreter of the same lowering, is written apart, and the two are co
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.lowering import Ints, Region
+from shardplan.core.lowering import Ints, Region, Round
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import turns
 from shardplan.simulation.predict import step_names
-from shardplan.simulation.script import Message, Script, ScriptRound, Stage
+from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
 
 
 def script_of(program: Program, title: str = "") -> Script:
-    """Return what the ring engine sends when it runs a program."""
+    """Return what the ring engine sends when it runs a program; raises `ScriptError` where puts and takes differ."""
     stages: list[Stage] = []
     for number, visit in turns(program):
         op = moving(visit.step.op)
@@ -41,36 +40,42 @@ def stages_of(op: Collective, operands: Sequence[TensorType], number: int) -> It
     lowering = op.lowering(operands, devices, "ring")
     widths = {name: numpy_dtype(buffer.dtype).itemsize for name, buffer in lowering.buffers.items()}
     widths |= {f"{letter}{k}": t.itemsize for letter in "xy" for k, t in enumerate(operands)}
-    stage: dict[int, list[ScriptRound]] = defaultdict(list)
+    stage: list[ScriptRound] = []
     for one in lowering.rounds():
-        sends = _messages(devices, [(put.peer, put.source) for put in one.puts], widths)
-        receives = _messages(devices, [(take.peer, take.target) for take in one.takes], widths)
-        for d in sorted({*sends, *receives}):
-            stage[d].append(ScriptRound(tuple(sends.get(d, ())), tuple(receives.get(d, ()))))
+        found = _messages(one, devices, widths)
+        if found.nbytes.size:
+            stage.append(found)
         if one.closes and stage:
-            yield Stage(number, {d: tuple(rounds) for d, rounds in stage.items()})
-            stage = defaultdict(list)
+            yield Stage(number, tuple(stage))
+            stage = []
     if stage:
-        yield Stage(number, {d: tuple(rounds) for d, rounds in stage.items()})
+        yield Stage(number, tuple(stage))
 
 
-def _messages(
-    devices: Ints, moves: Sequence[tuple[Ints, Region]], widths: Mapping[str, int]
-) -> dict[int, list[Message]]:
-    """By device, the messages of a round to or from its peers."""
-    sizes: Counter[tuple[int, int, int]] = Counter()  # bytes by width, device and peer
-    for peers, region in moves:
+def _messages(one: Round, devices: Ints, widths: Mapping[str, int]) -> ScriptRound:
+    """The messages of a round: what is put, which is what is taken."""
+    puts = _sizes([(devices, put.peer, put.source) for put in one.puts], widths)
+    takes = _sizes([(take.peer, devices, take.target) for take in one.takes], widths)
+    if not np.array_equal(puts, takes):
+        pairs = {(s, r) for (_, s, r, _) in {*map(tuple, puts.T.tolist())} ^ {*map(tuple, takes.T.tolist())}}
+        sender, receiver = min(pairs)
+        sent, wanted = ([n for _, s, r, n in x.T.tolist() if (s, r) == (sender, receiver)] for x in (puts, takes))
+        raise ScriptError(f"device {sender} sends {sent} bytes to device {receiver}, which waits for {wanted}")
+    return ScriptRound(*puts[1:])
+
+
+def _sizes(moves: Sequence[tuple[Ints, Ints, Region]], widths: Mapping[str, int]) -> Ints:
+    """Element width, sender, receiver and bytes of what is moved, one for each pair and width, in order: [4, n]."""
+    found = [np.zeros((4, 0), dtype=np.int64)]
+    for sender, receiver, region in moves:
         elements, width = region.elements(), widths[region.buffer]
         rows = np.flatnonzero(elements)
-        sizes.update(
-            {
-                (width, d, peer): n * width
-                for d, peer, n in zip(
-                    devices[rows].tolist(), peers[rows].tolist(), elements[rows].tolist(), strict=True
-                )
-            }
-        )
-    found: dict[int, list[Message]] = defaultdict(list)
-    for (_, d, peer), nbytes in sorted(sizes.items(), key=lambda item: item[0][0]):
-        found[d].append((peer, nbytes))
-    return found
+        found.append(np.stack([np.full(len(rows), width), sender[rows], receiver[rows], elements[rows] * width]))
+    table = np.concatenate(found, axis=1)
+    table = table[:, np.lexsort((table[2], table[1], table[0]))]
+    fresh = np.ones(table.shape[1], dtype=bool)
+    fresh[1:] = (table[:3, 1:] != table[:3, :-1]).any(axis=0)
+    first = np.flatnonzero(fresh)
+    if not first.size:
+        return table
+    return np.concatenate([table[:3, first], np.add.reduceat(table[3:], first, axis=1)])

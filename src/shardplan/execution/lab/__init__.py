@@ -3,7 +3,7 @@
     with Lab(Cluster.of("2x4", (200, 1000))) as lab:
         for m in lab.measure([program, Task(program, placement)]):
             print(m.title, m.seconds, m.cv, m.kernel_edge_bytes)
-        events.simulate(program, lab.cluster.topology, constants=CONSTANTS).seconds  # of `simulation`
+        replayed(script_of(program), lab.cluster.topology, constants=CONSTANTS).seconds  # of `simulation`
 
 Reading order:
 

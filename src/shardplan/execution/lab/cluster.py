@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.events import Constants
+from shardplan.simulation.replay import Constants
 from shardplan.simulation.tree import Tree
 
 Leaf = Literal["ns", "lo"]

@@ -9,7 +9,7 @@ import torch
 
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.wire import Pending, TorchWire
-from shardplan.simulation.script import Script, ScriptRound
+from shardplan.simulation.script import Message, Script
 
 
 class Replay:
@@ -18,8 +18,8 @@ class Replay:
     def __init__(self, script: Script, device: int) -> None:
         """Keep the device's own stages."""
         self.device = device
-        self.stages = [(s.step, s.rounds[device]) for s in script.stages if device in s.rounds]
-        largest = [n for _, rounds in self.stages for one in rounds for _, n in (*one.sends, *one.receives)]
+        self.stages = list(script.rounds_of(device))
+        largest = [n for _, rounds in self.stages for sends, takes in rounds for _, n in (*sends, *takes)]
         self._largest = max(largest, default=0)
 
     def run(self, wire: TorchWire, record: Record) -> None:
@@ -32,12 +32,14 @@ class Replay:
             record.spans.append(StepSpan(self.device, step, start, time.monotonic(), wire.received - before))
 
 
-def _stage(rounds: Sequence[ScriptRound], wire: TorchWire, source: torch.Tensor, sink: torch.Tensor) -> None:
+def _stage(
+    rounds: Sequence[tuple[list[Message], list[Message]]], wire: TorchWire, source: torch.Tensor, sink: torch.Tensor
+) -> None:
     """Post all receives of a stage; then, round by round, send, and wait for what the round receives."""
-    ins = iter(wire.post([(peer, sink[:n]) for one in rounds for peer, n in one.receives], [])[0])
+    ins = iter(wire.post([(peer, sink[:n]) for _, takes in rounds for peer, n in takes], [])[0])
     sent: Pending = []
-    for one in rounds:
-        sent += wire.post([], [(peer, source[:n]) for peer, n in one.sends])[1]
-        for _ in one.receives:
+    for sends, takes in rounds:
+        sent += wire.post([], [(peer, source[:n]) for peer, n in sends])[1]
+        for _ in takes:
             wire.wait_one(*next(ins))
     wire.wait(sent)

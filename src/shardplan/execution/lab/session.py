@@ -243,7 +243,7 @@ class Lab:
             item = Item(title, engine, self._ranks(task, devices), names, program=str(what))
         else:
             title = task.title or what.title or "script"
-            item = Item(title, engine, self._ranks(task, what.devices), what.names, script=what.checked())
+            item = Item(title, engine, self._ranks(task, what.devices), what.names, script=what)
         return task, item
 
     def _ranks(self, task: Task, devices: Sequence[int]) -> dict[int, int]:
