@@ -239,6 +239,6 @@ def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric)
     return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
 
 
-def row_shares(row: Row, fabric: Fabric) -> list[float]:
+def row_shares(row: LibraryRow, fabric: Fabric) -> list[float]:
     """Return by level how many times longer a row is on its resources than at their whole rate."""
     return [1 / (row.far_share if j < fabric.far else row.near_share) for j in range(len(fabric.wires))]
