@@ -1,7 +1,9 @@
 """Placements and reduction programs beyond the published systems: four levels, many NICs, NVL72, a torus, odd nodes.
 
 `python -m benchmarks.placement_beyond [--count 0]`: on each system all placements of a few meshes, every set of axes
-reduced, 2^30 bytes a device (`--count` limits the meshes of a system; 0 takes all). Under a ring, a tree and `auto`:
+reduced, 2^30 bytes a device (`--count` limits the meshes of a system; 0 takes all). Each system is priced by its
+library: `ring` under a ring and a tree, `nccl` and `xla` under all that they have (`auto`), `nccl` also under its rings
+and trees alone.
 
 - *placement ratio*: slowest over fastest stock AllReduce among the placements of a mesh and a reduction;
 - *gain*: stock AllReduce over the exact best program (`sp.place`: a shortest path over types, no limit on its size);
@@ -29,7 +31,7 @@ import shardplan as sp
 from shardplan.hardware.level import Level
 from shardplan.hardware.level_factors import factors
 
-ALGORITHMS = ("ring", "tree", "auto")
+ALGORITHMS = {"ring": ("ring", "tree"), "nccl": ("auto", "ring", "tree"), "xla": ("auto",)}  # by library
 PAYLOAD = 2**30
 GAIN = 1.005
 NEAR = 0.9
@@ -151,7 +153,7 @@ def payloads(topology: sp.Topology, sizes: tuple[int, ...], algorithm: str) -> d
             "most are better as programs from": first}  # fmt: skip
 
 
-def torus(sizes: tuple[int, ...], algorithm: str) -> dict[str, Any]:
+def torus(sizes: tuple[int, ...]) -> dict[str, Any]:
     """What one factor a sub-axis, and any set of factors, are worth on a torus."""
     topology = sp.Topology.load("tpu-v7")
     mesh, sets = axes_of(sizes)
@@ -159,15 +161,15 @@ def torus(sizes: tuple[int, ...], algorithm: str) -> dict[str, Any]:
     near: list[float] = []
     for axes in sets:
         for placement in sp.placements(mesh, topology):
-            plan = sp.reduce(placement, axes, PAYLOAD, algorithm=algorithm)
+            plan = sp.reduce(placement, axes, PAYLOAD)
             found = {
-                name: sp.reduce(placement, axes, PAYLOAD, algorithm=algorithm, uncollapsed=single, subsets=free)
+                name: sp.reduce(placement, axes, PAYLOAD, uncollapsed=single, subsets=free)
                 for name, single, free in (("uncollapsed", True, False), ("subsets", False, True), ("both", True, True))
             }
             for name, other in found.items():
                 better[name].append(plan.seconds / other.seconds)
             near.append(found["both"].certificate.lower_bound_seconds / found["both"].seconds)
-    out: dict[str, Any] = {"mesh": sizes, "algorithm": algorithm, "reductions": len(near)}
+    out: dict[str, Any] = {"mesh": sizes, "reductions": len(near)}
     for name, values in better.items():
         out |= {f"{name}: better": sum(v > GAIN for v in values), f"{name}: geomean": geomean(values),
                 f"{name}: max": max(values)}  # fmt: skip
@@ -184,7 +186,7 @@ def degraded(topology: sp.Topology, sizes: tuple[int, ...], factor: float) -> li
     light: dict[tuple[str, ...], float] = {(a,): 1e9 * 4**k for k, a in enumerate(mesh.axes)}
     out: list[dict[str, Any]] = []
     for traffic in (heavy, light):
-        for algorithm, programs in itertools.product(ALGORITHMS, ("best", "stock")):
+        for algorithm, programs in itertools.product(ALGORITHMS[topology.library], ("best", "stock")):
             well = sp.place(mesh, topology, traffic, algorithm=algorithm, programs=programs)
             ranking = sp.place(mesh, sick, traffic, algorithm=algorithm, programs=programs)
             found = ranking.degraded
@@ -202,16 +204,16 @@ def main() -> None:
     parser = arguments("placement_beyond", "Placements beyond the published systems.", 0, of="meshes a system, 0: all")
     options = parser.parse_args()
     most = options.count or None
-    systems = [summary(t, meshes[:most], a) for t, meshes in SYSTEMS for a in ALGORITHMS if not _say(t.name, a)]
+    systems = [summary(t, m[:most], a) for t, m in SYSTEMS for a in ALGORITHMS[t.library] if not _say(t.name, a)]
     heads = tuple(systems[0])
     print(table(heads, [[r[h] for h in heads] for r in systems], "systems, 2^30 bytes a device"))
     two = [(t, m[1]) for t, m in SYSTEMS if t.name in ("dgx-a100", "dgx-h100", "four levels", "6-device nodes")]
     two.append((sp.Topology.load("gcp-a100x16", nodes=4), (8, 8)))
-    sweeps = [payloads(t, sizes, a) for t, sizes in two for a in ALGORITHMS if not _say(t.name, "payloads")]
+    sweeps = [payloads(t, m, a) for t, m in two for a in ALGORITHMS[t.library] if not _say(t.name, "payloads")]
     lines = [[r["system"], r["algorithm"], r["reductions"], *r["share where plain is best"].values()] for r in sweeps]
     sizes_ = [f"{n >> 10} KiB" if n < 2**20 else f"{n >> 20} MiB" for n in PAYLOADS]
     print(table(("plain is best", "algorithm", "reductions", *sizes_), lines, "share of reductions over two levels"))
-    tori = [torus(sizes, a) for sizes in TORUS[:most] for a in ("ring", "auto") if not _say("torus", str(sizes))]
+    tori = [torus(sizes) for sizes in TORUS[:most] if not _say("torus", str(sizes))]
     heads = tuple(tori[0])
     print(table(heads, [[r[h] for h in heads] for r in tori], "tpu-v7: contiguous over the two levels beside"))
     sick: list[dict[str, Any]] = []

@@ -27,7 +27,9 @@ from shardplan.core.ops import (
     Reduce,
     ReduceScatter,
     Repeat,
+    Send,
     Slice,
+    Together,
     ToPartial,
 )
 from shardplan.core.program import Program
@@ -268,6 +270,70 @@ def repeats(draw: st.DrawFn, most: int = 8, kinds: tuple[str, ...] = ("even", "u
     results = tuple(f"r{k}" for k in range(len(op.body.outputs)))
     kept = draw(st.sampled_from(((), ("i0",))))
     return Program(given, [Step(op, tuple(given), results)], (*results, *kept))
+
+
+def random_program(rng: random.Random, devices: int, together: bool, repeat: bool) -> Program:
+    """Up to 10 steps on values of two meshes: moves, some across, some at once; kernels; repeats."""
+    sizes = rng.choice(((2,), (3,), (4,), (2, 2), (2, 3), (2, 4), (2, 2, 2)))
+    ids, count = rng.sample(range(devices), devices), math.prod(sizes)
+    first = rng.choice((count, rng.randint(0, devices - count)))  # mostly disjoint, so that steps overlap
+    home, away = (
+        Mesh(dict(zip(names, sizes, strict=False)), devices=mine)
+        for names, mine in (("abcde", ids[:count]), ("pqrst", ids[first : first + count]))
+    )
+    inputs: dict[str, TensorType] = {}
+    steps: list[Step] = []
+
+    def given(t: TensorType) -> str:
+        inputs[f"i{len(inputs)}"] = t
+        return f"i{len(inputs) - 1}"
+
+    def fresh() -> str:
+        mesh = rng.choice((home, away))
+        names, partial, root, reduction = draw_type(rng, mesh, 2, rng.choice(("even", "even", "partial", "rooted")))
+        n = rng.choice((1, 3, 500))
+        shape = tuple(n * d for d in suites.even_shape(rng, mesh, [names], 2))
+        return given(TensorType("f32", shape, names, mesh, partial=dict.fromkeys(partial, reduction), root=root))
+
+    def move(t: TensorType) -> Op | None:
+        if rng.random() < 0.25 and not (t.layout.partial or t.layout.root):
+            other = away if t.mesh == home else home
+            names = suites.pick_names(rng, list(other.axes), t.ndim)
+            ops = [Send(TensorType(t.dtype, t.shape, names, other).layout, other)]
+        else:
+            ops = [op for op in legal_ops(rng, t) if op.name not in ("slice", "to_partial")]
+        ops = [op for op in ops if _types(op, t)]
+        return rng.choice(ops) if ops else None
+
+    def add(op: Op, operands: Sequence[str], count: int = 1) -> None:
+        results = tuple(f"{len(steps)}.{k}" for k in range(count))
+        steps.append(Step(op, tuple(operands), results))
+        types.update(zip(results, op.infer(*(types[o] for o in operands)), strict=True))
+
+    for _ in range(rng.randint(2, 5)):
+        fresh()
+    types = dict(inputs)
+    for _ in range(rng.randint(1, 10)):
+        name = rng.choice(list(types))
+        t = types[name]
+        how = rng.random()
+        if together and how < 0.3:
+            names = rng.sample(list(types), min(len(types), rng.randint(2, 4)))
+            moves = [(n, op) for n in names if (op := move(types[n]))]
+            body = [Step(op, (n,), (f"{n}.to",)) for n, op in moves]
+            if body:
+                ends = tuple(f"{n}.to" for n, _ in moves)
+                add(Together(Program({n: types[n] for n, _ in moves}, body, ends)), [n for n, _ in moves], len(moves))
+        elif repeat and how < 0.5 and not t.layout.partial:
+            op = repeat_of(rng, t, 1)
+            extra = [given(u) for u in operand_types(op)[1:]]
+            types.update(inputs)
+            add(op, [name, *extra], len(op.body.outputs))
+        elif how < 0.6 and not t.layout.partial and not t.layout.root:
+            add(Elementwise("2*a"), [name])
+        elif op := move(t):
+            add(op, [name])
+    return Program(inputs, steps, tuple(r for step in steps for r in step.results)[-3:])
 
 
 def dense(shape: Sequence[int], rng: random.Random) -> tuple[int, ...]:

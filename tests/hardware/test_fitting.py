@@ -11,7 +11,7 @@ from shardplan.errors import TopologyError
 from shardplan.hardware.cost import price
 from shardplan.hardware.fabric import Fabric, Floats
 from shardplan.hardware.fitting import fit
-from shardplan.hardware.library import Library, Row
+from shardplan.hardware.library import Library, LibraryRow
 from shardplan.hardware.sample_setup import System, pattern_of_sample, topology_of_sample
 from shardplan.hardware.samples import Sample
 
@@ -19,9 +19,11 @@ GATHERS = ("all_reduce", "all_gather", "reduce_scatter")
 TRUTH = Library(
     "nccl",
     (
-        Row("ring", "LL", GATHERS, base=0.0, base_far=4e-6, near_share=0.3, far_share=0.1),
-        Row("ring", "Simple", GATHERS, base=9e-6, base_far=30e-6, near=3.0, far=5e-6, near_share=0.8, far_share=0.9),
-        Row("tree", "Simple", ("all_reduce",), base=None, base_far=50e-6, near=3.0, far=5e-6, near_share=0.7),
+        LibraryRow("ring", "LL", GATHERS, base=0.0, base_far=4e-6, near_share=0.3, far_share=0.1),
+        LibraryRow(
+            "ring", "Simple", GATHERS, base=9e-6, base_far=30e-6, near=3.0, far=5e-6, near_share=0.8, far_share=0.9
+        ),
+        LibraryRow("tree", "Simple", ("all_reduce",), base=None, base_far=50e-6, near=3.0, far=5e-6, near_share=0.7),
     ),
     own_copy=0.5,
 )

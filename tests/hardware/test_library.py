@@ -18,7 +18,7 @@ from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.library import (
     ALGORITHM_NAMES,
     Library,
-    Row,
+    LibraryRow,
     libraries,
     library,
     library_text,
@@ -30,13 +30,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast")
 TABLE = Library(
     "t",
     (
-        Row("ring", "Simple", OPS, 8e-6, 30e-6, 1.5, 3e-6, 0.8, 0.9),
-        Row("ring", "LL", OPS, 1e-6, 2e-6, 0.5, 0.0, 0.3, 0.4),
-        Row("tree", "LL", ("all_reduce",), None, 2e-6, 0.6, 1e-6, 0.3, 0.4),
-        Row("nvls", "Simple", ("all_reduce",), 12e-6, None, near_share=0.75, members=3, per_member=0.01),
-        Row("nvls_tree", "Simple", ("all_reduce",), base_far=50e-6, far=2e-6, near_share=0.75, far_share=0.9),
-        Row("collnet", "Simple", ("all_reduce",), base_far=60e-6, near_share=0.75, far_share=0.95),
-        Row("p2p", "Simple", ("all_to_all", "messages"), 5e-6, 9e-6, 0.5, 1e-6, 0.7, 0.8),
+        LibraryRow("ring", "Simple", OPS, 8e-6, 30e-6, 1.5, 3e-6, 0.8, 0.9),
+        LibraryRow("ring", "LL", OPS, 1e-6, 2e-6, 0.5, 0.0, 0.3, 0.4),
+        LibraryRow("tree", "LL", ("all_reduce",), None, 2e-6, 0.6, 1e-6, 0.3, 0.4),
+        LibraryRow("nvls", "Simple", ("all_reduce",), 12e-6, None, near_share=0.75, members=3, per_member=0.01),
+        LibraryRow("nvls_tree", "Simple", ("all_reduce",), None, 50e-6, far=2e-6, near_share=0.75, far_share=0.9),
+        LibraryRow("collnet", "Simple", ("all_reduce",), None, 60e-6, near_share=0.75, far_share=0.95),
+        LibraryRow("p2p", "Simple", ("all_to_all", "messages"), 5e-6, 9e-6, 0.5, 1e-6, 0.7, 0.8),
     ),
     own_copy=0.5,
 )
@@ -105,14 +105,14 @@ def plain(row, table, kind, groups, nbytes, topology):
         for m in members:
             if m // node_size not in nodes:
                 nodes.append(m // node_size)
-        n, g = len(nodes), k / len(nodes)
+        n = len(nodes)
+        counts = [sum(m // node_size == node for m in members) for node in nodes]
+        least, most = min(counts), max(counts)
         spans = [len({m // s for m in members}) for s in strides]
         crossed = [a > b for a, b in zip(spans, [1, *spans], strict=False)]
         inner = [level.reduces for level, c in zip(levels[far:], crossed[far:], strict=True) if c]
         outer = [level.reduces for level, c in zip(levels[:far], crossed[:far], strict=True) if c]
-        if row.algorithm in ("nvls", "nvls_tree", "collnet") and (not inner or not all(inner) or g < row.members):
-            return None
-        if (row.algorithm == "nvls" and n > 1) or (row.algorithm in ("nvls_tree", "collnet") and n == 1):
+        if row.algorithm in ("nvls", "nvls_tree", "collnet") and (not inner or not all(inner) or least < row.members):
             return None
         if row.algorithm == "collnet" and not all(outer):
             return None
@@ -125,7 +125,7 @@ def plain(row, table, kind, groups, nbytes, topology):
             hops = [times * (a - b) for a, b in zip(spans, [1, *spans], strict=False)]
         else:
             chain = row.algorithm == "tree"
-            near = held * (min(2, g - 1) if chain else 1 + 1 / g + row.per_member * g)
+            near = held * (min(2, most - 1) if chain else 1 + 1 / least + row.per_member * most)
             out = held * (1 if row.algorithm == "collnet" else double_tree(n))
             hops = [0] * len(levels)
             for j in range(far, len(levels)):

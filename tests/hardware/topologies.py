@@ -55,12 +55,17 @@ def any_topology(draw, most=24):
 
 
 @st.composite
-def under_library(draw, topology, names=None):
-    """The topology under any library, or one of some names, with one of its levels as the node."""
+def under_library(draw, topology, slow=False):
+    """The topology under any library, with one of its levels as the node; slow ports where they may be."""
     j = draw(st.integers(0, len(topology.levels) - 1))
-    levels = [replace(level, reduces=draw(st.booleans())) for level in topology.levels]
+    levels, count = [], 1
+    for level in topology.levels:
+        count *= level.size
+        ports = ((draw(st.integers(0, count - 1)), level.uplinks - 1, 0.5),)
+        ports = ports if slow and level.link == "switch" and level.uplinks > 1 and draw(st.booleans()) else ()
+        levels.append(replace(level, reduces=level.link == "switch" and draw(st.booleans()), slow_ports=ports))
     levels[j] = replace(levels[j], name="node")
-    return replace(topology, levels=tuple(levels), library=draw(st.sampled_from(names or libraries())))
+    return replace(topology, levels=tuple(levels), library=draw(st.sampled_from(libraries())))
 
 
 @st.composite

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
 
-from hardware.topologies import switches
+from hardware.topologies import any_topology, switches
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import placements
 
@@ -33,6 +34,16 @@ def systems(draw, most=64, names=("data", "tensor", "pipeline", "context")):
     parts = draw(st.integers(1, len(names)))
     axes = draw(st.sampled_from(sorted(factorisations(topology.size, parts))))
     return Mesh(dict(zip(names, axes, strict=False))), topology
+
+
+@st.composite
+def linked_systems(draw, most=24, names=("data", "tensor")):
+    """A topology of any links, nothing slow, and a mesh of two axes on it."""
+    topology = draw(any_topology(most))
+    topology = replace(topology, levels=tuple(level.sound() for level in topology.levels))
+    return Mesh(
+        dict(zip(names, draw(st.sampled_from(sorted(factorisations(topology.size, 2)))), strict=False))
+    ), topology
 
 
 @st.composite

@@ -309,3 +309,14 @@ def test_options_and_errors():
         sp.place(sp.Mesh(data=3), topology, {"data": 1})
     assert [e.axes for e in demands_of({("tensor", "data"): 5}, mesh)] == [("data", "tensor")]
     assert list(itertools.islice(iter(inside), 1)) == [inside[0]]
+
+
+@pytest.mark.parametrize("preset", ["dgx-a100", "dgx-h100", "dgx-b200", "p5-efa"])
+def test_a_small_reduction_is_one_collective_under_nccl(preset):
+    """To launch costs, and the library's own all-reduce is hierarchical: three launches are not made for 4 KiB."""
+    topology = sp.Topology.load(preset, nodes=2)
+    mesh = sp.Mesh(data=topology.size)
+    for nbytes in (256, 4096):
+        (row,) = sp.place(mesh, topology, {"data": nbytes})
+        assert [step.op.name for step in row.plans["data",].program.steps] == ["all_reduce"]
+        assert row.seconds == row.stock_seconds >= topology.device.launch > 0

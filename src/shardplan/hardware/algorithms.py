@@ -27,6 +27,21 @@ class FlowRound:
 Rounds = Iterator[FlowRound]
 
 
+def edge_volume(kind: str, k: int) -> float:
+    """Return what passes every edge of a ring of k members, or of a chain, over what a member holds before."""
+    return {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}.get(kind, 1.0)
+
+
+def passes(kind: str) -> int:
+    """Return how often a collective goes round its ring."""
+    return 2 if kind == "all_reduce" else 1
+
+
+def own_share(kind: str, k: int) -> float:
+    """Return the share of what a member holds before that is its own part of the result: all of it in an all-gather."""
+    return 1.0 if kind == "all_gather" else 1 / k
+
+
 def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     """Run a collective on a ring in member order; reduce and broadcast on the chain to, or from, member 0.
 
@@ -34,16 +49,14 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     an edge of the chain. Its hops over level l are r (u_l - u_(l-1)), where u_l counts the distinct units of a group
     and r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
     """
-    k = members.shape[1]
-    share = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}
-    hops = (2.0 if kind == "all_reduce" else 1.0) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
-    if kind in share:
-        receiver = np.roll(members, -1, axis=1)
-        flows = _flows(members, receiver, nbytes * share[kind])
-    elif kind == "broadcast":
-        flows = _flows(members[:, :-1], members[:, 1:], nbytes)
+    volume = edge_volume(kind, members.shape[1]) * nbytes
+    hops = passes(kind) * np.diff(units_spanned(members, fabric), axis=0, prepend=1).astype(np.float64)
+    if kind == "broadcast":
+        flows = _flows(members[:, :-1], members[:, 1:], volume)
+    elif kind == "reduce":
+        flows = _flows(members[:, 1:], members[:, :-1], volume)
     else:
-        flows = _flows(members[:, 1:], members[:, :-1], nbytes)
+        flows = _flows(members, np.roll(members, -1, axis=1), volume)
     # All steps of the ring in one: they are alike, and each starts when its predecessor's first bytes are there.
     yield FlowRound(flows, hops)
 

@@ -17,7 +17,7 @@ from shardplan.errors import TopologyError
 from shardplan.hardware.cost import row_shares
 from shardplan.hardware.fabric import Fabric, Floats, Ints
 from shardplan.hardware.level import Level
-from shardplan.hardware.library import Row
+from shardplan.hardware.library import LibraryRow
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.traffic import ALGORITHMS
 
@@ -48,7 +48,7 @@ def _width(fabric: Fabric, j: int) -> int:
     return wires.units * (wires.level.size if wires.level.link == "full" else wires.ways)
 
 
-def group_loads(pattern: Groups, row: Row, fabric: Fabric) -> list[Loads]:
+def group_loads(pattern: Groups, row: LibraryRow, fabric: Fabric) -> list[Loads]:
     """Return for every round of a collective under a library's row the load of each of its groups, in their order.
 
     Raises `TopologyError` where there are too many groups on too large a topology to tell them apart.

@@ -17,7 +17,7 @@ from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Patt
 from shardplan.errors import TopologyError
 from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
-from shardplan.hardware.library import Library, Row
+from shardplan.hardware.library import Library, LibraryRow
 from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")
@@ -34,7 +34,8 @@ class Price:
     level_bytes: tuple[float, ...]  # whose sender and receiver first differ at each level, outermost first, all devices
     load: Load = field(default=(), compare=False, repr=False)  # of all rounds on every resource
     own: float = 0.0  # of `transfer` what is no communication
-    row: Row | None = field(default=None, compare=False, repr=False)  # that is paid; None where there are several
+    # The row that is paid; None where there are several, or none.
+    row: LibraryRow | None = field(default=None, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -220,7 +221,7 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
     raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _priced(row: Row, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
+def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
     far = fabric.far
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
@@ -238,6 +239,6 @@ def _priced(row: Row, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Pri
     return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
 
 
-def row_shares(row: Row, fabric: Fabric) -> list[float]:
+def row_shares(row: LibraryRow, fabric: Fabric) -> list[float]:
     """Return by level how many times longer a row is on its resources than at their whole rate."""
     return [1 / (row.far_share if j < fabric.far else row.near_share) for j in range(len(fabric.wires))]

@@ -25,12 +25,12 @@ from shardplan.core.pattern import Pattern
 from shardplan.errors import TopologyError
 from shardplan.hardware.cost import Price, price
 from shardplan.hardware.fabric import Fabric, Floats, Ints
-from shardplan.hardware.library import Library, Row
+from shardplan.hardware.library import Library, LibraryRow
 from shardplan.hardware.sample_setup import System, pattern_of_sample, systems, topology_of_sample, unknown_systems
 from shardplan.hardware.samples import Sample
 
 _KEYS = ("base", "base_far", "near", "far", "near_share", "far_share")
-_DEFAULTS = {field.name: field.default for field in fields(Row)}
+_DEFAULTS = {field.name: field.default for field in fields(LibraryRow)}
 _BEND = 0.1  # relative error from which on the loss grows no faster than the error
 _PULL = 0.002  # of a constant to its start, against 1 of a curve's decade of bytes
 _STEPS = 200
@@ -127,7 +127,7 @@ class _Constants:
 
     def filled(self, table: Library, values: Floats) -> Library:
         """Return a table with other values of the constants."""
-        rows: list[Row] = []
+        rows: list[LibraryRow] = []
         for row, slots in zip(table.rows, self.slot.tolist(), strict=True):
             numbers = {key: float(values[n]) for key, n in zip(_KEYS, slots, strict=True) if n >= 0}
             rows.append(replace(row, **numbers))

@@ -31,7 +31,7 @@ _NUMBERS = ("near", "near_share", "far_share", "per_member")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LibraryRow:
     """One algorithm under one protocol: seconds beside those of the topology, and shares of its rates."""
 
     algorithm: str  # one of `ALGORITHM_NAMES`
@@ -64,7 +64,7 @@ class Library:
     """A table of rows. Raises `TopologyError` for a row of an unknown algorithm, and numbers out of their range."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[LibraryRow, ...]
     measured: str = ""  # on what the numbers were fitted; empty where nobody measured this library
     own_copy: float = 0.0  # of the seconds of a member's own part on a near link, what copying it takes
     member_order: bool = False  # whether rings follow the order of members, even inside a node
@@ -83,7 +83,7 @@ class Library:
         algorithms = tuple(dict.fromkeys(row.algorithm for row in self.rows))
         return tuple(dict.fromkeys((*algorithms, *(row.name for row in self.rows))))
 
-    def serving(self, op: str, asked: str = "auto") -> tuple[Row, ...]:
+    def serving(self, op: str, asked: str = "auto") -> tuple[LibraryRow, ...]:
         """Return the rows that serve an op, of the algorithm (or row) asked for where any of it does."""
         rows = tuple(row for row in self.rows if op in row.ops)
         named = tuple(row for row in rows if asked in (row.algorithm, row.name))
@@ -143,7 +143,7 @@ def _known(what: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
             raise TopologyError(f"{what}: unknown key {key!r}; legal: {', '.join(legal)}")
 
 
-def _row(what: str, data: Any) -> Row:
+def _row(what: str, data: Any) -> LibraryRow:
     if not isinstance(data, dict):
         raise TopologyError(f"{what} is {shown(data)}; legal is a table")
     _known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
@@ -159,7 +159,7 @@ def _row(what: str, data: Any) -> Row:
         if key in data:
             numbers[key] = _number(f"{what}: {key}", data[key], *((1e-9, 2) if key.endswith("share") else (0, 1e3)))
     ops = border.items(f"{what}: ops", data.get("ops"), "names of collectives", TopologyError)
-    return Row(
+    return LibraryRow(
         border.text(f"{what}: algorithm", data.get("algorithm"), TopologyError),
         border.text(f"{what}: protocol", data.get("protocol", ""), TopologyError),
         tuple(border.text(f"{what}: an op", op, TopologyError) for op in ops),

@@ -37,9 +37,9 @@ from shardplan.hardware.aggregate import (
     units_spanned,
     walked,
 )
-from shardplan.hardware.algorithms import FlowRound, ring, tree
+from shardplan.hardware.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load
-from shardplan.hardware.library import Row
+from shardplan.hardware.library import LibraryRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,46 +52,41 @@ class Traffic:
     own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
-Algorithm = Callable[[str, Ints, Floats, Fabric, Row], "list[Traffic] | None"]
+Algorithm = Callable[[str, Ints, Floats, Fabric, LibraryRow], "list[Traffic] | None"]
 
 
 def _flows(found: list[FlowRound], fabric: Fabric) -> list[Traffic]:
     return [Traffic(one.hops, fabric.load(one.flows), fabric.level_bytes(one.flows)) for one in found]
 
 
-def _volume(kind: str, k: int) -> float:
-    """What passes every edge of a ring or chain, over what a member holds before."""
-    return {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1.0}.get(kind, 1.0)
-
-
-def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(ring(kind, members, nbytes, fabric)), fabric)
-    volume = _volume(kind, members.shape[1]) * nbytes
+    volume = edge_volume(kind, members.shape[1]) * nbytes
     crossings = walked(members, fabric)
-    hops = (2 if kind == "all_reduce" else 1) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
+    hops = passes(kind) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
     edges = crossings.sum_edges(volume)
     own = _own(kind, members, nbytes)
     return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges, own)]
 
 
 def _own(kind: str, members: Ints, nbytes: Floats) -> float:
-    """The bytes of a member's own part of what it exchanges with all others: all that it holds in an all-gather."""
-    return float(nbytes.max()) / (1 if kind == "all_gather" else members.shape[1])
+    """The bytes of a member's own part of the result."""
+    return float(nbytes.max()) * own_share(kind, members.shape[1])
 
 
-def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     if fabric.library.member_order:
         return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    inside = members.shape[1] / _nodes(members, fabric)
-    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, inside - 1), 2, _double)
+    most = _inside(members, fabric)[1]
+    return _in_nodes(members, nbytes, fabric, np.minimum(2.0, most - 1), 2, _double)
 
 
-def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     return _switched(members, nbytes, fabric, row, _double)
 
 
-def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     if _nodes(members, fabric).max() == 1 or not all(_reduces(members, fabric)[0]):
         return None
     return _switched(members, nbytes, fabric, row, lambda n: 1.0)
@@ -103,6 +98,19 @@ def _nodes(members: Ints, fabric: Fabric) -> Ints:
     return spanned[fabric.far - 1] if fabric.far else np.ones(len(members), dtype=np.int64)
 
 
+def _inside(members: Ints, fabric: Fabric) -> tuple[Ints, Ints]:
+    """The least and the most members that every group has in a node, [G]."""
+    groups, k = members.shape
+    stride = fabric.wires[fabric.far - 1].stride if fabric.far else fabric.topology.size
+    node = np.arange(groups)[:, None] * fabric.topology.size + members // stride
+    keys, count = np.unique(node, return_counts=True)
+    group = keys // fabric.topology.size
+    least, most = np.full(groups, k), np.zeros(groups, dtype=np.int64)
+    np.minimum.at(least, group, count)
+    np.maximum.at(most, group, count)
+    return least, most
+
+
 def _reduces(members: Ints, fabric: Fabric) -> tuple[list[bool], list[bool]]:
     """Whether each level that groups span reduces: those over nodes, and those inside one."""
     spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
@@ -111,14 +119,14 @@ def _reduces(members: Ints, fabric: Fabric) -> tuple[list[bool], list[bool]]:
 
 
 def _switched(
-    members: Ints, nbytes: Floats, fabric: Fabric, row: Row, far: Callable[[int], float]
+    members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow, far: Callable[[int], float]
 ) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = _reduces(members, fabric)[1]
-    inside = members.shape[1] / _nodes(members, fabric)
-    if not inner or not all(inner) or inside.min() < row.members:
+    least, most = _inside(members, fabric)
+    if not inner or not all(inner) or least.min() < row.members:
         return None
-    return _in_nodes(members, nbytes, fabric, 1 + 1 / inside + row.per_member * inside, 1, far)
+    return _in_nodes(members, nbytes, fabric, 1 + 1 / least + row.per_member * most, 1, far)
 
 
 def _in_nodes(
@@ -152,13 +160,13 @@ def _double(nodes: int) -> float:
     return float(sent.max())
 
 
-def _network(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic] | None:
+def _network(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
     if not in_network_legal(members, fabric):
         return None
     return [Traffic(*in_network(members, nbytes, fabric))]
 
 
-def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: Row) -> list[Traffic]:
+def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic]:
     hops, load, moved = all_to_all(members, nbytes, fabric)
     if _starts_inside(fabric):
         hops[-1] += hops[: fabric.far].sum(axis=0)

@@ -83,7 +83,7 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
     reason = _detour(listed, topology) or _long_way(launch, matrix) or _turned(launch, placed.array)
     if reason:
-        felt = _felt(launch, placed)
+        felt = _felt(launch, Launch.of(replace(plain, order=order)))
         if not felt:
             reason += f"; {topology.library} orders members itself and does not feel it"
         return Findings("interleaved", matrix, spans, rings, (), reason, felt, order)

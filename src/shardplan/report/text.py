@@ -36,15 +36,11 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:
-    """Return a plan as an object: program, certificate, seconds, and the library whose they are."""
+    """Return a plan as an object: program, certificate, seconds, and on a topology the library whose they are."""
     c = plan.certificate
     topology = c.where.topology if isinstance(c.where, Placement) else c.where
-    return {
-        "program": str(plan.program),
-        "certificate": c.to_dict(),
-        "seconds": plan.seconds,
-        "library": None if topology is None else library_object(topology),
-    }
+    own = {} if topology is None else {"library": library_object(topology)}
+    return {"program": str(plan.program), "certificate": c.to_dict(), "seconds": plan.seconds} | own
 
 
 def library_object(topology: Topology) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""The price of a program is the time of its flows, replayed by plain loops: one mesh and two, `together`, `repeat`."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+import replay
+import strategies as some
+from shardplan.hardware import Fabric, Level, Topology
+from shardplan.hardware.level import DeviceSpec
+from shardplan.plans.pricing import priced, step_prices
+
+DEVICE = DeviceSpec(flops=(("*", 1e12),), memory_bandwidth=1e11, launch=3e-6)
+SWITCH = Level("gpu", 4, "switch", 1e11, 1e-6)
+
+
+def cluster(library: str, *levels: Level) -> Topology:
+    return Topology("replayed", levels, DEVICE, library)
+
+
+NODES = Level("node", 4, "switch", 2e10, 5e-6, 2, degraded=((1, 0.5),))
+TOPOLOGIES = {
+    "ring-switch": cluster("ring", Level("device", 16, "switch", 5e10, 5e-6, degraded=((3, 0.5),))),
+    "ring-nodes": cluster("ring", NODES, SWITCH),
+    "ring-ring": cluster("ring", Level("chip", 16, "ring", 5e10, 1e-6)),
+    "ring-torus": cluster("ring", Level("chip", 16, "torus", 5e10, 1e-6, shape=(4, 4), efficiency=0.9)),
+    "ring-mesh": cluster("ring", Level("chip", 16, "mesh", 5e10, 1e-6, shape=(2, 8))),
+    "ring-full": cluster("ring", Level("node", 4, "switch", 2e10, 5e-6), Level("gpu", 4, "full", 5e10, 1e-6)),
+    "ring-deep": cluster("ring", Level("rack", 2, "full", 1e10, 9e-6), Level("node", 2, "ring", 2e10, 5e-6, 3), SWITCH),
+    "nccl-nodes": cluster("nccl", NODES, SWITCH),
+    "nccl-rails": cluster("nccl", Level("node", 2, "switch", 5e10, 9e-6, 8), Level("gpu", 8, "switch", 4e11, 1e-6)),
+}
+
+
+MIXES = {"plain": (False, False), "together": (True, False), "repeat": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("mixed", MIXES)
+@pytest.mark.parametrize("where", TOPOLOGIES)
+def test_the_price_is_the_time_of_the_flows(where: str, mixed: str, programs: int = 5) -> None:
+    """36 x 5 programs; `python -m tests.plans.test_replay` replays 36 x 30."""
+    topology = TOPOLOGIES[where]
+    for seed in range(programs):
+        rng = random.Random(f"{where} {mixed} {seed}")
+        program = some.random_program(rng, 16, *MIXES[mixed])
+        place = np.array(rng.sample(range(16), 16))
+        seconds, _ = priced(program, Fabric(topology, place))
+        assert seconds == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
+
+
+def test_the_programs_replayed_overlap() -> None:
+    fabric, faster, ops = Fabric(TOPOLOGIES["ring-nodes"]), 0, set[str]()
+    for seed, mix in itertools.product(range(25), MIXES.values()):
+        program = some.random_program(random.Random(seed), 16, *mix)
+        ops |= {step.op.name for step in program.steps}
+        faster += priced(program, fabric)[0] < (1 - 1e-9) * sum(p.seconds for p in step_prices(program, fabric))
+    assert faster >= 10 and ops >= {"together", "repeat", "send", "exchange", "all_gather", "all_reduce", "elementwise"}
+
+
+if __name__ == "__main__":
+    for name, mix in itertools.product(TOPOLOGIES, MIXES):
+        test_the_price_is_the_time_of_the_flows(name, mix, 30)
+    print(f"{len(TOPOLOGIES) * len(MIXES) * 30} programs take the seconds of their flows")

@@ -1,0 +1,252 @@
+"""A program replayed as flows, by plain loops: what every port carries, and who waits for whom.
+
+It shares nothing with the price but the patterns of ops and the tables of libraries: routes are those of
+`hardware.topologies`, rings, trees and messages are written out here, and time is a clock for each device, each port
+and each value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hardware.topologies import route
+from shardplan.core.nested import Nested
+from shardplan.core.pattern import Groups, Local, Messages, Work
+from shardplan.core.program import Program
+from shardplan.hardware import Topology
+from shardplan.hardware.library import Library, LibraryRow, library
+
+PASSES = {"all_reduce": 2}
+
+
+class Weight(NamedTuple):
+    """What a step takes: seconds that start it, those of its busiest port, and of every port; who takes part."""
+
+    alpha: float
+    transfer: float
+    load: dict[Any, float]
+    devices: set[int]
+    own: float = 0.0  # of `transfer` what no port carries
+
+    @property
+    def seconds(self) -> float:
+        return self.alpha + self.transfer
+
+
+class Replay:
+    """A topology, and the topology id of each device id."""
+
+    def __init__(self, topology: Topology, place: list[int]) -> None:
+        self.topology, self.place = topology, place
+        self.library: Library = library(topology.library)
+        names = [level.name for level in topology.levels]
+        self.far = names.index("node") + 1 if "node" in names else len(names) - 1
+
+    def seconds(self, program: Program) -> float:
+        """When the last step ends."""
+        return self._walk(program)[0]
+
+    def _walk(self, program: Program) -> tuple[float, dict[Any, float], set[int]]:
+        """The makespan, the load of every port, and all devices that take part."""
+        clock: dict[Any, float] = defaultdict(float)
+        load: Counter[Any] = Counter()
+        devices: set[int] = set()
+        for step in program.steps:
+            operands, results = program.step_types(step)
+            weight = self._weigh(step.op, operands, results)
+            uses = [("device", d) for d in weight.devices] + [("port", r) for r, busy in weight.load.items() if busy]
+            waits = [*uses, *(("value", o) for o in step.operands)]
+            end = max((clock[w] for w in waits), default=0.0) + weight.seconds
+            clock |= dict.fromkeys([*uses, *(("value", r) for r in step.results)], end)
+            load.update(weight.load)
+            devices |= weight.devices
+        return max(clock.values(), default=0.0), load, devices
+
+    def _weigh(self, op: Any, operands: Any, results: Any) -> Weight:
+        everyone = {int(d) for d in op.devices(*results)}
+        if isinstance(op, Nested):
+            if op.at_once:
+                body = op.body
+                moves = [self._weigh(s.op, *body.step_types(s)) for s in body.steps]
+                load: Counter[Any] = Counter()
+                for move in moves:
+                    load.update(move.load)
+                own = max(m.own for m in moves)
+                transfer = max([max(load.values(), default=0.0) + own, *(m.transfer for m in moves)])
+                return Weight(max(m.alpha for m in moves), transfer, load, set().union(*(m.devices for m in moves)))
+            once, load, devices = self._walk(op.body)
+            if not op.times:
+                return Weight(0.0, 0.0, {}, everyone)
+            return Weight(0.0, op.times * once, load, devices or everyone)
+        pattern = op.pattern(*operands)
+        device = self.topology.device
+        if isinstance(pattern, Local):
+            return Weight(0.0, busy := 2 * pattern.nbytes / device.memory_bandwidth, {}, everyone, busy)
+        if isinstance(pattern, Work):
+            flops = dict(device.flops).get("*", math.inf)
+            busy = max(pattern.flops / flops, pattern.nbytes / device.memory_bandwidth)
+            return Weight(0.0, busy, {}, everyone, busy)
+        if isinstance(pattern, Messages):
+            sent = zip(pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True)
+            return self._messages([(self.place[a], self.place[b], n) for a, b, n in sent if n], pattern)
+        return self._groups(pattern)
+
+    def _messages(self, sent: list[tuple[int, int, float]], pattern: Messages) -> Weight:
+        devices = {int(d) for d in (*pattern.sender, *pattern.receiver)}
+        if not sent:
+            return Weight(0.0, 0.0, {}, devices)
+        hops = self._message_hops([(a, b) for a, b, _ in sent])
+        loads = {row: self._loaded(sent, row) for row in self.library.serving("messages")}
+        return self._best("messages", hops, loads, pattern.chunks, devices, 0.0)
+
+    def _groups(self, pattern: Groups) -> Weight:
+        groups = [[self.place[d] for d in row] for row in pattern.members.tolist()]
+        nbytes, kind = pattern.nbytes.tolist(), pattern.kind
+        devices = {int(d) for d in pattern.members.reshape(-1)}
+        if not groups or len(groups[0]) == 1 or not any(nbytes):
+            return Weight(0.0, 0.0, {}, devices)
+        k = len(groups[0])
+        own = max(nbytes) / (1 if kind == "all_gather" else k)
+        found: list[Weight] = []
+        for row in self.library.serving(kind):
+            if row.algorithm == "p2p":
+                sent = [(a, b, n / k) for g, n in zip(groups, nbytes, strict=True) for a in g for b in g if a != b]
+                hops, load = self._message_hops([(a, b) for a, b, _ in sent]), self._loaded(sent, row)
+            elif row.algorithm == "ring":
+                hops = [[PASSES.get(kind, 1) * n for n in self._ring_hops(g)] for g in groups]
+                load = self._ring(kind, groups, nbytes, row)
+            elif row.algorithm == "tree":
+                hops = [self._tree_hops(g) for g in groups]
+                load = self._spread(
+                    groups, [(min(2.0, self._inside(g) - 1), self._double(g)) for g in groups], nbytes, row
+                )
+            else:
+                continue  # what switches do is not replayed
+            copied = 0.0 if row.algorithm == "tree" else own
+            if (weight := self._row(row, hops, load, pattern.chunks, devices, copied)) is not None:
+                found.append(weight)
+        return min(found, key=lambda w: w.seconds)
+
+    def _best(self, op: str, hops: Any, loads: Any, chunks: int, devices: set[int], own: float) -> Weight:
+        found = [self._row(row, hops, loads[row], chunks, devices, own) for row in self.library.serving(op)]
+        return min((w for w in found if w is not None), key=lambda w: w.seconds)
+
+    def _row(self, row: LibraryRow, hops: Any, load: Any, chunks: int, devices: set[int], own: float) -> Weight | None:
+        """Seconds under a row; None where it does not serve: hops by group or device, one number a level."""
+        base = row.base_far if any(any(one[: self.far]) for one in hops) else row.base
+        if base is None:
+            return None
+        levels = self.topology.levels
+        each = [v.latency + row.far if j < self.far else v.latency * row.near for j, v in enumerate(levels)]
+        alpha = self.topology.device.launch + base + max(sum(map(float.__mul__, each, map(float, h))) for h in hops)
+        inner = levels[-1]
+        copied = self.library.own_copy * own / (inner.bandwidth * inner.efficiency * inner.uplinks * row.near_share)
+        return Weight(chunks * alpha, max(load.values()) + copied, load, devices, copied)
+
+    def _share(self, level: int, row: LibraryRow) -> float:
+        return self.topology.levels[level].efficiency * (row.far_share if level < self.far else row.near_share)
+
+    def _loaded(self, sent: list[tuple[int, int, float]], row: LibraryRow) -> dict[Any, float]:
+        load: Counter[Any] = Counter()
+        for a, b, n in sent:
+            for resource, rate in route(self.topology, a, b):
+                load[resource] += n / (rate * self._share(resource[0], row))
+        return load
+
+    def _crossed(self, a: int, b: int) -> int:
+        return next(j for j, s in enumerate(self.topology.strides) if a // s != b // s)
+
+    def _message_hops(self, pairs: list[tuple[int, int]]) -> list[list[int]]:
+        """Of every sender and every receiver, over each level: one after another."""
+        found: dict[Any, list[int]] = defaultdict(lambda: [0] * len(self.topology.levels))
+        seen: set[Any] = set()
+        for a, b in pairs:
+            for end, device, other in (("out", a, b), ("in", b, a)):
+                hops, j = found[end, device], self._crossed(a, b)
+                if self.library.member_order or j >= self.far:
+                    hops[j] += 1
+                    continue
+                # A message starts inside; each other node is waited for once.
+                hops[-1] += 1
+                node = (end, device, other // self.topology.strides[self.far - 1])
+                hops[j] += node not in seen
+                seen.add(node)
+        return list(found.values())
+
+    def _units(self, group: list[int]) -> list[int]:
+        return [1, *(len({d // s for d in group}) for s in self.topology.strides)]
+
+    def _ring_hops(self, group: list[int]) -> list[int]:
+        units = self._units(group)
+        return [b - a for a, b in zip(units, units[1:], strict=False)]
+
+    def _inside(self, group: list[int]) -> float:
+        return len(group) / self._units(group)[self.far]
+
+    def _ring(self, kind: str, groups: list[list[int]], nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
+        k = len(groups[0])
+        volume = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1}.get(kind, 1)
+        if not self.library.member_order:
+            return self._spread(groups, [(volume, volume)] * len(groups), nbytes, row)
+        sent: list[tuple[int, int, float]] = []
+        for group, n in zip(groups, nbytes, strict=True):
+            edges = list(zip(group, group[1:], strict=False))
+            if kind == "reduce":
+                edges = [(b, a) for a, b in edges]
+            elif kind != "broadcast":
+                edges.append((group[-1], group[0]))
+            sent += [(a, b, n * volume) for a, b in edges]
+        return self._loaded(sent, row)
+
+    def _tree_hops(self, group: list[int]) -> list[int]:
+        """Two passes over the chain inside a node, and up and down a binary tree of nodes; one level each."""
+        _, nodes, members = self._units(group)
+        return [2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0, 2 * (math.ceil(members / nodes) - 1)]
+
+    def _double(self, group: list[int]) -> float:
+        """What the busiest node of two mirrored binary trees sends, each with half of the bytes up and down."""
+        nodes = self._units(group)[self.far]
+        if nodes < 2:
+            return 0.0
+        sent = [0.0] * nodes
+        for mirrored in (False, True):
+            for node in range(nodes):
+                at = nodes - 1 - node if mirrored and nodes % 2 == 0 else (node - 1) % nodes if mirrored else node
+                bit = 1
+                while not at & bit and bit < nodes:
+                    bit *= 2
+                if at == 0:
+                    continue
+                up = (at ^ bit) | (bit * 2)
+                up = at ^ bit if up >= nodes else up
+                parent = nodes - 1 - up if mirrored and nodes % 2 == 0 else (up + 1) % nodes if mirrored else up
+                sent[node] += 0.5
+                sent[parent] += 0.5
+        return max(sent)
+
+    def _spread(self, groups: Any, shares: Any, nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
+        """Nodes of one switch, devices of another: what a unit sends is dealt out to its members, each on its rail."""
+        load: Counter[Any] = Counter()
+        levels, strides = self.topology.levels, self.topology.strides
+        for group, (near, far), n in zip(groups, shares, nbytes, strict=True):
+            for j, (level, stride) in enumerate(zip(levels, strides, strict=True)):
+                if len({d // stride for d in group}) < 2 or (j >= self.far and len(group) < 2):
+                    continue
+                ways = min(level.uplinks, stride)
+                for d in group:
+                    inside = sum(e // stride == d // stride for e in group)
+                    bytes_out = (far if j < self.far else near) * n / inside
+                    rate = level.bandwidth * level.uplinks / ways * dict(level.degraded).get(d // stride, 1.0)
+                    for end in ("out", "in"):
+                        port = (j, d // stride, end, d % stride * ways // stride)
+                        load[port] += bytes_out / (rate * self._share(j, row))
+        return load
+
+
+def replayed(program: Program, topology: Topology, place: np.ndarray | None = None) -> float:
+    """The seconds of a program whose device ids lie at these topology ids; by default their own."""
+    return Replay(topology, list(range(topology.size)) if place is None else place.tolist()).seconds(program)
