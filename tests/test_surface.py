@@ -16,7 +16,7 @@ NAMES = (
     "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
-    "place", "reduce", "reductions", "audit",
+    "place", "reduce", "reductions", "audit", "simulate",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -26,6 +26,7 @@ SIGNATURES = {
     "place": [("mesh", "-"), ("topology", "-"), ("traffic", None)],
     "reductions": [("placement", "-"), ("axes", "-"), ("nbytes", "-"), ("limit", 5)],
     "audit": [("ids", "-"), ("mesh", None), ("topology", None), ("traffic", None)],
+    "simulate": [("program", "-"), ("placement", "-"), ("algorithm", "auto")],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }

@@ -14,7 +14,7 @@ from typing import assert_never
 import numpy as np
 
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
-from shardplan.errors import TopologyError
+from shardplan.errors import TopologyError, shown
 from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.library import Library, LibraryRow
@@ -89,7 +89,7 @@ def checked_algorithm(algorithm: object, library: Library) -> str:
     """Return an algorithm; raises `TopologyError` for one that the library does not have."""
     legal = ("auto", *library.algorithms())
     if not isinstance(algorithm, str) or algorithm not in legal:
-        raise TopologyError(f"algorithm {algorithm!r} is unknown to library {library.name}; legal: {', '.join(legal)}")
+        raise TopologyError(f"algorithm {shown(algorithm)} is unknown to library {library.name}; legal: {', '.join(legal)}")
     return algorithm
 
 
