@@ -26,8 +26,8 @@ def machine(gpus=8, sm=80, links=12, nets=8, speed=200000, width=16, gts="16.0 G
 def test_a_node_of_eight_with_nvlink():
     topology = Topology(*parse_nccl_xml(machine(), name="a100"))
     node, gpu = topology.levels
-    assert (node.name, node.size, node.bandwidth, node.uplinks, node.latency) == ("node", 1, 25e9, 8, 9.6e-6)
-    assert (gpu.name, gpu.size, gpu.bandwidth, gpu.latency) == ("gpu", 8, 240e9, 3.4e-6)
+    assert (node.name, node.size, node.bandwidth, node.uplinks, node.latency) == ("node", 1, 25e9, 8, 9e-6)
+    assert (gpu.name, gpu.size, gpu.bandwidth, gpu.latency) == ("gpu", 8, 240e9, 0.99e-6)
     assert Topology.parse(str(topology)) == topology
 
 
@@ -39,7 +39,7 @@ def test_nvlink_rates_are_nccls(sm, rate):
 @pytest.mark.parametrize(("gts", "width", "rate"), [("8 GT/s", 16, 12e9), ("16.0 GT/s PCIe", 8, 12e9), ("", 16, 12e9)])
 def test_pci_where_there_is_no_nvlink(gts, width, rate):
     gpu = parse_nccl_xml(machine(links=0, gts=gts, width=width)).levels[-1]
-    assert (gpu.bandwidth, gpu.latency) == (rate, 5.7e-6)
+    assert (gpu.bandwidth, gpu.latency) == (rate, 2 * 0.99e-6)
 
 
 def test_one_level_without_network():

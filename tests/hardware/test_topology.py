@@ -14,6 +14,7 @@ import shardplan.hardware
 from hardware.topologies import any_topology
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import DeviceSpec, Level, Topology, presets
+from shardplan.hardware.library import libraries
 
 FILE = """
 version = 1
@@ -84,8 +85,9 @@ def test_text_round_trip(topology, data):
         slow = data.draw(st.lists(ports, unique=True, max_size=3)) if several else []
         reached = data.draw(st.floats(0, 1, exclude_min=True))
         levels.append(replace(level, efficiency=reached, slow_ports=tuple((u, p, 1 / 3) for u, p in slow)))
+    library = st.sampled_from(libraries()) | st.text().map(lambda text: f"{text}.toml")
     device = replace(topology.device, launch=data.draw(st.floats(0, 1)))
-    topology = Topology(topology.name, tuple(levels), device, data.draw(st.text(min_size=1)))
+    topology = Topology(topology.name, tuple(levels), device, data.draw(library))
     assert Topology.parse(str(topology)) == topology
 
 
@@ -221,7 +223,8 @@ def test_load_from_a_path(tmp_path):
         (LEVEL.replace("switch", "full") + "shape = [4]", "level 'gpu': a full takes no shape, got [4]; only torus and "
          "mesh do"),
         ("library = 3\n" + LEVEL, "topology: library must be a string, got 3"),
-        ("library = ''\n" + LEVEL, "topology '': library is ''; legal is a name: 'nccl'"),
+        ("library = 'nickel'\n" + LEVEL,
+         "topology '': library 'nickel' is unknown; legal: gloo, nccl, rccl, ring, xla, or the path of a table"),
         ("device = { launch = 6e-6 }\n" + LEVEL, "device: launch must be a string with a unit, like '6 us', got 6e-06"),
         (LEVEL + "efficiency = 0", "level 'gpu': efficiency 0.0 is not above 0 and at most 1"),
         (LEVEL + "efficiency = 1.2", "level 'gpu': efficiency 1.2 is not above 0 and at most 1"),

@@ -89,7 +89,9 @@ def checked_algorithm(algorithm: object, library: Library) -> str:
     """Return an algorithm; raises `TopologyError` for one that the library does not have."""
     legal = ("auto", *library.algorithms())
     if not isinstance(algorithm, str) or algorithm not in legal:
-        raise TopologyError(f"algorithm {shown(algorithm)} is unknown to library {library.name}; legal: {', '.join(legal)}")
+        raise TopologyError(
+            f"algorithm {shown(algorithm)} is unknown to library {library.name}; legal: {', '.join(legal)}"
+        )
     return algorithm
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Library:
         return named or tuple(row for row in rows if not row.asked)
 
 
+@cache
 def libraries() -> tuple[str, ...]:
     """Return the names of the library models that ship with shardplan, sorted."""
     return tuple(sorted(path.stem for path in _TABLES.glob("*.toml")))

@@ -2,10 +2,11 @@
 
 Read: the number of GPUs, their NVLinks (or the PCI link of each GPU where there are none), and the network ports with
 their speeds. Bandwidth per NVLink and PCI lane are NCCL's own constants (NVIDIA/nccl, `src/graph/topo.h`:
-`SMxx_NVLINK_BW`, `PCI_BW`; `src/graph/topo.cc`: `kvDictPciGen`, bandwidth = width * speed / 80 GB/s). Latencies are
-its Simple-protocol ring latencies (`src/graph/tuning.cc`): NVLink 3.4 us, PCI 5.7 us, network 9.6 us. Point-to-point
-NVLinks (no switch) become a switch of the same bandwidth per GPU. The file holds one node, so `node` has size 1 until
-it is set.
+`SMxx_NVLINK_BW`, `PCI_BW`; `src/graph/topo.cc`: `kvDictPciGen`, bandwidth = width * speed / 80 GB/s). The library is
+`nccl`; launch and the latency of a hop over NVLink are those of the GPU's generation, fitted with its table, a hop over
+PCI takes twice that (`src/graph/tuning.cc`: 1.0 and 0.5 us under LL), and the network's latency is the default of
+`systems.toml` where the file says none. Point-to-point NVLinks (no switch) become a switch of the same bandwidth per
+GPU. The file holds one node, so `node` has size 1 until it is set.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _PCI_LANE = {"2.5": 15, "5": 30, "8": 60, "16": 120, "32": 240, "64": 480}
 _LANES = 80  # times 100 Mbit/s are 1 GB/s
 _PCI_DEFAULT = 12e9  # bytes per second where the file does not say, or says what is in no table (PCI_BW)
 _PCI_WIDTH = 16.0  # lanes where it does not say
-_LATENCY = {"nvlink": 3.4e-6, "pci": 5.7e-6, "net": 9.6e-6}
+# Launch and latency of a hop over NVLink by compute capability, as the presets of these generations have them.
+_GENERATIONS = ((100, 8.2e-6, 1.24e-6), (90, 5.2e-6, 0.86e-6), (80, 9.5e-6, 0.99e-6), (0, 7.1e-6, 1.16e-6))
+_PCI_HOP = 2.0  # hops over NVLink that one over PCI takes
+_NET = 9e-6
 
 
 def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
@@ -53,14 +57,18 @@ def parse_nccl_xml(text: str, name: str = "nccl") -> Hardware:
     kind = "pci" if "pci" in kinds else "nvlink"
     # The slowest GPU speaks for all: levels are uniform, and a collective waits for it.
     bandwidth = min(rate for rate, how in rates if how == kind)
-    inner = Level("gpu", len(gpus), "switch", bandwidth, _LATENCY[kind], source=f"NCCL topology XML, {kind}")
+    capability = min(_number(text, gpu, "sm", 0.0) for gpu, _ in gpus)
+    launch, hop = next((launch, hop) for least, launch, hop in _GENERATIONS if capability >= least)
+    hop *= _PCI_HOP if kind == "pci" else 1.0
+    device = DeviceSpec(launch=launch)
+    inner = Level("gpu", len(gpus), "switch", bandwidth, hop, source=f"NCCL topology XML, {kind}")
     nets = [net for net in root.iter("net") if _number(text, net, "speed") > 0]
     if not nets:
-        return Hardware(name, (inner,), DeviceSpec(), "nccl")
+        return Hardware(name, (inner,), device, "nccl")
     speed = min(_number(text, net, "speed") for net in nets) * 1e6 / 8  # Mbit/s in the file
-    latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _LATENCY["net"]  # microseconds there
+    latency = max(_number(text, net, "latency", 0.0) for net in nets) * 1e-6 or _NET  # microseconds there
     outer = Level("node", 1, "switch", speed, latency, uplinks=len(nets), source="NCCL topology XML, net")
-    return Hardware(name, (outer, inner), DeviceSpec(), "nccl")
+    return Hardware(name, (outer, inner), device, "nccl")
 
 
 def _gpu_rate(text: str, gpu: ElementTree.Element, pci: ElementTree.Element) -> tuple[float, str]:

@@ -22,6 +22,7 @@ from shardplan.core import border
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
+from shardplan.hardware.library import libraries
 from shardplan.hardware.topology_file import load, outside, parse, presets, to_text
 
 
@@ -46,8 +47,11 @@ class Topology:
             raise TopologyError(f"topology {self.name!r}: levels is {shown(self.levels)}; legal is a tuple of levels")
         if not isinstance(self.device, DeviceSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"topology {self.name!r}: device is {shown(self.device)}; legal is a DeviceSpec")
-        if not isinstance(self.library, str) or not self.library:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"topology {self.name!r}: library is {shown(self.library)}; legal is a name: 'nccl'")
+        text = border.text("the library of a topology", self.library, TopologyError)
+        named = text.endswith(".toml") or text in libraries()
+        if not named:
+            legal = f"{', '.join(libraries())}, or the path of a table (.toml)"
+            raise TopologyError(f"topology {self.name!r}: library {shown(self.library)} is unknown; legal: {legal}")
         if not self.levels:
             raise TopologyError(f"topology {self.name!r} has no levels; it needs at least one")
         if self.size > MOST_DEVICES:
