@@ -26,7 +26,7 @@ def _pyplot() -> Any:
 def save_points(path: Path, experiments: Sequence[Done]) -> None:
     """Draw predicted against measured seconds of every pair into a PNG file, one colour a cluster.
 
-    Two predictions stand side by side: event-wise, and with steps that wait for each other whole. Raises `MissingExtra` where
+    Two predictions stand side by side: event-wise, and whose steps wait whole. Raises `MissingExtra` where
     matplotlib is not installed.
     """
     plt = _pyplot()
@@ -61,9 +61,7 @@ def save_points(path: Path, experiments: Sequence[Done]) -> None:
         axis.set_axisbelow(True)
         axis.grid(True, which="major", color="#eeeeee", zorder=-1)
         axis.set_title(
-            {"events": "event-wise prediction", "barrier": "closed form with steps that wait for each other whole"}[
-                model
-            ]
+            {"events": "event-wise prediction", "barrier": "closed form, step by step"}[model]
         )
         axis.set_xlabel("measured, ms (median)")
     axes[0].set_ylabel("predicted, ms")

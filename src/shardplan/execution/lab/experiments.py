@@ -5,7 +5,7 @@ planner knows of up to a number of instructions, on every placement of the mesh.
 measured:
 
 - `events` by `simulation.replay` with the constants of `cluster.CONSTANTS`: the prediction that is scored;
-- `barrier` by the closed form of the plan's certificate (algorithm "ring", steps that wait for each other whole), on the
+- `barrier` by the closed form of the plan's certificate (algorithm "ring", a barrier after every step), on the
   cluster's topology with the same payload share and latency. It knows full-duplex links only.
 """
 

@@ -41,7 +41,7 @@ class Row:
     program: str  # its instructions
     ops: tuple[str, ...]  # names of its steps
     events: float  # seconds predicted event-wise
-    barrier: float  # seconds predicted with steps that wait for each other whole
+    barrier: float  # seconds predicted with a barrier after every step
     seconds: tuple[float, ...]  # of every repetition of the set that is kept
     repeated: bool  # whether another set was thrown away
     voided: int  # runs that did not count because a rank started late
