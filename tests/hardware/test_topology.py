@@ -224,7 +224,8 @@ def test_load_from_a_path(tmp_path):
          "mesh do"),
         ("library = 3\n" + LEVEL, "topology: library must be a string, got 3"),
         ("library = 'nickel'\n" + LEVEL,
-         "topology '': library 'nickel' is unknown; legal: gloo, nccl, rccl, ring, xla, or the path of a table (.toml)"),
+         "topology '': library 'nickel' is unknown; legal: gloo, nccl, rccl, ring, xla, "
+         "or the path of a table (.toml)"),
         ("device = { launch = 6e-6 }\n" + LEVEL, "device: launch must be a string with a unit, like '6 us', got 6e-06"),
         (LEVEL + "efficiency = 0", "level 'gpu': efficiency 0.0 is not above 0 and at most 1"),
         (LEVEL + "efficiency = 1.2", "level 'gpu': efficiency 1.2 is not above 0 and at most 1"),

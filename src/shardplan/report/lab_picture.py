@@ -26,7 +26,7 @@ def _pyplot() -> Any:
 def save_points(path: Path, experiments: Sequence[Done]) -> None:
     """Draw predicted against measured seconds of every pair into a PNG file, one colour a cluster.
 
-    Two predictions stand side by side: event-wise, and whose steps wait whole. Raises `MissingExtra` where
+    Two predictions stand side by side: event by event, and step by step. Raises `MissingExtra` where
     matplotlib is not installed.
     """
     plt = _pyplot()
