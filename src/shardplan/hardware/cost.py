@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardplan.errors import TopologyError, shown
 from shardplan.hardware.critical_path import critical, windows
 from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.library import Library, LibraryRow
+from shardplan.hardware.topology import Topology
 from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")
@@ -137,8 +139,17 @@ def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tupl
     Returns:
         Seconds at 0 bytes, and seconds per byte that a member holds before the op.
     """
-    lines = offers(kind, fabric.topology_ids(members), fabric)
+    ids = np.ascontiguousarray(fabric.topology_ids(members))
+    lines = _lines(kind, ids.tobytes(), ids.shape, fabric.topology, fabric.launch)
     return min(lines, key=lambda line: line[0] + line[1] * nbytes)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same groups again for every tensor and placement
+def _lines(
+    kind: str, ids: bytes, shape: tuple[int, int], topology: Topology, launch: float
+) -> tuple[tuple[float, float], ...]:
+    members = np.frombuffer(ids, dtype=np.int64).reshape(shape)
+    return offers(kind, members, Fabric(topology, launch=launch))
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
