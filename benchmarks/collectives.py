@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.common import arguments, record, table, write
 
-from shardplan.hardware.fitting import fit
-from shardplan.hardware.library import library
-from shardplan.hardware.samples import parse_rows
+from shardplan.hardware.measured.fitting import fit
+from shardplan.hardware.measured.samples import parse_rows
+from shardplan.hardware.prices.library import library
 from shardplan.simulation.validation import Predicted, Stratum, predict_samples, size_class, stratum
 
 GATED = ("all_reduce", "all_gather", "reduce_scatter")

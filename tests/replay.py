@@ -18,7 +18,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.pattern import Groups, Local, Messages, Work
 from shardplan.core.program import Program
 from shardplan.hardware import Topology
-from shardplan.hardware.library import Library, LibraryRow, library
+from shardplan.hardware.prices.library import Library, LibraryRow, library
 
 PASSES = {"all_reduce": 2}
 

@@ -8,8 +8,8 @@ import pytest
 
 from hardware.test_nccl_log import NEW
 from shardplan.cli import run_command
-from shardplan.hardware.library import library, parse_library
-from shardplan.hardware.samples import parse_rows
+from shardplan.hardware.measured.samples import parse_rows
+from shardplan.hardware.prices.library import library, parse_library
 
 ROWS = Path(__file__).parents[1] / "data" / "collectives_sample.jsonl"
 

@@ -26,7 +26,7 @@ from shardplan.hardware import (
     price,
     seconds,
 )
-from shardplan.hardware.algorithms import tree
+from shardplan.hardware.prices.algorithms import tree
 from shardplan.plans.pricing import fabric_of, priced
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]
@@ -200,7 +200,7 @@ def test_torus_all_to_all_of_the_fused_specification():
 
 
 def test_torus_all_to_all_summed_per_dim_equals_listed(monkeypatch):
-    from shardplan.hardware import aggregate
+    from shardplan.hardware.prices import aggregate
 
     for shape, link in (((4, 3), "torus"), ((2, 3, 2), "torus"), ((4, 3), "mesh"), ((12,), "torus")):
         for outer in (1, 2):

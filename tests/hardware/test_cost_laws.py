@@ -14,7 +14,7 @@ from shardplan.hardware import (
     level_bytes,
     price,
 )
-from shardplan.hardware.algorithms import ring, tree
+from shardplan.hardware.prices.algorithms import ring, tree
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]
 ALGORITHM_NAMES = ["ring", "tree"]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from shardplan.errors import TopologyError
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric, Floats
-from shardplan.hardware.fitting import fit
-from shardplan.hardware.library import Library, LibraryRow
-from shardplan.hardware.sample_setup import System, pattern_of_sample, topology_of_sample
-from shardplan.hardware.samples import Sample
+from shardplan.hardware.measured.fitting import fit
+from shardplan.hardware.measured.sample_setup import System, pattern_of_sample, topology_of_sample
+from shardplan.hardware.measured.samples import Sample
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric, Floats
+from shardplan.hardware.prices.library import Library, LibraryRow
 
 GATHERS = ("all_reduce", "all_gather", "reduce_scatter")
 TRUTH = Library(

@@ -13,9 +13,9 @@ from hardware.topologies import GB, grouped
 from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
-from shardplan.hardware.cost import KINDS, offers
 from shardplan.hardware.level import DeviceSpec
-from shardplan.hardware.library import (
+from shardplan.hardware.prices.cost import KINDS, offers
+from shardplan.hardware.prices.library import (
     ALGORITHM_NAMES,
     Library,
     LibraryRow,
@@ -24,7 +24,7 @@ from shardplan.hardware.library import (
     library_text,
     parse_library,
 )
-from shardplan.hardware.traffic import ALGORITHMS
+from shardplan.hardware.prices.traffic import ALGORITHMS
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "broadcast")
 TABLE = Library(

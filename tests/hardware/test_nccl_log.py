@@ -3,7 +3,7 @@
 import pytest
 
 from shardplan.errors import ParseError
-from shardplan.hardware.nccl_log import LogFacts, parse_log
+from shardplan.hardware.measured.nccl_log import LogFacts, parse_log
 
 # Written for this test in the form that nccl-tests 2.17 and later print.
 NEW = """\

@@ -11,7 +11,7 @@ from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceSc
 from shardplan.core.ops.collective import Collective
 from shardplan.core.pattern import Groups
 from shardplan.hardware import Fabric
-from shardplan.hardware.algorithms import ring, tree
+from shardplan.hardware.prices.algorithms import ring, tree
 
 CASES = [
     (AllGather(0, ("x",)), "f32[24@x, 5]", "ring", "ring"),

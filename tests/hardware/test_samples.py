@@ -11,9 +11,15 @@ import pytest
 from shardplan.core.pattern import Groups, Messages
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Topology
-from shardplan.hardware.library import libraries
-from shardplan.hardware.sample_setup import GPUS, pattern_of_sample, systems, topology_of_sample, unknown_systems
-from shardplan.hardware.samples import Sample, parse_rows
+from shardplan.hardware.measured.sample_setup import (
+    GPUS,
+    pattern_of_sample,
+    systems,
+    topology_of_sample,
+    unknown_systems,
+)
+from shardplan.hardware.measured.samples import Sample, parse_rows
+from shardplan.hardware.prices.library import libraries
 
 ROWS = Path(__file__).parents[1] / "data" / "collectives_sample.jsonl"
 ROW = {

@@ -11,12 +11,12 @@ from tests.hardware.topologies import any_topology, switches, under_library
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
-from shardplan.hardware.alpha_beta import AlphaBeta, offsets
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import checked_axes, factors
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement, orders, placements
+from shardplan.hardware.prices.alpha_beta import AlphaBeta, offsets
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]

@@ -14,7 +14,7 @@ import shardplan.hardware
 from hardware.topologies import any_topology
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import DeviceSpec, Level, Topology, presets
-from shardplan.hardware.library import libraries
+from shardplan.hardware.prices.library import libraries
 
 FILE = """
 version = 1

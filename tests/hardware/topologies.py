@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from shardplan.hardware import Level, Topology
-from shardplan.hardware.library import libraries
+from shardplan.hardware.prices.library import libraries
 
 GB = 1e9
 

@@ -13,10 +13,10 @@ from tests.hardware.topologies import any_topology
 import shardplan as sp
 from shardplan.core.pattern import Groups
 from shardplan.errors import LayoutError, TopologyError
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement, count, orders
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.placed import ranked
 from shardplan.movement.placing.traffic import OPS, demands_of, program_traffic
 

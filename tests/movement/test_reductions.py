@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 from shardplan.errors import CertificateError, Infeasible, LayoutError, TopologyError, TypingError
-from shardplan.hardware.alpha_beta import alpha_beta
 from shardplan.hardware.level_factors import factors
+from shardplan.hardware.prices.alpha_beta import alpha_beta
 from shardplan.movement.reductions import state_matrix
 from shardplan.movement.reductions.hierarchies import hierarchy
 from shardplan.movement.reductions.instructions import (
@@ -492,7 +492,7 @@ def test_edge_costs_are_those_of_the_typed_steps():
     view = payload(placement, "a", 2**16)
     space = reduction_space(3)
     costs = edge_costs(space, view.factors, view.nbytes, alpha_beta(placement.topology))
-    from shardplan.hardware.cost import price
+    from shardplan.hardware.prices.cost import price
     from shardplan.plans.pricing import fabric_of
 
     fabric = fabric_of(placement, (view.mesh,))

@@ -12,7 +12,7 @@ import oracle
 import shardplan as sp
 from benchmarks import suites
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
-from shardplan.hardware.cost import Fabric, price
+from shardplan.hardware.prices.cost import Fabric, price
 
 TOPOLOGY = sp.Topology.load("dgx-a100", nodes=2)
 

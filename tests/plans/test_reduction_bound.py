@@ -11,8 +11,8 @@ from tests.hardware.topologies import any_topology
 
 import shardplan as sp
 from shardplan.errors import ShardplanError
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.plans.bounds import all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.pricing import fabric_of
 from shardplan.plans.reduction_bound import reduction_bound

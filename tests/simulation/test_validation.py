@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from shardplan.hardware import Topology
-from shardplan.hardware.library import library
-from shardplan.hardware.samples import Sample, parse_rows
+from shardplan.hardware.measured.samples import Sample, parse_rows
+from shardplan.hardware.prices.library import library
 from shardplan.simulation.validation import predict_samples, validate_samples
 
 ROWS = Path(__file__).parents[1] / "data" / "collectives_sample.jsonl"

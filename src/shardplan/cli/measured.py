@@ -14,7 +14,7 @@ from shardplan.cli.options import Json, check_writable
 from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
-    from shardplan.hardware.samples import Sample
+    from shardplan.hardware.measured.samples import Sample
 
 FILE_HELP = "Rows of measured collectives (.jsonl), or a log of nccl-tests or rccl-tests."
 Gpu = Annotated[str | None, typer.Option("--gpu", help="Of a log: the GPU, such as H100.")]
@@ -65,10 +65,10 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Fit the constants of a library's table to measured collectives."""
-    from shardplan.hardware.fitting import fit
-    from shardplan.hardware.library import library as load
-    from shardplan.hardware.library import library_text
-    from shardplan.hardware.sample_setup import unknown_systems
+    from shardplan.hardware.measured.fitting import fit
+    from shardplan.hardware.measured.sample_setup import unknown_systems
+    from shardplan.hardware.prices.library import library as load
+    from shardplan.hardware.prices.library import library_text
     from shardplan.plans.plan_file import write_atomic
     from shardplan.report.measured import calibration_object, calibration_text
     from shardplan.report.text import json_text
@@ -94,8 +94,8 @@ def _samples(
     files: list[Path], gpu: str | None, op: str | None, gpus_per_node: int | None, nics: str | None, system: str | None
 ) -> list[Sample]:
     """The samples of files of rows and of logs, of which the options say what they do not."""
-    from shardplan.hardware.nccl_log import LogFacts, parse_log
-    from shardplan.hardware.samples import parse_rows
+    from shardplan.hardware.measured.nccl_log import LogFacts, parse_log
+    from shardplan.hardware.measured.samples import parse_rows
 
     facts = LogFacts(system or "", op, gpu, gpus_per_node, (0, 0.0) if nics is None else _nics(nics))
     samples: list[Sample] = []

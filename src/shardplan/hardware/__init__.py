@@ -10,27 +10,22 @@ Reading order:
 - `digit_order`    the order in which axes share a level: which dims of a torus they lie on
 - `placement`      `Placement`: the matrix of arXiv 2110.10548; enumeration and counting
 - `recognise`      an existing mesh as a placement
-- `fabric`         `Fabric`: directed resources, and the load that flows put on them
-- `aggregate`      loads of collectives by how many members a unit holds, without listing flows
-- `algorithms`     ring, double tree and binomial tree in member order, as rounds of flows
-- `library`        `Library`: what nccl, rccl, xla, gloo or no library makes of a collective, a table of rows
-- `traffic`        hops and loads of a library's algorithms
-- `cost`           the price of a communication pattern: seconds, bytes for each level, algorithm
-- `critical_path`  when the steps of a program run, and the longest path through them
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
-- `alpha_beta`     prices of collectives over these, as affine functions of bytes, remembered
-- `samples`        collectives that somebody measured, and files of them
-- `sample_setup`   the topology and the pattern of such a sample
-- `nccl_log`       the logs of nccl-tests and rccl-tests as samples
+- `prices/`        what communication costs: `fabric` (resources and loads), `aggregate` and `algorithms` (loads of
+                   collectives, counted or as flows), `library` (tables of rows), `traffic` (hops and loads of an
+                   algorithm), `cost` (the price of a pattern), `apart` (its groups one by one), `alpha_beta` (prices
+                   over digits), `critical_path` (when steps run)
+- `measured/`      what others measured: `samples` and `nccl_log` (files), `sample_setup` (topology and pattern of a
+                   sample), `fitting` (tables fitted to samples)
 
 This room imports `core` and the errors, and numpy.
 """
 
-from shardplan.hardware.cost import Price, chosen, level_bytes, linear_cost, price, seconds
-from shardplan.hardware.fabric import Fabric, Flows
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
+from shardplan.hardware.prices.cost import Price, chosen, level_bytes, linear_cost, price, seconds
+from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets

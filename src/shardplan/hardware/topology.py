@@ -22,7 +22,7 @@ from shardplan.core import border
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
-from shardplan.hardware.library import libraries
+from shardplan.hardware.prices.library import libraries
 from shardplan.hardware.topology_file import load, outside, parse, presets, to_text
 
 

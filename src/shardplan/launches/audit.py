@@ -18,10 +18,10 @@ from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Matrix, Placement, orders, placements
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.aggregate import walked
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.aggregate import walked
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]

@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from shardplan.core.pattern import Groups
-from shardplan.hardware.cost import KINDS, seconds
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.prices.cost import KINDS, seconds
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hardware.aggregate import units_spanned
-from shardplan.hardware.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.aggregate import units_spanned
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 
 # Pairs of boxes in one unit that are met one by one (arrays of 16 MB); above, a coarser bound.
 _PAIRS = 1 << 21

@@ -18,8 +18,8 @@ from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import CertificateError, ShardplanError
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.library import library
 from shardplan.plans.nominal import nominal_bound, nominal_seconds
 from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.core.accounting import Account, books_of
 from shardplan.core.program import Program
 from shardplan.core.walk import step_patterns, walk
-from shardplan.hardware.critical_path import Window, windows
+from shardplan.hardware.prices.critical_path import Window, windows
 
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second

@@ -13,10 +13,10 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.cost import Price, prices
-from shardplan.hardware.critical_path import Window, windows
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.cost import Price, prices
+from shardplan.hardware.prices.critical_path import Window, windows
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import batch_lower_bound_seconds, most_over
 from shardplan.plans.reduction_bound import reduction_bound

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.plans.bounds import all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
 
 

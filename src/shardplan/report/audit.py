@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardplan.errors import LayoutError
-from shardplan.hardware.library import library
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import Audit, uplink_word
 from shardplan.launches.verdict import SAME, Stray

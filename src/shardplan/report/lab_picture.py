@@ -60,9 +60,7 @@ def save_points(path: Path, experiments: Sequence[Done]) -> None:
         axis.set_aspect("equal")
         axis.set_axisbelow(True)
         axis.grid(True, which="major", color="#eeeeee", zorder=-1)
-        axis.set_title(
-            {"events": "event-wise prediction", "barrier": "closed form, step by step"}[model]
-        )
+        axis.set_title({"events": "event-wise prediction", "barrier": "closed form, step by step"}[model])
         axis.set_xlabel("measured, ms (median)")
     axes[0].set_ylabel("predicted, ms")
     axes[0].legend(loc="upper left", fontsize=9, title="cluster, leaves, Mbit/s (pairs)", title_fontsize=9)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.hardware.fitting import Fitted
-from shardplan.hardware.library import library_text
+from shardplan.hardware.measured.fitting import Fitted
+from shardplan.hardware.prices.library import library_text
 from shardplan.hardware.units import format_seconds
 from shardplan.report.text import table
 from shardplan.simulation.validation import CollectivesVerdict, Stratum

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.placing.degraded import Degraded
 from shardplan.movement.placing.place import Ranking

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_bytes
 from shardplan.launches.audit import leaving_bytes, uplink_word
 from shardplan.launches.hostfile import host_level

@@ -11,8 +11,8 @@ import msgspec
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.execution.verify import TrialVerdict
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology
 from shardplan.plans.plan import Plan
 from shardplan.report.contents import Frame, frames, shape_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.hardware.library import library
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology
 
 

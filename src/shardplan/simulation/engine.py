@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.hardware.fabric import Floats, Ints
+from shardplan.hardware.prices.fabric import Floats, Ints
 
 _SLACK = 1e-12  # of the time: what would happen so little later happens at once, being the same but for rounding
 _EMPTY = 1e-3  # bytes: a bucket with less is empty

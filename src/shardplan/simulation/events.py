@@ -16,7 +16,7 @@ from shardplan.core.pattern import StepPattern, communicates
 from shardplan.core.program import Program
 from shardplan.core.walk import step_patterns
 from shardplan.errors import ShardplanError, shown
-from shardplan.hardware.fabric import Floats
+from shardplan.hardware.prices.fabric import Floats
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import curves, live, step_names

@@ -1,7 +1,7 @@
 """The closed form of a program: each step as early as those that it waits for let it, as `hardware` prices them.
 
 A step takes its priced seconds on every device that takes part in it (`core.pattern.taking_part`), and waits as in
-`hardware.critical_path`. Memory is the liveness of `core.accounting`, device by device: the values live during a step,
+`prices.critical_path`. Memory is the liveness of `core.accounting`, device by device: the values live during a step,
 operands and results among them, plus the staging of the worst device on those that take part; after it, what is still
 live. A device that takes no part in a step has done its own by the end of the last in which it did.
 """
@@ -18,8 +18,8 @@ from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.core.walk import step_patterns
-from shardplan.hardware.critical_path import Window
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.critical_path import Window
 from shardplan.plans.nominal import DESCRIPTION, nominal_windows
 from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
@@ -54,7 +54,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
         TopologyError: A device that is not on `where`.
         TimelineError: `most_devices` is less than 1.
 
-    Source: arXiv 2112.01075 and 2110.10548 price programs so; see `hardware.cost`.
+    Source: arXiv 2112.01075 and 2110.10548 price programs so; see `hardware.prices.cost`.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllGather

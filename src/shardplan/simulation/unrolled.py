@@ -1,6 +1,6 @@
 """A program as tasks of the engine: one for every group, message, or device of a kernel, of every step it runs.
 
-A collective loads the resources as the row of the library says that `hardware.cost.price` takes for it. All tasks of a
+A collective loads the resources as the row of the library says that `prices.cost.price` takes for it. All tasks of a
 step have the step's delay and the same amount, the seconds that the step needs of its busiest resource, so that they
 rise together: those on the busiest resource end with it, and a step alone takes its price.
 
@@ -21,9 +21,9 @@ import numpy as np
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, StepPattern
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
-from shardplan.hardware.apart import Loads, group_loads, resource_starts, routes
-from shardplan.hardware.cost import Price, price, row_shares
-from shardplan.hardware.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.apart import Loads, group_loads, resource_starts, routes
+from shardplan.hardware.prices.cost import Price, price, row_shares
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from shardplan.errors import TopologyError
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
-from shardplan.hardware.library import Library
-from shardplan.hardware.sample_setup import pattern_of_sample, topology_of_sample, unknown_systems
-from shardplan.hardware.samples import Sample
+from shardplan.hardware.measured.sample_setup import pattern_of_sample, topology_of_sample, unknown_systems
+from shardplan.hardware.measured.samples import Sample
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.library import Library
 from shardplan.hardware.topology import Topology
 
 KIB, MIB = 2**10, 2**20

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
 from shardplan.movement.placing.placed import Placed, ranked

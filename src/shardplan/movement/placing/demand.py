@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from shardplan.core.ops import OPS, AllToAll
 from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.alpha_beta import alpha_beta, offsets
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import LevelFactor, factors
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.alpha_beta import alpha_beta, offsets
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.redistribution.choice import chain
@@ -37,7 +37,7 @@ ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for
 def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
     """Return the seconds of a demand as the one collective that it is, once whatever its count.
 
-    `found` are the factors of its axes on a placement; `algorithm` is as for `hardware.cost.price`.
+    `found` are the factors of its axes on a placement; `algorithm` is as for `hardware.prices.cost.price`.
     """
     digits = tuple(d for f in found for d in f.digits)
     if not digits:
@@ -60,7 +60,7 @@ def _shift_seconds(
 
 
 def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
-    """Return the communication of an op over all groups at once, as `hardware.cost.price` takes it.
+    """Return the communication of an op over all groups at once, as `hardware.prices.cost.price` takes it.
 
     `members` are device ids, int64 [groups, k], in member order; `nbytes` is what a member holds before. A permute
     sends to the next member.
@@ -76,7 +76,7 @@ def demand_plan(
 ) -> Plan | None:
     """Return the program of a demand on the types of its payload; None for a permute, which is one message.
 
-    `programs` is `best`, or `stock` for the one collective; `algorithm` is as for `hardware.cost.price`.
+    `programs` is `best`, or `stock` for the one collective; `algorithm` is as for `hardware.prices.cost.price`.
     """
     members = math.prod(placement.mesh.span(a).size for a in demand.axes)
     if demand.shifts:

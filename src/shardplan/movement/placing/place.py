@@ -11,9 +11,9 @@ from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import LayoutError, shown
-from shardplan.hardware.cost import checked_algorithm
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import placements
+from shardplan.hardware.prices.cost import checked_algorithm
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.placing.degraded import Degraded, degraded
 from shardplan.movement.placing.demand import Programs

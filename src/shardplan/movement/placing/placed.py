@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.core.pattern import Pattern
-from shardplan.hardware.cost import price
-from shardplan.hardware.fabric import Fabric
 from shardplan.hardware.level_factors import factors
 from shardplan.hardware.placement import Matrix, Placement, orders
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.reductions.shortest_path import least_seconds

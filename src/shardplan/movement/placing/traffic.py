@@ -19,7 +19,7 @@ from shardplan.core.pattern import Groups, Pattern, communicates
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
-from shardplan.hardware.cost import PRICED
+from shardplan.hardware.prices.cost import PRICED
 from shardplan.hardware.units import format_bytes, parse_bytes
 from shardplan.movement.reductions.type_graph import letters
 

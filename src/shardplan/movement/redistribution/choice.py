@@ -19,8 +19,8 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError
-from shardplan.hardware.cost import Fabric
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.plans.pricing import priced
 

@@ -17,8 +17,8 @@ from shardplan.core.program import Program
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
-from shardplan.hardware.cost import Fabric, linear_cost
 from shardplan.hardware.placement import Placement, placements
+from shardplan.hardware.prices.cost import Fabric, linear_cost
 from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from shardplan.core import border
 from shardplan.core.program import Program
 from shardplan.errors import LayoutError, TypingError
-from shardplan.hardware.alpha_beta import AlphaBeta, alpha_beta
-from shardplan.hardware.cost import checked_algorithm
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.alpha_beta import AlphaBeta, alpha_beta
+from shardplan.hardware.prices.cost import checked_algorithm
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import Instruction, instruction_list_text

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import CertificateError, LayoutError, TypingError, shown
-from shardplan.hardware.cost import checked_algorithm
-from shardplan.hardware.library import library
 from shardplan.hardware.placement import Placement
+from shardplan.hardware.prices.cost import checked_algorithm
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain

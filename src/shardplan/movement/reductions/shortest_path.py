@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardplan.core.ops import Op
-from shardplan.hardware.alpha_beta import alpha_beta
 from shardplan.hardware.level_factors import LevelFactor
+from shardplan.hardware.prices.alpha_beta import alpha_beta
 from shardplan.hardware.topology import Topology
 from shardplan.movement.reductions.payload import Payload
 from shardplan.movement.reductions.type_graph import State, TypeEdge, edge_costs, reduction_space
@@ -20,7 +20,7 @@ def cheapest_path(
     """Return the edges of the cheapest program from one state to another, or None where there is no way.
 
     Nothing cheaper exists in the graph. `subsets` admits ops over any set of factors; `algorithm` is as for
-    `hardware.cost.price`.
+    `hardware.prices.cost.price`.
     """
     if not view.factors:
         return []

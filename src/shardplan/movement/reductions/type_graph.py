@@ -12,7 +12,7 @@ A factor that is sharded is so on a dim of its own, so a type is one state a fac
 
 An op runs while no other factor is root (`InsideGroup`, `Parallel`), or, in the Master form, while all factors inside
 of A are and no other: those of them that are replicated are made root before, which costs nothing. In the paper's
-language A is contiguous. The cheapest path is exact: costs of edges are affine in the payload (`hardware.alpha_beta`)
+language A is contiguous. The cheapest path is exact: costs of edges are affine in the payload (`prices.alpha_beta`)
 and no bound on steps is set.
 """
 
@@ -25,9 +25,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hardware.alpha_beta import AlphaBeta
 from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.level_factors import LevelFactor
+from shardplan.hardware.prices.alpha_beta import AlphaBeta
 from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction
 
 Floats = NDArray[np.float64]

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.core.pattern import Groups
-from shardplan.hardware.cost import offers, price
 from shardplan.hardware.digit_order import Digit
-from shardplan.hardware.fabric import Fabric
+from shardplan.hardware.prices.cost import offers, price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]

@@ -19,8 +19,8 @@ import numpy as np
 
 from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.library import libraries
-from shardplan.hardware.samples import Sample
+from shardplan.hardware.measured.samples import Sample
+from shardplan.hardware.prices.library import libraries
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import parse_seconds
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
-from shardplan.hardware.aggregate import units_spanned
-from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints
+from shardplan.hardware.prices.aggregate import units_spanned
+from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,12 +14,12 @@ import numpy as np
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
-from shardplan.hardware.cost import row_shares
-from shardplan.hardware.fabric import Fabric, Floats, Ints
 from shardplan.hardware.level import Level
-from shardplan.hardware.library import LibraryRow
+from shardplan.hardware.prices.cost import row_shares
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.library import LibraryRow
+from shardplan.hardware.prices.traffic import ALGORITHMS
 from shardplan.hardware.topology import Topology
-from shardplan.hardware.traffic import ALGORITHMS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

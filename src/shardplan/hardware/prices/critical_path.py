@@ -14,7 +14,7 @@ from itertools import repeat
 import numpy as np
 
 from shardplan.core.pattern import StepPattern
-from shardplan.hardware.fabric import Ints, Load
+from shardplan.hardware.prices.fabric import Ints, Load
 
 # Of the busiest resource of a level: below it a load is the rounding error of what was added and taken away again.
 _NOISE = 1e-12

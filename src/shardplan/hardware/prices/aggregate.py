@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.hardware.fabric import Fabric, Floats, Ints, Load
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints, Load
 
 # Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed
 # dim by dim, which costs the same for any number of pairs.

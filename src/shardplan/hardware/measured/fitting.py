@@ -23,11 +23,17 @@ import numpy as np
 
 from shardplan.core.pattern import Pattern
 from shardplan.errors import TopologyError
-from shardplan.hardware.cost import Price, price
-from shardplan.hardware.fabric import Fabric, Floats, Ints
-from shardplan.hardware.library import Library, LibraryRow
-from shardplan.hardware.sample_setup import System, pattern_of_sample, systems, topology_of_sample, unknown_systems
-from shardplan.hardware.samples import Sample
+from shardplan.hardware.measured.sample_setup import (
+    System,
+    pattern_of_sample,
+    systems,
+    topology_of_sample,
+    unknown_systems,
+)
+from shardplan.hardware.measured.samples import Sample
+from shardplan.hardware.prices.cost import Price, price
+from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.library import Library, LibraryRow
 
 _KEYS = ("base", "base_far", "near", "far", "near_share", "far_share")
 _DEFAULTS = {field.name: field.default for field in fields(LibraryRow)}

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
-from shardplan.hardware.library import Library, library
+from shardplan.hardware.prices.library import Library, library
 from shardplan.hardware.topology import Topology
 
 Ints = NDArray[np.int64]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import ParseError
-from shardplan.hardware.sample_setup import GPUS
-from shardplan.hardware.samples import Sample
+from shardplan.hardware.measured.sample_setup import GPUS
+from shardplan.hardware.measured.samples import Sample
 
 _TEST = re.compile(r"\b([a-z_]*[a-z])_perf(?:_mpi)?\b")
 _START = re.compile(r"# nThread\s+\d+")

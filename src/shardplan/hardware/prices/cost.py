@@ -16,11 +16,11 @@ import numpy as np
 
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.critical_path import critical, windows
-from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
-from shardplan.hardware.library import Library, LibraryRow
+from shardplan.hardware.prices.critical_path import critical, windows
+from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
+from shardplan.hardware.prices.library import Library, LibraryRow
+from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, messages
 from shardplan.hardware.topology import Topology
-from shardplan.hardware.traffic import ALGORITHMS, Traffic, messages
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")
 PRICED = (*KINDS, "permute")  # what traffic may name; a permute sends to the next member

@@ -28,7 +28,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
-from shardplan.hardware.aggregate import (
+from shardplan.hardware.prices.aggregate import (
     all_to_all,
     in_network,
     in_network_legal,
@@ -37,9 +37,9 @@ from shardplan.hardware.aggregate import (
     units_spanned,
     walked,
 )
-from shardplan.hardware.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
-from shardplan.hardware.fabric import Fabric, Floats, Flows, Ints, Load
-from shardplan.hardware.library import LibraryRow
+from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
+from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load
+from shardplan.hardware.prices.library import LibraryRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
