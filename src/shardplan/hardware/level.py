@@ -125,6 +125,11 @@ class Level:
         border.text(f"{where}: source", self.source, TopologyError)
 
     @property
+    def delivered(self) -> float:
+        """The bytes per second of a port, or a link, that arrive."""
+        return self.bandwidth * self.efficiency
+
+    @property
     def extents(self) -> tuple[int, ...]:
         """The shape of the children: `shape` of a torus or mesh, else `(size,)`."""
         return self.shape or (self.size,)

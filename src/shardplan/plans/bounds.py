@@ -251,7 +251,7 @@ def _arcs(
     parent = keys % (fabric.wires[j].units // level.size)
     held = np.zeros((len(keys), level.size), dtype=np.int64)
     held[row.reshape(-1), unit % level.size] = count
-    link = fabric.rate(j) * level.uplinks * fabric.library.best_share(j < fabric.far)
+    link = level.delivered * level.uplinks * fabric.library.best_share(j < fabric.far)
     capacity = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
     if j > 0:
         capacity = capacity + fabric.capacity(j - 1)

@@ -100,7 +100,7 @@ def _uses(fabric: Fabric, ids: Ints, shared: bool, constants: Constants) -> Uses
         parent = ids[0][inside] // last.level.size
         row = np.concatenate([row[keep], inside])
         resource = np.concatenate([resource[keep], starts[-2] + parent])
-        byte_seconds[starts[-2] :] = 1 / fabric.rate(len(fabric.wires) - 1)
+        byte_seconds[starts[-2] :] = 1 / fabric.wires[-1].level.delivered
         order = np.argsort(row, kind="stable")
         row, resource = row[order], resource[order]
     used = byte_seconds > 0

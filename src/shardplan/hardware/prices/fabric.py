@@ -121,7 +121,7 @@ class Fabric:
                 cast(Floats, factors)[unit] = factor
             parallel = level.uplinks / ways
             ports = _port_factors(level, units, ways)
-            rates = level.bandwidth * level.efficiency * parallel * _slowed(level, ports, factors)
+            rates = level.delivered * parallel * _slowed(level, ports, factors)
             wires.append(_Wires(level, stride, units, ways, parallel, factors, ports, rates))
         self.wires = tuple(wires)
 
@@ -171,16 +171,12 @@ class Fabric:
                 found.append(self.link_load(j, out[keep], into[keep], nbytes))
         return tuple(found)
 
-    def rate(self, j: int) -> float:
-        """Return the bytes a second that a port, or a link, of level j delivers."""
-        return self.wires[j].level.bandwidth * self.wires[j].level.efficiency
-
     @property
     def near_rate(self) -> float:
         """The bytes a second that leave a device over the innermost level."""
         level = self.wires[-1].level
         ways = level.size - 1 if level.link == "full" else sum(1 if n == 2 else 2 for n in level.extents if n > 1)
-        return self.rate(-1) * level.uplinks * max(1, 1 if level.link == "switch" else ways)
+        return level.delivered * level.uplinks * max(1, 1 if level.link == "switch" else ways)
 
     def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
         """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
@@ -273,7 +269,7 @@ class Fabric:
         of the ports.
         """
         wires = self.wires[j]
-        own = np.full(wires.units, self.rate(j) * wires.level.uplinks * self.library.best_share(j < self.far))
+        own = np.full(wires.units, wires.level.delivered * wires.level.uplinks * self.library.best_share(j < self.far))
         if wires.port_factors is not None and wires.level.link == "switch":
             return own * wires.port_factors.reshape(wires.units, -1).mean(axis=1)
         if wires.factors is not None:
