@@ -46,7 +46,7 @@ def test_validate_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[1].split()[:7] == ["nccl", "all_reduce", "several", "to", "64", "KiB", "1"]
     assert lines[3] == "3 rows, 2 skipped"
     assert lines[4].startswith("skipped  2, such as a: GPU 'X' is unknown; legal: V100, A100")
-    assert printed.err == "system 'ours' is not known: its fabric has the default latency and the whole rate\n"
+    assert printed.err == "system 'ours' is not known: its fabric has the default latency and delivered rate\n"
 
 
 def test_validate_reads_a_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,4 +130,4 @@ def _nics(text: str) -> tuple[int, float]:
 def _say_unknown(systems: Sequence[str]) -> None:
     """Name the clusters whose fabric is not known, beside the result on stdout."""
     for name in systems:
-        print(f"system {name!r} is not known: its fabric has the default latency and the whole rate", file=sys.stderr)
+        print(f"system {name!r} is not known: its fabric has the default latency and delivered rate", file=sys.stderr)
