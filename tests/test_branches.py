@@ -38,7 +38,6 @@ ALLOWED = {
     "execution/jax/native.py": "the table of the collectives that XLA has",
     "execution/lab/gloo.py": "the table of the collectives that gloo has",
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
-    "hardware/prices/cost.py": "the library model: what a collective costs",
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,

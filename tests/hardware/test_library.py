@@ -341,6 +341,11 @@ def test_tables_print_and_serve_every_op(name):
     assert set(ALGORITHMS) == set(ALGORITHM_NAMES)
 
 
+def test_a_table_prints_whatever_text_it_holds():
+    table = dataclasses.replace(TABLE, name='a "b"', measured='rows of "x\\y.jsonl",\na \x7f and a café')
+    assert parse_library(library_text(table)) == table
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -352,6 +357,8 @@ def test_tables_print_and_serve_every_op(name):
         ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nbase = '0 us'\nnear_share = 0", "near_share is 0; legal"),
         ("[[rows]]\nalgorithm = 'ring'\nops = 3\nbase = '0 us'", "ops is 3; legal is a list of names of collectives"),
         ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nspeed = 1", "unknown key 'speed'"),
+        ("[[rows]]\nalgorithm = 'ring'\nops = ['allreduce']\nbase = '0 us'", "op 'allreduce' is unknown; legal: all_"),
+        ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']\nbase = '2 parsec'", "library table: rows[0]: base: "),
         ("[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']", "neither base nor base_far is given"),
         ("sped = 1\n[[rows]]\nalgorithm = 'ring'\nops = ['all_reduce']", "unknown key 'sped'"),
     ],

@@ -14,7 +14,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.launches.audit import audit
 from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.megatron import fastest_first, order_ranks
-from shardplan.launches.verdict import SAME
+from shardplan.movement.placing.placed import SAME
 from shardplan.movement.placing.traffic import parse_traffic
 from shardplan.report.audit import audit_object, audit_text
 from shardplan.report.placement_picture import text_placement

@@ -18,6 +18,8 @@ MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or d
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture to FILE.")]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="The size of the topology's level called node.")]
+ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, tree, nvls, ..., 'ring LL'."
+Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP)]
 TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
 
 

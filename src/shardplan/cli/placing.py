@@ -10,6 +10,7 @@ import typer
 from shardplan.cli.options import (
     MESH_HELP,
     TOPOLOGY_HELP,
+    Algorithm,
     Json,
     Nodes,
     Svg,
@@ -33,8 +34,6 @@ NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", 
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
 TRAFFIC_HELP = "All-reduce bytes a step by axes, data=2GB,tensor=500MB; or data+tensor=all_gather:64MB*24."
 TrafficText = Annotated[str | None, typer.Option("--traffic", metavar="TRAFFIC", help=TRAFFIC_HELP)]
-ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, tree, nvls, ..., 'ring LL'."
-Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP)]
 
 
 def place(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, check_writable, read_topology
+from shardplan.cli.options import TOPOLOGY_HELP, Algorithm, Json, Nodes, check_writable, read_topology
 from shardplan.cli.plans import load_plan
 from shardplan.errors import LayoutError
 
@@ -18,7 +18,7 @@ def simulate(
         str | None, typer.Option("--topology", metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
     ] = None,
     nodes: Nodes = None,
-    algorithm: Annotated[str, typer.Option("--algorithm", help="auto, or an algorithm of the library.")] = "auto",
+    algorithm: Algorithm = "auto",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the timeline, for Perfetto.")] = None,
     as_json: Json = False,
 ) -> None:

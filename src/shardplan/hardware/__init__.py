@@ -5,6 +5,7 @@ Reading order:
 - `units`          unit strings such as "25 GB/s", parsed to SI floats and printed
 - `level`          `Level` and `DeviceSpec`: how the children of one parent are linked, what one device can do
 - `nccl_xml`       NCCL topology XML as levels
+- `toml_fields`    what files of topologies and of libraries share
 - `topology_file`  the TOML form, and the presets in `presets/*.toml`
 - `topology`       `Topology`: levels, outermost first, and the device at their leaves
 - `digit_order`    the order in which axes share a level: which dims of a torus they lie on

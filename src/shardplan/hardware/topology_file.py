@@ -5,7 +5,6 @@ Unknown keys are errors. Printing is lossless: every number is written with as m
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tomllib
@@ -18,6 +17,7 @@ from shardplan.core.registry import brought
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
+from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -80,7 +80,7 @@ def parse(text: str) -> Hardware:
         if isinstance(error, tomllib.TOMLDecodeError):
             raise _malformed(error, text) from error
         raise ParseError("topology is no TOML: it is nested too deeply, or a number is too long") from error
-    _known("topology", data, _TOP)
+    known("topology", data, _TOP)
     if data.get("version", 1) != 1:
         raise TopologyError(f"topology: version {shown(data['version'])} is unknown; this shardplan reads version 1")
     name = _typed("topology", data, "name", str, "")
@@ -102,14 +102,6 @@ def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
         return ParseError(f"topology is no TOML: {reason}", text, len(text))
     starts = [0, *(match.end() for match in re.finditer("\n", text))]
     return ParseError(f"topology is no TOML: {reason}", text, starts[int(found[1]) - 1] + int(found[2]) - 1)
-
-
-def _known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
-    for key in data:
-        if key not in legal:
-            near = get_close_matches(key, legal, 1)
-            hint = f"; did you mean {near[0]!r}" if near else ""
-            raise TopologyError(f"{where}: unknown key {key!r}{hint}; legal: {', '.join(legal)}")
 
 
 _KINDS: dict[Any, str] = {
@@ -140,16 +132,13 @@ def _quantity(where: str, data: dict[str, Any], key: str, parser: Callable[[str]
         raise TopologyError(f"{where}: key {key!r} is missing; write it like {key} = {like!r}")
     if not isinstance(value, str):
         raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {shown(value)}")
-    try:
-        return parser(value)
-    except ParseError as error:
-        raise ParseError(f"{where}: {key}: {str(error).splitlines()[0]}", error.text, error.position) from error
+    return parsed(f"{where}: {key}", value, parser)
 
 
 def _level(number: int, data: dict[str, Any]) -> Level:
     name = _typed(f"levels[{number}]", data, "name", str)
     where = f"levels[{number}] {name!r}"
-    _known(where, data, _LEVEL)
+    known(where, data, _LEVEL)
     degraded: list[tuple[int, float]] = []
     slow_ports: list[tuple[int, int, float]] = []
     for key, factor in _typed(where, data, "degraded", dict, {}).items():
@@ -184,7 +173,7 @@ def _level(number: int, data: dict[str, Any]) -> Level:
 
 
 def _device(data: dict[str, Any]) -> DeviceSpec:
-    _known("device", data, _DEVICE)
+    known("device", data, _DEVICE)
     rates = data.get("flops", {})
     if isinstance(rates, str):
         rates = {"*": rates}
@@ -206,9 +195,9 @@ def to_text(topology: Hardware) -> str:
     """Print a topology as a file; see `Topology.__str__`."""
     lines = ["version = 1"]
     if topology.name:
-        lines.append(f"name = {_string(topology.name)}")
+        lines.append(f"name = {basic_string(topology.name)}")
     if topology.library != "ring":
-        lines.append(f"library = {_string(topology.library)}")
+        lines.append(f"library = {basic_string(topology.library)}")
     device = topology.device
     if device != DeviceSpec():
         lines.append("[device]")
@@ -231,7 +220,7 @@ def to_text(topology: Hardware) -> str:
         if level.uplinks != 1:
             lines.append(f"uplinks = {level.uplinks}")
         if level.source:
-            lines.append(f"source = {_string(level.source)}")
+            lines.append(f"source = {basic_string(level.source)}")
         if level.efficiency != 1:
             lines.append(f"efficiency = {level.efficiency!r}")
         slow = [f"{unit} = {factor!r}" for unit, factor in level.degraded]
@@ -243,10 +232,5 @@ def to_text(topology: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _string(text: str) -> str:
-    # A JSON string is a TOML basic string once DEL is escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
-
-
 def _key(dtype: str) -> str:
-    return dtype if re.fullmatch(r"[A-Za-z0-9_-]+", dtype) else _string(dtype)
+    return dtype if re.fullmatch(r"[A-Za-z0-9_-]+", dtype) else basic_string(dtype)

@@ -20,15 +20,16 @@ from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Matrix, Placement, orders, placements
+from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
-from shardplan.launches.launch import Launch, Ring, crowding, detour_text, ring_of, sharing, spanned
-from shardplan.launches.verdict import SAME, Findings, analyse
+from shardplan.launches.launch import Launch, Ring, crowding, detour_text, ring_of, sharing
+from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
-from shardplan.movement.placing.placed import ranked
+from shardplan.movement.placing.placed import SAME, ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
@@ -250,7 +251,7 @@ def _best(
 def _row(launch: Launch, one: Ring, fabric: Fabric) -> AxisRow:
     """What the groups of one ring cross."""
     groups = launch.groups(one.axes)
-    counts = spanned(groups, launch.topology)
+    counts = units_spanned(groups, launch.topology)
     spans = tuple((int(c.min()), int(c.max())) for c in counts)
     return AxisRow(one.axes, spans, crowding(groups, fabric), one.detours)
 
@@ -274,8 +275,7 @@ def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[Floats]
         if seconds is None or paid.row is None:
             found.append(np.zeros((wires.units, 1)))
         else:
-            share = paid.row.far_share if j < fabric.far else paid.row.near_share
-            found.append(demand.count * share * fabric.sent(j, seconds))
+            found.append(demand.count * paid.row.share(j < fabric.far) * fabric.sent(j, seconds))
     return found
 
 
@@ -292,7 +292,7 @@ def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement
     axes, levels = worst.demand.axes, launch.topology.levels
     names = ", ".join(f"`{axis}`" for axis in axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
-    here, there = ([int(c.max()) for c in spanned(g, launch.topology)] for g in (groups, target))
+    here, there = ([int(c.max()) for c in units_spanned(g, launch.topology)] for g in (groups, target))
     for stray in findings.strays:
         if set(stray.axes) <= set(axes):
             return findings.reason

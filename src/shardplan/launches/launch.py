@@ -18,7 +18,7 @@ from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.aggregate import walked
+from shardplan.hardware.prices.aggregate import Laid, units_spanned
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 
@@ -113,19 +113,6 @@ class Ring:
         return tuple(a - b for a, b in zip(self.crossings, self.contiguous, strict=True))
 
 
-def spanned(groups: Ints, topology: Topology) -> Ints:
-    """Return for each level the distinct units of every group, int64 [levels, groups].
-
-    `groups` are topology ids, int64 [groups, k].
-
-    >>> spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
-    [[2, 1], [3, 3]]
-    """
-    ordered = np.sort(groups, axis=1)
-    units = [ordered // stride for stride in topology.strides]
-    return np.array([1 + np.count_nonzero(np.diff(u, axis=1), axis=1) for u in units])
-
-
 def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
     """Return for each level the most groups that leave one of its units, and so share its uplinks.
 
@@ -136,7 +123,7 @@ def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
     """
     return tuple(
         _most(groups[spans > 1] // stride)
-        for stride, spans in zip(topology.strides, spanned(groups, topology), strict=True)
+        for stride, spans in zip(topology.strides, units_spanned(groups, topology), strict=True)
     )
 
 
@@ -149,7 +136,7 @@ def crowding(groups: Ints, fabric: Fabric) -> tuple[int, ...]:
     (1, 1)
     """
     most: list[int] = []
-    for j, (wires, spans) in enumerate(zip(fabric.wires, spanned(groups, fabric.topology), strict=True)):
+    for j, (wires, spans) in enumerate(zip(fabric.wires, units_spanned(groups, fabric.topology), strict=True)):
         leaving = groups[spans > 1]
         most.append(_most(fabric.rail(j, leaving) if wires.level.link == "switch" else leaving // wires.stride))
     return tuple(most)
@@ -173,8 +160,10 @@ def ring_of(launch: Launch, axes: Sequence[str], listed: bool = False) -> Ring:
     if listed or fabric.library.member_order:
         edges = [np.count_nonzero(g != np.roll(g, -1, axis=1)) for g in (groups // s for s in topology.strides)]
     else:
-        edges = walked(groups, fabric).edges.sum(axis=1)
-    return Ring(tuple(axes), tuple(map(int, edges)), tuple(int(u[u > 1].sum()) for u in spanned(groups, topology)))
+        edges = Laid(groups, fabric).walk.edges.sum(axis=1)
+    return Ring(
+        tuple(axes), tuple(map(int, edges)), tuple(int(u[u > 1].sum()) for u in units_spanned(groups, topology))
+    )
 
 
 def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:

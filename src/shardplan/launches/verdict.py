@@ -18,14 +18,15 @@ import numpy as np
 
 from shardplan.core.pattern import Groups
 from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import KINDS, seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of, spanned
+from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of
+from shardplan.movement.placing.placed import SAME
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
-SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
 _SIZES = (2.0**10, 2.0**20, 2.0**30)  # bytes at which an order may be felt
 
 
@@ -71,7 +72,7 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     'canonical'
     """
     mesh, topology = launch.mesh, launch.topology
-    counts = [spanned(launch.groups((axis,)), topology) for axis in mesh.axes]
+    counts = [units_spanned(launch.groups((axis,)), topology) for axis in mesh.axes]
     spans = tuple(tuple((int(row.min()), int(row.max())) for row in count) for count in counts)
     rings = tuple(ring_of(launch, axes) for axes in [*((axis,) for axis in mesh.axes), *together])
     matrix = matrix_of(launch.array, topology)
@@ -136,7 +137,7 @@ def _turned(launch: Launch, placed: Ints) -> str:
 def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
     """The smallest set of axes whose groups fit no matrix, as a sentence, and those groups."""
     mesh, levels = launch.mesh, launch.topology.levels
-    counts = {axis: spanned(launch.groups((axis,)), launch.topology) for axis in mesh.axes}
+    counts = {axis: units_spanned(launch.groups((axis,)), launch.topology) for axis in mesh.axes}
     for axis in mesh.axes:
         for j in range(len(levels)):
             # What most groups span, the fewest of equally frequent numbers.
@@ -154,7 +155,7 @@ def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
                 return reason, _listed(launch, (axis,), level.name, counts[axis][j], row[j])
     for size in range(2, len(mesh.axes) + 1):
         for axes in itertools.combinations(mesh.axes, size):
-            joint = spanned(launch.groups(axes), launch.topology)
+            joint = units_spanned(launch.groups(axes), launch.topology)
             for j in range(len(levels)):
                 expected = math.prod(int(counts[axis][j][0]) for axis in axes)
                 if bool((joint[j] != expected).any()):

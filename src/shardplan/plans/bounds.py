@@ -210,7 +210,7 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
     groups, k = at.shape
     if k < 2 or not groups:
         return 0.0
-    spanned = units_spanned(at, fabric)
+    spanned = units_spanned(at, fabric.topology)
     worst = 0.0
     for j, wires in enumerate(fabric.wires):
         unit = (at // wires.stride).reshape(-1)

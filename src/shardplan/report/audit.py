@@ -8,7 +8,8 @@ from shardplan.errors import LayoutError
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import Audit, uplink_word
-from shardplan.launches.verdict import SAME, Stray
+from shardplan.launches.verdict import Stray
+from shardplan.movement.placing.placed import SAME
 from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed

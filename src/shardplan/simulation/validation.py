@@ -85,17 +85,19 @@ def predict_samples(
     `tables` price the samples of their libraries instead of those that ship.
     """
     others = {table.name: table for table in tables}
-    fabrics: dict[tuple[Topology, bool], Fabric] = {}
+    fabrics: dict[Topology, Fabric] = {}
     found: list[Predicted] = []
     skipped: list[tuple[str, str]] = []
     for sample in samples:
         try:
             topology = topology_of_sample(sample)
-            fabric = fabrics.setdefault((topology, sample.in_place), Fabric(topology))
-            fabric.library = others.get(sample.library_name, fabric.library)
+            if topology not in fabrics:
+                fabrics[topology] = Fabric(topology)
+            fabric = fabrics[topology]
+            table = others.get(sample.library_name, fabric.library)
             if sample.in_place:  # nothing is copied from a member's own part to its result
-                fabric.library = replace(fabric.library, own_copy=0.0)
-            found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric).seconds))
+                table = replace(table, own_copy=0.0)
+            found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric.under(table)).seconds))
         except TopologyError as error:
             skipped.append((sample.id, str(error)))
     return found, skipped

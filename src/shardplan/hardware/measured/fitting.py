@@ -213,8 +213,7 @@ def _coefficients(table: Library, pattern: Pattern, fabric: Fabric) -> tuple[flo
     found: list[Price] = []
     for near, far, near_share, far_share in ((0.0, 0.0, 1.0, _OFF), (1.0, 0.0, _OFF, 1.0), (0.0, 1.0, 1.0, 1.0)):
         numbers = {"near": near, "far": far, "near_share": near_share, "far_share": far_share}
-        fabric.library = replace(table, rows=(replace(row, **served, **numbers),))
-        found.append(price(pattern, fabric))
+        found.append(price(pattern, fabric.under(replace(table, rows=(replace(row, **served, **numbers),)))))
     bare, over_near, over_far = found
     hops = over_near.alpha - bare.alpha, over_far.alpha - bare.alpha
     loads = bare.transfer - bare.own, over_near.transfer - over_near.own

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints, Load
+from shardplan.hardware.topology import Topology
 
 # Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed
 # dim by dim, which costs the same for any number of pairs.
@@ -19,42 +22,91 @@ _LISTED = 1 << 22
 _BLOCK = 1 << 24  # numbers in the tables of one block of rows of such a sum: 128 MB
 
 
-def units_spanned(members: Ints, fabric: Fabric) -> Ints:
-    """Return the number of distinct units of every group at every level: [L, G]."""
+def units_spanned(members: Ints, topology: Topology) -> Ints:
+    """Return the distinct units of every group at every level: [L, G]; `members` are topology ids, [G, k].
+
+    >>> units_spanned(np.array([[0, 1, 8], [2, 3, 4]]), Topology.load("dgx-a100", nodes=2)).tolist()
+    [[2, 1], [3, 3]]
+    """
     ordered = np.sort(members, axis=1)
-    rows: list[Ints] = []
-    for wires in fabric.wires:
-        # Device ids are mixed radix, so that sorted ids have sorted units.
-        units = ordered // wires.stride
-        rows.append(1 + np.count_nonzero(units[:, 1:] != units[:, :-1], axis=1))
-    return np.array(rows)
+    # Ids are mixed radix, so that sorted ids have sorted units.
+    units = [ordered // stride for stride in topology.strides]
+    return np.array([1 + np.count_nonzero(np.diff(u, axis=1), axis=1) for u in units])
 
 
-def _runs(units: Ints, k: int) -> tuple[Ints, Ints]:
-    """Number the runs of equal units in rows of k: the run of every member, and the members of every run."""
-    fresh = np.ones(units.shape, dtype=bool)
-    fresh[1:] = units[1:] != units[:-1]
-    fresh[::k] = True  # a run ends with its row, though the next row start in the same unit
-    run = np.cumsum(fresh) - 1
-    return run, np.bincount(run)
+class _Inside(NamedTuple):
+    """The members of all groups at one level, in the order of `Laid.device`."""
+
+    unit: Ints
+    run: Ints  # the number of the run of members of one group in one unit
+    size: Ints  # of every run
+    inside: Ints  # members of its run, for every member
 
 
-def all_to_all(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, Load, Floats]:
+class Laid:
+    """Groups on a topology, and what algorithms ask of them, each found once; of levels see `fabric`."""
+
+    def __init__(self, members: Ints, fabric: Fabric) -> None:
+        self.members, self.fabric = members, fabric
+        self.k = members.shape[1]
+        # In order of ids the members of a group in one unit are neighbours, at every level.
+        self.device = np.sort(members, axis=1).reshape(-1)
+        self.group = np.repeat(np.arange(len(members)), self.k)
+        self.spanned = units_spanned(members, fabric.topology)
+        self.fresh = np.diff(self.spanned, axis=0, prepend=1)  # units beyond those one level further out [L, G]
+
+    @cached_property
+    def levels(self) -> list[_Inside]:
+        """The members at every level."""
+        found: list[_Inside] = []
+        for wires in self.fabric.wires:
+            unit = self.device // wires.stride
+            changes = np.diff(unit, prepend=-1) != 0
+            changes[:: self.k] = True  # a run ends with its group, though the next one start in the same unit
+            run = np.cumsum(changes) - 1
+            size = np.bincount(run)
+            found.append(_Inside(unit, run, size, size[run]))
+        return found
+
+    @cached_property
+    def nodes(self) -> Ints:
+        """How many nodes every group spans, [G]."""
+        return self.spanned[self.fabric.far - 1] if self.fabric.far else np.ones(len(self.members), dtype=np.int64)
+
+    @cached_property
+    def inside(self) -> tuple[Ints, Ints]:
+        """The least and the most members that every group has in a node, [G]."""
+        if not self.fabric.far:
+            whole = np.full(len(self.members), self.k)
+            return whole, whole
+        count = self.levels[self.fabric.far - 1].inside.reshape(-1, self.k)
+        return count.min(axis=1), count.max(axis=1)
+
+    @cached_property
+    def reduces(self) -> tuple[list[bool], list[bool]]:
+        """Whether each level that groups span reduces: those over nodes, and those inside one."""
+        said = [w.level.reduces for w, new in zip(self.fabric.wires, self.fresh, strict=True) if bool((new > 0).any())]
+        outer = int((self.fresh[: self.fabric.far] > 0).any(axis=1).sum())
+        return said[:outer], said[outer:]
+
+    @cached_property
+    def walk(self) -> Crossings:
+        """The walk of every group through its nodes."""
+        return walked(self)
+
+
+def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price the pairwise all-to-all: every member sends B/k to every other, on the rails of their devices.
 
     Returns:
         Hops over each level of every member, [L, members]: one a partner; the load; bytes for each level, [L].
     """
-    k = members.shape[1]
-    device = np.sort(members, axis=1).reshape(-1)
+    k, device, fabric = laid.k, laid.device, laid.fabric
     part = np.repeat(nbytes / k, k)
     load: list[Floats | None] = []
     hops = np.zeros((len(fabric.wires), len(device)))
     together = np.full(len(device), k)  # members of the group in the same unit as this one, one level further out
-    for j, wires in enumerate(fabric.wires):
-        unit = device // wires.stride
-        run, size = _runs(unit, k)
-        inside = size[run]
+    for j, (wires, (unit, run, size, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         hops[j] = together - inside
         if wires.level.link == "switch":
             out = part * (k - inside)
@@ -68,23 +120,47 @@ def all_to_all(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, L
     return hops, tuple(load), (part * hops).sum(axis=1)
 
 
-def other_nodes(members: Ints, fabric: Fabric) -> Floats:
+def other_nodes(laid: Laid) -> Floats:
     """Return how many other nodes of its group every member finds across each level up to the nodes': [far, members].
 
     Members are in order of ids, as in `all_to_all`.
     """
-    k = members.shape[1]
-    device = np.sort(members, axis=1).reshape(-1)
-    found = np.zeros((fabric.far, len(device)))
-    if fabric.far:
-        head = np.flatnonzero(np.diff(_runs(device // fabric.wires[fabric.far - 1].stride, k)[0], prepend=-1))
-        together = np.bincount(head // k)[np.arange(len(device)) // k]
-        for j in range(fabric.far):
-            run = _runs(device // fabric.wires[j].stride, k)[0]
+    far = laid.fabric.far
+    found = np.zeros((far, len(laid.device)))
+    if far:
+        head = np.flatnonzero(np.diff(laid.levels[far - 1].run, prepend=-1))
+        together = laid.nodes[laid.group]
+        for j in range(far):
+            run = laid.levels[j].run
             inside = np.bincount(run[head])[run]
             found[j] = together - inside
             together = inside
     return found
+
+
+def _partners(row: Ints) -> tuple[Ints, Ints]:
+    """Return every ordered pair of different entries of one row, rows being numbered in order: first, second."""
+    count = np.bincount(row)
+    width = count[row]
+    first = np.repeat(np.arange(len(row)), width)
+    # `second` counts from where the row of `first` starts.
+    starts = np.repeat((np.cumsum(count) - count)[row], width)
+    second = starts + np.arange(len(first)) - np.repeat(np.cumsum(width) - width, width)
+    keep = first != second
+    return first[keep], second[keep]
+
+
+def _next(label: Ints) -> Ints:
+    """Return for every entry the place of the next one of its label, closing the ring; equal labels are neighbours."""
+    after = np.arange(1, len(label) + 1)
+    last = np.flatnonzero(np.diff(label, append=-1))
+    after[last] = np.concatenate([[0], last[:-1] + 1])[: len(last)]
+    return after
+
+
+def _siblings(group: Ints, parent: Ints) -> Ints:
+    """Number the runs of entries of one group under one parent, in order."""
+    return np.cumsum(np.concatenate([[True], (group[1:] != group[:-1]) | (parent[1:] != parent[:-1])])) - 1
 
 
 def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
@@ -94,20 +170,11 @@ def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric
     """
     level = fabric.wires[j].level
     parent = unit // level.size
-    fresh = np.concatenate([[True], (group[1:] != group[:-1]) | (parent[1:] != parent[:-1])])
-    starts = np.flatnonzero(fresh)
-    width = np.diff(np.concatenate([starts, [len(unit)]]))
-    if int((width * width).sum()) <= _LISTED or level.link == "full":
-        # Every pair with every pair of its group and parent: `first` repeated, `second` counting from the pair's start.
-        each = np.repeat(width, width)
-        first = np.repeat(np.arange(len(unit)), each)
-        offset = np.arange(len(first)) - np.repeat(np.cumsum(each) - each, each)
-        second = np.repeat(np.repeat(starts, width), each) + offset
-        keep = first != second
-        first, second = first[keep], second[keep]
+    row = _siblings(group, parent)
+    if int((np.bincount(row) ** 2).sum()) <= _LISTED or level.link == "full":
+        first, second = _partners(row)
         return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
-    row = np.cumsum(fresh) - 1  # one row for each group and parent
-    child, parents = unit % level.size, parent[starts]
+    child, parents = unit % level.size, parent[np.flatnonzero(np.diff(row, prepend=-1))]
     dims = range(len(level.extents))
     return np.concatenate([_summed(j, dim, row, parents, child, members, part, fabric) for dim in dims])
 
@@ -153,37 +220,25 @@ def _summed(
     return seconds
 
 
-def in_network_legal(members: Ints, fabric: Fabric) -> bool:
-    """Say whether every level that a group spans reduces in the network, so that `in_network` applies."""
-    if not any(wires.level.reduces for wires in fabric.wires):
-        return False
-    spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
-    return all(wires.level.reduces for wires, spanned in zip(fabric.wires, spans, strict=True) if spanned)
-
-
-def in_network(members: Ints, nbytes: Floats, fabric: Fabric) -> tuple[Floats, Load, Floats]:
+def in_network(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price an all-reduce that switches perform: B goes up from every unit and comes down to it.
 
     Returns:
         Hops over each level, up and down, [L, G]; the load; bytes for each level, up and down, [L].
     """
-    k = members.shape[1]
-    device = np.sort(members, axis=1).reshape(-1)
-    spanned = units_spanned(members, fabric)
-    spans = np.diff(spanned, axis=0, prepend=1) > 0
+    k, device, fabric = laid.k, laid.device, laid.fabric
+    spans = laid.fresh > 0
     load: list[Floats | None] = []
     moved = np.zeros(len(fabric.wires))
-    for j, wires in enumerate(fabric.wires):
-        unit = device // wires.stride
-        run, size = _runs(unit, k)
+    for j, (wires, (_, run, _, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         heads = np.flatnonzero(np.diff(run, prepend=-1))
-        heads = heads[spanned[j][heads // k] > 1]  # a group inside one unit does not leave it
+        heads = heads[laid.spanned[j][heads // k] > 1]  # a group inside one unit does not leave it
         group = heads // k
         moved[j] = 2 * float((nbytes[group] * spans[j][group]).sum())
         if wires.level.link != "switch" or not heads.size:
             load.append(None)
             continue
-        out = np.where(spanned[j][np.arange(len(device)) // k] > 1, np.repeat(nbytes, k) / size[run], 0.0)
+        out = np.where(laid.spanned[j][laid.group] > 1, nbytes[laid.group] / inside, 0.0)
         load.append(fabric.port_load(j, (device, out), (device, out)))
     return 2 * spans.astype(np.float64), tuple(load), moved
 
@@ -200,14 +255,14 @@ class Crossings:
         return np.diff(self.edges @ volume, prepend=0.0)
 
 
-def walked(members: Ints, fabric: Fabric) -> Crossings:
+def walked(laid: Laid) -> Crossings:
     """Walk every group's nodes in the order of their first members, and inside a node and further in without detour.
 
     Source: NCCL orders a communicator's nodes by their first rank (`src/init.cc`), and joins them in that order.
     """
+    members, fabric = laid.members, laid.fabric
     groups = len(members)
-    spanned = units_spanned(members, fabric)
-    edges = np.where(spanned > 1, spanned, 0).astype(np.float64)
+    edges = np.where(laid.spanned > 1, laid.spanned, 0).astype(np.float64)
     times: list[tuple[Ints, Ints] | None] = [None] * len(fabric.wires)
     if fabric.far > 1:
         wires = fabric.wires[fabric.far - 1]
@@ -215,9 +270,7 @@ def walked(members: Ints, fabric: Fabric) -> Crossings:
         keys, first = np.unique(number, return_index=True)
         order = np.lexsort((first, keys // wires.units))
         group, node = keys[order] // wires.units, keys[order] % wires.units
-        after = np.arange(1, len(group) + 1)
-        last = np.flatnonzero(np.diff(group, append=-1))
-        after[last] = np.concatenate([[0], last[:-1] + 1])
+        after = _next(group)
         for j in range(fabric.far - 1):
             unit = node * wires.stride // fabric.wires[j].stride
             leaves = unit != unit[after]
@@ -226,26 +279,21 @@ def walked(members: Ints, fabric: Fabric) -> Crossings:
     return Crossings(edges, tuple(times))
 
 
-def spread(members: Ints, near: Floats, far: Floats, fabric: Fabric, crossings: Crossings) -> Load:
+def spread(laid: Laid, near: Floats, far: Floats) -> Load:
     """Return the load when every unit that a group crosses gives out and takes in some bytes: `near` or `far`, [G].
 
     Over ports they are dealt out to the members in the unit, each on its rail, and count as often as the group's walk
     leaves the unit; over links they are dealt out to all links between the members' units (`_rings`).
     """
-    k = members.shape[1]
-    device = np.sort(members, axis=1).reshape(-1)
-    group = np.repeat(np.arange(len(members)), k)
+    k, device, group, fabric = laid.k, laid.device, laid.group, laid.fabric
     load: list[Floats | None] = []
-    for j, wires in enumerate(fabric.wires):
-        unit = device // wires.stride
-        run, size = _runs(unit, k)
-        inside = size[run]
+    for j, (wires, (unit, run, _, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         volume = far if j < fabric.far else near
         if not bool((inside < k).any()):
             load.append(None)
         elif wires.level.link == "switch":
             out = np.where(inside < k, volume[group] / inside, 0.0)
-            walk = crossings.times[j]
+            walk = laid.walk.times[j]
             if walk is not None:
                 at = np.searchsorted(walk[0], group * wires.units + unit)
                 out[inside < k] *= walk[1][at[inside < k]]
@@ -264,19 +312,13 @@ def _rings(j: int, group: Ints, unit: Ints, volume: Floats, fabric: Fabric) -> F
     around the dim; units that are no grid, or a line of several dims, are one ring in their order, each way.
     """
     level = fabric.wires[j].level
-    parent = unit // level.size
-    row = np.cumsum(np.concatenate([[True], (group[1:] != group[:-1]) | (parent[1:] != parent[:-1])])) - 1
+    row = _siblings(group, unit // level.size)
     count = np.bincount(row)
     if int(count.max()) < 2:
         return None
     if level.link == "full":
-        width = count[row]
-        first = np.repeat(np.arange(len(unit)), width)
-        starts = np.concatenate([[0], np.cumsum(count)[:-1]])[row]
-        second = np.repeat(starts, width) + np.arange(len(first)) - np.repeat(np.cumsum(width) - width, width)
-        keep = first != second
-        first, second = first[keep], second[keep]
-        return fabric.link_load(j, unit[first], unit[second], volume[group[first]] / (width[first] - 1))
+        first, second = _partners(row)
+        return fabric.link_load(j, unit[first], unit[second], volume[group[first]] / (count[row[first]] - 1))
     place = np.array(np.unravel_index(unit % level.size, level.extents))
     rows = np.arange(len(count))
     kinds = np.array([_distinct(row, x, rows) for x in place])  # distinct coordinates of every row [dims, rows]
@@ -285,9 +327,7 @@ def _rings(j: int, group: Ints, unit: Ints, volume: Floats, fabric: Fabric) -> F
     receiver: list[Ints] = []
     weight: list[Floats] = []
     for dim in range(len(level.extents)):
-        line = row
-        for other, extent in enumerate(level.extents):
-            line = line * extent + (place[other] if other != dim else 0)
+        line = fabric.line(j, dim, row, place)
         chosen = np.flatnonzero(grid[row] & (kinds[dim][row] > 1))
         _ring_edges(chosen[np.lexsort((place[dim][chosen], line[chosen]))], line, sender, receiver)
         gap = np.zeros(len(count))
@@ -312,9 +352,7 @@ def _distinct(row: Ints, value: Ints, rows: Ints) -> Ints:
 
 def _ring_edges(order: Ints, line: Ints, sender: list[Ints], receiver: list[Ints]) -> None:
     """Add the edges of rings through entries in this order, one ring for each line; a line of one has none."""
-    after = np.arange(1, len(order) + 1)
-    last = np.flatnonzero(np.diff(line[order], append=-1)) if len(order) else np.zeros(0, dtype=np.int64)
-    after[last] = np.concatenate([[0], last[:-1] + 1])[: len(last)]
+    after = _next(line[order])
     keep = after != np.arange(len(order))
     sender.append(order[keep])
     receiver.append(order[after[keep]])

@@ -50,7 +50,7 @@ def ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
     and r is 2 for all_reduce, which passes the ring twice, else 1 (NCCL tuning.cc).
     """
     volume = edge_volume(kind, members.shape[1]) * nbytes
-    hops = passes(kind) * np.diff(units_spanned(members, fabric), axis=0, prepend=1).astype(np.float64)
+    hops = passes(kind) * np.diff(units_spanned(members, fabric.topology), axis=0, prepend=1).astype(np.float64)
     if kind == "broadcast":
         flows = _flows(members[:, :-1], members[:, 1:], volume)
     elif kind == "reduce":
@@ -94,7 +94,7 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
 def _double_tree(members: Ints, nbytes: Floats, fabric: Fabric) -> FlowRound:
     """The flows and the latency of an all_reduce, from the innermost level out: heads go on to the next level."""
     groups, k = members.shape
-    spanned = units_spanned(members, fabric)
+    spanned = units_spanned(members, fabric.topology)
     # The outermost level a group spans; further in its members form chains.
     top = (spanned > 1).argmax(axis=0)
     sender: list[Ints] = []

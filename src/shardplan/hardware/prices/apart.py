@@ -15,6 +15,7 @@ from shardplan.core.mesh import MOST_DEVICES
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
+from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.cost import row_shares
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.hardware.prices.library import LibraryRow
@@ -64,9 +65,8 @@ def group_loads(pattern: Groups, row: LibraryRow, fabric: Fabric) -> list[Loads]
     # Every group on a topology of its own: what each puts on its resources is then told from what the others do.
     copies = _copied(fabric.topology, groups)
     members = members[order] + size * np.arange(groups)[:, None]
-    rounds = ALGORITHMS[row.algorithm](
-        pattern.kind, members, np.asarray(pattern.nbytes, np.float64)[order], copies, row
-    )
+    nbytes = np.asarray(pattern.nbytes, np.float64)[order]
+    rounds = ALGORITHMS[row.algorithm](pattern.kind, Laid(members, copies), nbytes, row)
     shares, starts = row_shares(row, fabric), resource_starts(fabric)
     found: list[Loads] = []
     for one in rounds or ():

@@ -16,13 +16,13 @@ import numpy as np
 
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
 from shardplan.errors import TopologyError, shown
+from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
-from shardplan.hardware.prices.library import Library, LibraryRow
+from shardplan.hardware.prices.library import KINDS, Library, LibraryRow
 from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, messages
 from shardplan.hardware.topology import Topology
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")
 PRICED = (*KINDS, "permute")  # what traffic may name; a permute sends to the next member
 
 
@@ -140,16 +140,16 @@ def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tupl
         Seconds at 0 bytes, and seconds per byte that a member holds before the op.
     """
     ids = np.ascontiguousarray(fabric.topology_ids(members))
-    lines = _lines(kind, ids.tobytes(), ids.shape, fabric.topology, fabric.launch)
+    lines = _lines(kind, ids.tobytes(), ids.shape, fabric.topology, fabric.library, fabric.launch)
     return min(lines, key=lambda line: line[0] + line[1] * nbytes)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same groups again for every tensor and placement
 def _lines(
-    kind: str, ids: bytes, shape: tuple[int, int], topology: Topology, launch: float
+    kind: str, ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
 ) -> tuple[tuple[float, float], ...]:
     members = np.frombuffer(ids, dtype=np.int64).reshape(shape)
-    return offers(kind, members, Fabric(topology, launch=launch))
+    return offers(kind, members, Fabric(topology, launch=launch).under(library))
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
@@ -217,14 +217,14 @@ def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algori
     """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
     # The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
     order = np.argsort(members.min(axis=1), kind="stable")
-    members, nbytes = members[order], nbytes[order]
+    laid, nbytes = Laid(members[order], fabric), nbytes[order]
     found: dict[tuple[str, int, float], list[Traffic] | None] = {}
     made: list[Price] = []
     for asked in dict.fromkeys((algorithm, "auto")):
         for row in fabric.library.serving(pattern.kind, asked):
             key = row.algorithm, row.members, row.per_member
             if key not in found:
-                found[key] = ALGORITHMS[row.algorithm](pattern.kind, members, nbytes, fabric, row)
+                found[key] = ALGORITHMS[row.algorithm](pattern.kind, laid, nbytes, row)
             rounds = found[key]
             if rounds is not None:
                 priced = _priced(row, rounds, pattern.chunks, fabric)
@@ -254,4 +254,4 @@ def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric)
 
 def row_shares(row: LibraryRow, fabric: Fabric) -> list[float]:
     """Return by level how many times longer a row is on its resources than at their whole rate."""
-    return [1 / (row.far_share if j < fabric.far else row.near_share) for j in range(len(fabric.wires))]
+    return [1 / row.share(j < fabric.far) for j in range(len(fabric.wires))]

@@ -19,6 +19,7 @@ Arrays over flows are int64 or float64 [n]; bytes are floats.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -124,6 +125,12 @@ class Fabric:
             rates = level.delivered * parallel * _slowed(level, ports, factors)
             wires.append(_Wires(level, stride, units, ways, parallel, factors, ports, rates))
         self.wires = tuple(wires)
+
+    def under(self, library: Library) -> Fabric:
+        """Return the same fabric under another library model."""
+        other = copy(self)
+        other.library = library
+        return other
 
     def topology_ids(self, ids: Ints) -> Ints:
         """Return the topology ids of device ids, in the same shape; raises `TopologyError` for an id that has none."""

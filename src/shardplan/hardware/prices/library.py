@@ -6,9 +6,9 @@ A row is one algorithm under one protocol. For the groups of a collective it tak
 
 where *far* levels are the level called `node` and those outside it (a NIC is an uplink of a node), *near* ones those
 inside it; a rate is the level's bandwidth times its efficiency times the row's share, and a member's own part is copied
-at the near rate over `own_copy`. The least over the rows is paid.
-So a price is monotone in bytes, and the rows of an op on some groups are lines that a search may fold. Which hops and
-loads an algorithm has is in `traffic`, tables are TOML files in `libraries/`, and every number in them is cited there.
+at the near rate over `own_copy`. The least over the rows is paid. So a price is monotone in bytes, and the rows of an
+op on some groups are lines that a search may fold. Which hops and loads an algorithm has is in `traffic`, tables are
+TOML files in `libraries/`, and every number in them is cited there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import Any
 
 from shardplan.core import border
 from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_seconds
 
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")  # as `Groups.kind`
+SERVED = (*KINDS, "messages")
 # What `traffic` knows: an algorithm's hops and loads.
 ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
 _TABLES = Path(__file__).parent / "libraries"
@@ -36,7 +39,7 @@ class LibraryRow:
 
     algorithm: str  # one of `ALGORITHM_NAMES`
     protocol: str  # such as LL; empty where the library has one
-    ops: tuple[str, ...]  # the kinds of collectives that it serves, as `Groups.kind`; `messages` for messages
+    ops: tuple[str, ...]  # of `SERVED`, what it serves
     base: float | None = 0.0  # seconds once, of groups inside a node; None where it serves none
     base_far: float | None = 0.0  # seconds once, of groups over several nodes; None where it serves none
     near: float = 1.0  # of the latency of a level inside a node what a hop over it takes
@@ -48,10 +51,17 @@ class LibraryRow:
     asked: bool = False  # priced only where its algorithm is asked for by name
 
     def __post_init__(self) -> None:
-        """Refuse an algorithm that nothing is known of."""
+        """Refuse an algorithm that nothing is known of, and an op that is none."""
         if self.algorithm not in ALGORITHM_NAMES:
             legal = ", ".join(ALGORITHM_NAMES)
             raise TopologyError(f"library row: algorithm {shown(self.algorithm)} is unknown; legal: {legal}")
+        for op in self.ops:
+            if op not in SERVED:
+                raise TopologyError(f"library row {self.name}: op {shown(op)} is unknown; legal: {', '.join(SERVED)}")
+
+    def share(self, far: bool) -> float:
+        """Return the share of a far, or a near, rate that it reaches."""
+        return self.far_share if far else self.near_share
 
     @property
     def name(self) -> str:
@@ -76,7 +86,7 @@ class Library:
 
     def best_share(self, far: bool) -> float:
         """Return the largest share of a rate that any row reaches."""
-        return max(row.far_share if far else row.near_share for row in self.rows)
+        return max(row.share(far) for row in self.rows)
 
     def algorithms(self) -> tuple[str, ...]:
         """Return the names that may be asked for: algorithms, then rows where an algorithm has several."""
@@ -125,7 +135,7 @@ def parse_library(text: str, what: str = "library table") -> Library:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise ParseError(f"{what} is no TOML: {error}") from error
-    _known(what, data, ("name", "measured", "own_copy", "member_order", "rows"))
+    known(what, data, ("name", "measured", "own_copy", "member_order", "rows"))
     rows = data.get("rows")
     if not isinstance(rows, list) or not rows:
         raise TopologyError(f"{what}: at least one [[rows]] table is needed")
@@ -138,16 +148,10 @@ def parse_library(text: str, what: str = "library table") -> Library:
     )
 
 
-def _known(what: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
-    for key in data:
-        if key not in legal:
-            raise TopologyError(f"{what}: unknown key {key!r}; legal: {', '.join(legal)}")
-
-
 def _row(what: str, data: Any) -> LibraryRow:
     if not isinstance(data, dict):
         raise TopologyError(f"{what} is {shown(data)}; legal is a table")
-    _known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
+    known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
     numbers: dict[str, float | None] = {"base": None, "base_far": None}
     if not {"base", "base_far"} & set(data):
         raise TopologyError(f"{what}: neither base nor base_far is given; legal are '0 us' and more for what it serves")
@@ -155,7 +159,7 @@ def _row(what: str, data: Any) -> LibraryRow:
         if key in data:
             if not isinstance(data[key], str):
                 raise TopologyError(f"{what}: {key} is {shown(data[key])}; legal is a string with a unit, like '2 us'")
-            numbers[key] = parse_seconds(data[key])
+            numbers[key] = parsed(f"{what}: {key}", data[key], parse_seconds)
     for key in _NUMBERS:
         if key in data:
             numbers[key] = _number(f"{what}: {key}", data[key], *((1e-9, 2) if key.endswith("share") else (0, 1e3)))
@@ -178,12 +182,13 @@ def _number(what: str, value: object, least: float, most: float) -> float:
 
 def library_text(table: Library) -> str:
     """Print a table as a file that `parse_library` reads back."""
-    lines = [f'name = "{table.name}"', f'measured = "{table.measured}"', f"own_copy = {table.own_copy!r}"]
+    lines = [f"name = {basic_string(table.name)}", f"measured = {basic_string(table.measured)}"]
+    lines.append(f"own_copy = {table.own_copy!r}")
     if table.member_order:
         lines.append("member_order = true")
     for row in table.rows:
-        ops = ", ".join(f'"{op}"' for op in row.ops)
-        lines += ["", "[[rows]]", f'algorithm = "{row.algorithm}"', f'protocol = "{row.protocol}"', f"ops = [{ops}]"]
+        names = f'algorithm = "{row.algorithm}"', f"protocol = {basic_string(row.protocol)}"
+        lines += ["", "[[rows]]", *names, f"ops = [{', '.join(map(basic_string, row.ops))}]"]
         values = [(key, getattr(row, key)) for key in _LENGTHS]
         lines += [f'{key} = "{exact(value, "s")}"' for key, value in values if value is not None]
         lines += [f"{key} = {getattr(row, key)!r}" for key in _NUMBERS]

@@ -1,7 +1,7 @@
 """What an algorithm makes of a collective: the hops that it waits for, and the load that it puts on the resources.
 
-An algorithm takes the collective's kind, the groups' members as topology ids, int64 [G, k] in member order, and the
-bytes B that a member holds before the op, float64 [G]; it gives rounds that run one after another, or None where it
+An algorithm takes the collective's kind, the groups as they are laid on the topology, and the bytes B that a member
+holds before the op, float64 [G]; it gives rounds that run one after another, or None where it
 does not serve these groups. One that pipelines (a ring, a tree) is one round with all its bytes.
 
 A library that orders members itself (`Library.member_order` false) groups a communicator's ranks by node and walks the
@@ -28,17 +28,9 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
-from shardplan.hardware.prices.aggregate import (
-    all_to_all,
-    in_network,
-    in_network_legal,
-    other_nodes,
-    spread,
-    units_spanned,
-    walked,
-)
+from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, spread
 from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
-from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load
+from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Load
 from shardplan.hardware.prices.library import LibraryRow
 
 
@@ -52,100 +44,66 @@ class Traffic:
     own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
-Algorithm = Callable[[str, Ints, Floats, Fabric, LibraryRow], "list[Traffic] | None"]
+Algorithm = Callable[[str, Laid, Floats, LibraryRow], "list[Traffic] | None"]
 
 
 def _flows(found: list[FlowRound], fabric: Fabric) -> list[Traffic]:
     return [Traffic(one.hops, fabric.load(one.flows), fabric.level_bytes(one.flows)) for one in found]
 
 
-def _ring(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
-    if fabric.library.member_order:
-        return _flows(list(ring(kind, members, nbytes, fabric)), fabric)
-    volume = edge_volume(kind, members.shape[1]) * nbytes
-    crossings = walked(members, fabric)
-    hops = passes(kind) * np.diff(units_spanned(members, fabric), axis=0, prepend=1)
-    edges = crossings.sum_edges(volume)
-    own = _own(kind, members, nbytes)
-    return [Traffic(hops.astype(np.float64), spread(members, volume, volume, fabric, crossings), edges, own)]
+def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+    if laid.fabric.library.member_order:
+        return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
+    volume = edge_volume(kind, laid.k) * nbytes
+    hops = passes(kind) * laid.fresh.astype(np.float64)
+    return [Traffic(hops, spread(laid, volume, volume), laid.walk.sum_edges(volume), _own(kind, laid, nbytes))]
 
 
-def _own(kind: str, members: Ints, nbytes: Floats) -> float:
+def _own(kind: str, laid: Laid, nbytes: Floats) -> float:
     """The bytes of a member's own part of the result."""
-    return float(nbytes.max()) * own_share(kind, members.shape[1])
+    return float(nbytes.max()) * own_share(kind, laid.k)
 
 
-def _tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
-    if fabric.library.member_order:
-        return _flows(list(tree(kind, members, nbytes, fabric)), fabric)
-    k, most = members.shape[1], _inside(members, fabric)[1]
+def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+    if laid.fabric.library.member_order:
+        return _flows(list(tree(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
+    most = laid.inside[1]
     # No less than the bound of any all-reduce, also where a node holds one member.
-    near = np.maximum(np.minimum(2.0, most - 1), 2 * (k - 1) / k)
-    return _in_nodes(members, nbytes, fabric, near, 2, _double)
+    near = np.maximum(np.minimum(2.0, most - 1), 2 * (laid.k - 1) / laid.k)
+    return _in_nodes(laid, nbytes, near, 2, _double)
 
 
-def _nvls(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
-    return _switched(members, nbytes, fabric, row, _double)
+def _nvls(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+    return _switched(laid, nbytes, row, _double)
 
 
-def _collnet(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
-    if _nodes(members, fabric).max() == 1 or not all(_reduces(members, fabric)[0]):
+def _collnet(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+    if laid.nodes.max() == 1 or not all(laid.reduces[0]):
         return None
-    return _switched(members, nbytes, fabric, row, lambda n: 1.0)
+    return _switched(laid, nbytes, row, lambda n: 1.0)
 
 
-def _nodes(members: Ints, fabric: Fabric) -> Ints:
-    """How many nodes every group spans, [G]."""
-    spanned = units_spanned(members, fabric)
-    return spanned[fabric.far - 1] if fabric.far else np.ones(len(members), dtype=np.int64)
-
-
-def _inside(members: Ints, fabric: Fabric) -> tuple[Ints, Ints]:
-    """The least and the most members that every group has in a node, [G]."""
-    groups, k = members.shape
-    stride = fabric.wires[fabric.far - 1].stride if fabric.far else fabric.topology.size
-    node = np.arange(groups)[:, None] * fabric.topology.size + members // stride
-    keys, count = np.unique(node, return_counts=True)
-    group = keys // fabric.topology.size
-    least, most = np.full(groups, k), np.zeros(groups, dtype=np.int64)
-    np.minimum.at(least, group, count)
-    np.maximum.at(most, group, count)
-    return least, most
-
-
-def _reduces(members: Ints, fabric: Fabric) -> tuple[list[bool], list[bool]]:
-    """Whether each level that groups span reduces: those over nodes, and those inside one."""
-    spans = [bool(row.any()) for row in np.diff(units_spanned(members, fabric), axis=0, prepend=1) > 0]
-    said = [(j, wires.level.reduces) for j, wires in enumerate(fabric.wires) if spans[j]]
-    return [r for j, r in said if j < fabric.far], [r for j, r in said if j >= fabric.far]
-
-
-def _switched(
-    members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow, far: Callable[[int], float]
-) -> list[Traffic] | None:
+def _switched(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
-    inner = _reduces(members, fabric)[1]
-    least, most = _inside(members, fabric)
+    inner = laid.reduces[1]
+    least, most = laid.inside
     if not inner or not all(inner) or least.min() < row.members:
         return None
-    return _in_nodes(members, nbytes, fabric, 1 + 1 / least + row.per_member * most, 1, far)
+    return _in_nodes(laid, nbytes, 1 + 1 / least + row.per_member * most, 1, far)
 
 
-def _in_nodes(
-    members: Ints, nbytes: Floats, fabric: Fabric, near: Floats, passes: int, far: Callable[[int], float]
-) -> list[Traffic]:
+def _in_nodes(laid: Laid, nbytes: Floats, near: Floats, passes: int, far: Callable[[int], float]) -> list[Traffic]:
     """Reduce inside every node and over the nodes between; `near` and `far` times B are what members, nodes send."""
-    spanned = units_spanned(members, fabric)
-    nodes = _nodes(members, fabric)
+    spanned, nodes, inner = laid.spanned, laid.nodes, laid.fabric.far
     hops = np.zeros(spanned.shape)
-    width = np.ceil(spanned / np.concatenate([np.ones((1, len(members))), spanned[:-1]]))
-    hops[fabric.far :] = passes * (width[fabric.far :] - 1)
+    width = np.ceil(spanned / np.concatenate([np.ones((1, len(nodes))), spanned[:-1]]))
+    hops[inner:] = passes * (width[inner:] - 1)
     over = nodes > 1
     top = (spanned > 1).argmax(axis=0)  # the outermost level a group spans
     hops[top[over], np.flatnonzero(over)] = 2 * np.ceil(np.log2(nodes[over]))  # a tree is as slow as it is deep
     factor = np.array([far(int(n)) for n in nodes])
-    moved = (np.diff(spanned, axis=0, prepend=1) * 2 * nbytes).sum(axis=1)
-    return [Traffic(hops, spread(members, near * nbytes, factor * nbytes, fabric, walked(members, fabric)), moved)]
+    moved = (laid.fresh * 2 * nbytes).sum(axis=1)
+    return [Traffic(hops, spread(laid, near * nbytes, factor * nbytes), moved)]
 
 
 @lru_cache(maxsize=1024)
@@ -162,18 +120,18 @@ def _double(nodes: int) -> float:
     return float(sent.max())
 
 
-def _network(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic] | None:
-    if not in_network_legal(members, fabric):
-        return None
-    return [Traffic(*in_network(members, nbytes, fabric))]
+def _network(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+    outer, inner = laid.reduces
+    return [Traffic(*in_network(laid, nbytes))] if all(outer) and all(inner) else None
 
 
-def _p2p(kind: str, members: Ints, nbytes: Floats, fabric: Fabric, row: LibraryRow) -> list[Traffic]:
-    hops, load, moved = all_to_all(members, nbytes, fabric)
-    if _starts_inside(fabric):
-        hops[-1] += hops[: fabric.far].sum(axis=0)
-        hops[: fabric.far] = other_nodes(members, fabric)
-    return [Traffic(hops, load, moved, _own(kind, members, nbytes))]
+def _p2p(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic]:
+    far = laid.fabric.far
+    hops, load, moved = all_to_all(laid, nbytes)
+    if _starts_inside(laid.fabric):
+        hops[-1] += hops[:far].sum(axis=0)
+        hops[:far] = other_nodes(laid)
+    return [Traffic(hops, load, moved, _own(kind, laid, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:

@@ -11,13 +11,13 @@ from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import LayoutError, shown
-from shardplan.hardware.placement import placements
+from shardplan.hardware.placement import orders, placements
 from shardplan.hardware.prices.cost import checked_algorithm
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.placing.degraded import Degraded, degraded
 from shardplan.movement.placing.demand import Programs
-from shardplan.movement.placing.placed import Placed, ranked_matrices
+from shardplan.movement.placing.placed import Placed, in_best_order, ranked
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 
@@ -114,4 +114,5 @@ def place(
     candidates = list(placements(mesh, topology, bounds, inside))
     if not candidates:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    return Ranking(ranked_matrices(candidates, found, programs, algorithm, others))
+    ordered = [one for placement in candidates for one in orders(placement)]
+    return Ranking(in_best_order(ranked(ordered, found, programs, algorithm, others)))

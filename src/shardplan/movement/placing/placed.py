@@ -13,7 +13,7 @@ from functools import cached_property
 
 from shardplan.core.pattern import Pattern
 from shardplan.hardware.level_factors import factors
-from shardplan.hardware.placement import Matrix, Placement, orders
+from shardplan.hardware.placement import Matrix, Placement
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
@@ -21,7 +21,7 @@ from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.reductions.shortest_path import least_seconds
 from shardplan.plans.plan import Plan
 
-_SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
+SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +92,12 @@ def ranked(
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def ranked_matrices(
-    candidates: Sequence[Placement],
-    demands: Sequence[Demand],
-    programs: Programs = "best",
-    algorithm: str = "auto",
-    others: Sequence[tuple[int, Pattern]] = (),
-) -> list[Placed]:
-    """Return what `ranked` does, every matrix in its best order of axes on each level; of equals in the mesh's."""
+def in_best_order(rows: Sequence[Placed]) -> list[Placed]:
+    """Return of rows, best first, every matrix in its best order of axes on each level; of equals in the mesh's."""
     best: dict[Matrix, Placed] = {}
-    for row in ranked([one for p in candidates for one in orders(p)], demands, programs, algorithm, others):
+    for row in rows:
         first = best.setdefault(row.placement.matrix, row)
-        if row.placement == replace(row.placement, order=()) and row.seconds <= first.seconds * (1 + _SAME):
+        if row.placement == replace(row.placement, order=()) and row.seconds <= first.seconds * (1 + SAME):
             best[row.placement.matrix] = row
     return sorted(best.values(), key=lambda row: row.seconds)
 
