@@ -72,23 +72,23 @@ def tabled(s: TensorType, t: TensorType) -> bool:
     return s.layout.boxes is not None or t.layout.boxes is not None
 
 
-def _rows(t: TensorType) -> Rows:
-    """What the devices of a type hold."""
-    table, order = t.layout.boxes, np.argsort(t.mesh.ids)
+def _rows(t: TensorType, axes: tuple[str, ...]) -> Rows:
+    """What the devices of a type hold, in groups over `axes`."""
+    table, order, group = t.layout.boxes, np.argsort(t.mesh.ids), _numbered(t, axes)
     if table is not None:
         places = order[np.searchsorted(t.mesh.ids, table.ids, sorter=order)]
-        return Rows(places, table.ids, table.boxes, table.offsets, table.strides)
+        return Rows(places, table.ids, table.boxes, table.offsets, table.strides, group[places])
     places = order[(at_root(t) & (t.elements() > 0))[order]]
     boxes = t.boxes()[places]
     inner = np.cumprod((boxes[..., 1] - boxes[..., 0])[:, ::-1], axis=1)[:, ::-1]
     strides = np.concatenate([inner[:, 1:], np.ones_like(inner[:, :1])], axis=1)
-    return Rows(places, t.mesh.ids[places], boxes, np.zeros_like(places), strides)
+    return Rows(places, t.mesh.ids[places], boxes, np.zeros_like(places), strides, group[places])
 
 
 @lru_cache(maxsize=RECENT)
-def parcels(s: TensorType, t: TensorType, near: tuple[int, ...] = ()) -> Parcels:
-    """Return the boxes of which the general move consists where either type lies in a table."""
-    return parcels_of(_rows(s), _rows(t), near)
+def parcels(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Parcels:
+    """Return the boxes of which the general move consists where either type lies in a table; the rest as `messages`."""
+    return parcels_of(_rows(s, axes), _rows(t, axes), near)
 
 
 @lru_cache(maxsize=RECENT)
@@ -150,7 +150,7 @@ def messages(
     mesh. A sender is -1 where the group does not hold what is wanted.
     """
     if tabled(s, t):
-        found = parcels(s, t, near)
+        found = parcels(s, t, near, axes)
         away = [ends[~found.kept] for ends in found.ends]
         pairs, number = np.unique(away[0] * t.mesh.size + away[1], return_inverse=True)
         size = np.zeros(len(pairs), dtype=counter(t))
@@ -222,6 +222,8 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
     free = set(s.mesh.expand(axes))
     if s.all_even and t.all_even:
         return moved_atoms(s, t) <= free
+    if tabled(s, t):
+        return parcels(s, t, (), axes).complete
     if message_count(s, t) <= MOST_MESSAGES:
         return bool((messages(s, t, (), axes)[0] >= 0).all())
     # Without the messages: on an axis that no group is over, all tiles that a box meets must have the coordinate of the

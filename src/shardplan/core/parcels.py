@@ -23,6 +23,7 @@ class Rows(NamedTuple):
     boxes: np.ndarray  # int64 [rows, ndim, 2]
     offsets: np.ndarray  # int64 [rows]
     strides: np.ndarray  # int64 [rows, ndim]
+    group: np.ndarray  # a row may be sent to a row of the same group, int64 [rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,12 @@ class Parcels:
         return self.source.ids[self.given] == self.target.ids[self.taken]
 
     @property
+    def complete(self) -> bool:
+        """Whether every target row is made up."""
+        boxes = self.target.boxes
+        return int(self.sizes.sum()) == int(np.prod(boxes[..., 1] - boxes[..., 0], axis=1, dtype=np.int64).sum())
+
+    @property
     def ends(self) -> tuple[np.ndarray, np.ndarray]:
         """The places of the senders and of the receivers, int64 [n]."""
         return self.source.places[self.given], self.target.places[self.taken]
@@ -56,8 +63,8 @@ def parcels_of(source: Rows, target: Rows, near: tuple[int, ...] = ()) -> Parcel
     sent = dict.fromkeys(source.ids.tolist(), 0)
     low, high = source.boxes[..., 0], source.boxes[..., 1]
     found: list[tuple[int, int, np.ndarray]] = []
-    for row, (box, here) in enumerate(zip(target.boxes, target.ids.tolist(), strict=True)):
-        meets = (np.maximum(low, box[:, 0]) < np.minimum(high, box[:, 1])).all(axis=1)
+    for row, (box, here, group) in enumerate(zip(target.boxes, target.ids.tolist(), target.group, strict=True)):
+        meets = (np.maximum(low, box[:, 0]) < np.minimum(high, box[:, 1])).all(axis=1) & (source.group == group)
         there = zip(np.flatnonzero(meets).tolist(), source.ids[meets].tolist(), strict=True)
         rest = box[None]
         # How many blocks part a holder from the receiver comes before what it has sent.

@@ -254,7 +254,7 @@ class General(Collective):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """The messages, all at once."""
         if tabled(t, u):
-            yield from deliver_parcels(parcels(t, u, self.choice[0]), t, u, devices, self.chunks)
+            yield from deliver_parcels(parcels(t, u, *self.choice), t, u, devices, self.chunks)
             return
         senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
         yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
@@ -270,7 +270,7 @@ class General(Collective):
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One part a peer; with a table of boxes, one a parcel."""
         if tabled(t, u):
-            found = parcels(t, u, self.choice[0])
+            found = parcels(t, u, *self.choice)
             counts = [int(np.bincount(ends[~found.kept]).max(initial=1)) for ends in found.ends]
             return counts[0], counts[1]
         return served(t, u, *self.choice).receivers, max(1, most_senders(t, u))
