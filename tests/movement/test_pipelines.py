@@ -110,7 +110,14 @@ def test_one_tensor_above_its_bound_is_refused() -> None:
     c = sp.redistribute(cut, cut).certificate
     assert whole.local_bytes() == 32
     tampered = replace(
-        c, program=program, types=(whole, cut), peak_bytes=32, workspace_bytes=48, received_bytes=(16, 16), rounds=1
+        c,
+        program=program,
+        types=(whole, cut),
+        peak_bytes=32,
+        workspace_bytes=48,
+        sent_bytes=(16, 16),
+        received_bytes=(16, 16),
+        rounds=1,
     )
     tampered = replace(tampered, seconds=5e-6 + 16 / 50e9, status="heuristic")
     with pytest.raises(sp.CertificateError) as error:
