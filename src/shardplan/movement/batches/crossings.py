@@ -83,7 +83,7 @@ def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None
     """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh.
 
     First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
-    the source, the send of the destination's own tiles, and of smaller ones with a gather behind.
+    the source, the send of the destination's own tiles, and of smaller ones with gathers behind.
     """
     plain = t.with_layout(replace(t.layout, partial=(), reduction=None, root=()))
     tail: list[Op] = []
@@ -103,6 +103,5 @@ def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None
     for head, ready in settled(s):
         if same(ready, plain):
             yield Candidate((*head, *tail))
-        yield Candidate((*head, Send(plain.layout, t.mesh), *tail))
         for tile in tiles(ready, plain, fabric):
             yield Candidate((*head, Send(tile.type.layout, t.mesh), *tile.gathers, *tail))

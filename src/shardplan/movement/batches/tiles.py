@@ -21,9 +21,11 @@ from shardplan.errors import LayoutError
 from shardplan.hardware.prices.cost import Fabric, linear_cost
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE
 
-# Tiles that are typed and priced exactly. The estimate that ranks them knows neither what a device holds already nor
-# how messages share ports, so the best by it need not be the best.
+# Smaller tiles that are typed and priced exactly. The estimate that ranks them knows neither what a device holds
+# already nor how messages share ports, so the best by it need not be the best.
 MOST_TILES = 6
+# Messages of all sends that are priced, where there is more than one: to price a million takes some 2 s.
+MOST_LISTED = 1 << 19
 
 Atoms = tuple[int, ...]
 
@@ -37,14 +39,20 @@ class Tile:
 
 
 def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
-    """Return the tiles worth a price for a send of `s` to `t`, which is neither partial nor at a root; best first."""
+    """Return the tiles worth a price for a send of `s` to `t`, which is neither partial nor at a root; best first.
+
+    The last is that of `t` itself, if its messages are not too many.
+    """
     levels, rate = _levels(t.mesh, fabric), _rate(s, t, fabric)
     ranked: dict[Tile, tuple[float, int]] = {}
+    known: dict[tuple[tuple[str, ...], int], float] = {}
     for pieces in _choices(t, levels):
         for first in range(t.ndim):
             for tile in _cut(t, pieces, first, levels):
-                ranked[tile] = _seconds(s, t, tile, fabric, rate), _met(s, tile.type)
-    return sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES]
+                ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+    found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
+    listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)
+    return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
 
 
 def _levels(mesh: Mesh, fabric: Fabric | None) -> list[int]:
@@ -117,8 +125,18 @@ def _gather(mesh: Mesh, runs: dict[int, Atoms]) -> Op:
     return AllGather(dims[0] if len(set(dims)) == 1 else dims, tuple(name for _, name in pairs))
 
 
-def _seconds(s: TensorType, t: TensorType, tile: Tile, fabric: Fabric | None, rate: float) -> float:
-    """About what the send and the gathers take, if all devices of the source send alike; bytes without a fabric."""
+def _seconds(
+    s: TensorType,
+    t: TensorType,
+    tile: Tile,
+    fabric: Fabric | None,
+    rate: float,
+    known: dict[tuple[tuple[str, ...], int], float],
+) -> float:
+    """About what the send and the gathers take, if all devices of the source send alike; bytes without a fabric.
+
+    `known` keeps the seconds of a gather by its axes and what is held before.
+    """
     here = tile.type
     held = here.local_bytes()
     total = max(held, held * t.mesh.size / s.mesh.size) / rate
@@ -127,9 +145,11 @@ def _seconds(s: TensorType, t: TensorType, tile: Tile, fabric: Fabric | None, ra
         if fabric is None:
             total += there.local_bytes() - held + ROUND_CHARGE * t.local_bytes()
         else:
-            members = t.mesh.ids[t.mesh.group_places(op.members(here))]
-            start, slope = linear_cost("all_gather", members, fabric, held)
-            total += start + slope * held
+            axes = op.members(here)
+            if (axes, held) not in known:
+                start, slope = linear_cost("all_gather", t.mesh.ids[t.mesh.group_places(axes)], fabric, held)
+                known[axes, held] = start + slope * held
+            total += known[axes, held]
         here, held = there, there.local_bytes()
     return total
 
