@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from shardplan.core.ops.collective import moving
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import TIE, Cuts, Rules, keeping, price, too_little
@@ -46,6 +48,11 @@ _MOST_WAYS = 2
 Thing = TypeVar("Thing")
 
 
+@lru_cache(maxsize=1 << 14)  # asked for again for every room
+def _shards(s: TensorType, t: TensorType) -> tuple[int, int]:
+    return s.local_bytes(), t.local_bytes()
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     """One tensor: its ends, and the ops planned for it alone."""
@@ -54,18 +61,23 @@ class _Item:
     source: TensorType
     target: TensorType
     ops: tuple[Op, ...]
-    exact: bool
     keep: bool  # the source is the caller's: it counts to the end
+
+    @property
+    def kind(self) -> tuple[TensorType, tuple[Op, ...], bool]:
+        """What decides what it holds: equal for tensors that are interchangeable."""
+        return self.source, self.ops, self.keep
 
     @property
     def growth(self) -> int:
         """Bytes that the largest shard adds to what is live."""
-        return self.target.local_bytes() - self.source.local_bytes() * (not self.keep)
+        before, after = _shards(self.source, self.target)
+        return after - before * (not self.keep)
 
     @property
     def size(self) -> int:
         """Bytes of the larger of its two shards."""
-        return max(self.source.local_bytes(), self.target.local_bytes())
+        return max(_shards(self.source, self.target))
 
 
 _Pack = Sequence[_Item]  # tensors that the same collectives move
@@ -97,7 +109,7 @@ class _Batch:
         """
 
         def turn(i: _Item) -> tuple[bool, int, int]:
-            return i.growth > 0, i.growth if i.growth > 0 else -i.source.local_bytes(), i.index
+            return i.growth > 0, i.growth if i.growth > 0 else -_shards(i.source, i.target)[0], i.index
 
         return sorted(self.moving, key=turn)
 
@@ -112,15 +124,15 @@ def plan_batch(
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
     where = _one_place(sources, destinations, where)
-    items: list[_Item] = []
+    items, exact = list[_Item](), limit is None and len(sources) == 1
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
         chosen, _ = best_program(s, t, where, None, portable)
         ops = tuple(step.op for step in chosen.program.steps)
-        items.append(_Item(k, s, t, ops, chosen.exact, kept))
+        exact = exact and chosen.exact
+        items.append(_Item(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), limit, portable, fabric))
     program = _unlimited(batch) if limit is None else _within(batch, limit)
-    exact = limit is None and len(items) == 1 and items[0].exact
     return Plan(program, issue(program, sources, destinations, where, limit, exact))
 
 
@@ -157,6 +169,12 @@ def _unlimited(batch: _Batch) -> Program:
     for way, packs in ways:
         for slots in _schedules(packs):
             best.offer(_assemble(slots, way.items))
+        last = math.inf
+        for slots in _waves(packs, batch.rules.fabric):
+            cost = best.offer(_assemble(slots, way.items))
+            if cost >= last:  # more waves mean more rounds
+                break
+            last = cost
     if best.program is None:
         for way in _straightened(batch):
             best.offer(_assemble(_side_by_side([_packs(way.ordered, None)]), way.items))
@@ -244,7 +262,7 @@ def _straightened(batch: _Batch) -> Iterator[_Batch]:
     yield batch
     partial = any(i.source.layout.partial or i.target.layout.partial for i in batch.items)
     if not (batch.rules.portable or partial):
-        yield replace(batch, items=tuple(replace(i, ops=_straight(i), exact=False) for i in batch.items))
+        yield replace(batch, items=tuple(replace(i, ops=_straight(i)) for i in batch.items))
 
 
 def _tiled(batch: _Batch) -> Iterator[_Batch]:
@@ -263,7 +281,7 @@ def _tiled(batch: _Batch) -> Iterator[_Batch]:
         for i in batch.items:
             if i.ops and (found := ways.get((i.source, i.target))) is not None:
                 tile = found[min(rank, len(found) - 1)]
-                i = replace(i, ops=(Send(tile.type.layout, i.target.mesh), *tile.gathers), exact=False)
+                i = replace(i, ops=(Send(tile.type.layout, i.target.mesh), *tile.gathers))
             items.append(i)
         yield replace(batch, items=tuple(items))
 
@@ -284,7 +302,14 @@ def _ordered(batch: _Batch, most: float, packs: Sequence[_Pack]) -> list[_Slot]:
     for item in batch.items:
         if not item.ops:
             base = base + holds(_assemble([], [item]), devices)[0]
-    order = least_order([_move(pack, devices, most) for pack in packs], base)
+    known: dict[tuple[Hashable, ...], OrderedMove] = {}
+    moves: list[OrderedMove] = []
+    for pack in packs:
+        key = tuple(i.kind for i in pack)
+        if key not in known:
+            known[key] = _move(pack, devices, most)
+        moves.append(known[key])
+    order = least_order(moves, base)
     return _one_after_another([packs[k] for k in order])
 
 
@@ -374,7 +399,11 @@ def _schedules(packs: Sequence[_Pack]) -> Iterator[list[_Slot]]:
     for groups in (lengths, _sharing(packs)):
         if 1 < len(groups) < len(packs):
             yield _side_by_side(groups)
-    if any(len(pack[0].ops) > 1 for pack in packs):
+
+
+def _waves(packs: Sequence[_Pack], fabric: Fabric | None) -> Iterator[list[_Slot]]:
+    """Yield ever more waves, where steps of one tensor may load links of several levels."""
+    if fabric is not None and len(fabric.wires) > 1 and any(len(pack[0].ops) > 1 for pack in packs):
         longest = max(map(len, packs))
         yield from (_in_waves(packs, count) for count in _WAVES if count <= longest)
 
