@@ -222,11 +222,12 @@ def bound(s: TensorType, t: TensorType) -> int:
 
 
 def cost(program: Program, bound_bytes: int) -> float:
-    """The objective without a topology: worst-device bytes summed over steps, and the charge of the rounds."""
+    """The objective without a topology: the most bytes a device moves in each step, and the charge of the rounds."""
     total = 0.0
     for step in program.steps:
         types = [program.types[o] for o in step.operands]
-        total += int(step.op.received(*types).max(initial=0)) + ROUND_CHARGE * bound_bytes * step.op.rounds(*types)
+        moved = max(int(x.max(initial=0)) for x in (step.op.received(*types), step.op.sent(*types)[1]))
+        total += moved + ROUND_CHARGE * bound_bytes * step.op.rounds(*types) * step.op.chunks
     return total
 
 

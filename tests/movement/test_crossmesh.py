@@ -31,9 +31,8 @@ def test_every_pair_has_a_sound_plan_within_the_bound(pair: Pair, seed: int) -> 
 @given(some.cross_pairs(marked=False))
 def test_never_costlier_than_one_send(pair: Pair) -> None:
     s, t = pair
-    send = Send(t.layout, t.mesh)
     plan, bound = sp.redistribute(s, t), oracle.bound(s, t)
-    direct = int(send.received(s).max()) + oracle.ROUND_CHARGE * bound * send.rounds(s)
+    direct = oracle.cost(chain((Send(t.layout, t.mesh),), s), bound)
     if s.mesh != t.mesh:
         assert oracle.cost(plan.program, bound) <= direct * (1 + 1e-9)
 
@@ -149,9 +148,8 @@ def test_every_tile_is_a_way_to_the_destination(pair: Pair, nodes: bool) -> None
 
 
 def test_a_partial_source_is_reduced_whole_where_its_dims_scatter_too() -> None:
-    """Three dims divide: one element a device would not do for a destination that replicates, on slow links between."""
-    a, b = sp.Mesh(x=2), sp.Mesh({"z": 2}, devices=(2, 3))
-    s = sp.TensorType("i32", (2, 2, 2), (), a, partial={"x": "sum"})
+    """Three dims divide, and the all-reduce is tried all the same."""
+    s = sp.TensorType("i32", (2, 2, 2), (), sp.Mesh(x=2), partial={"x": "sum"})
     assert ["all_reduce"] in [[op.name for op in head] for head, _ in settled(s)]
 
 

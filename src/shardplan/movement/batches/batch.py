@@ -43,6 +43,8 @@ _PARTS_OF_LIMIT, _PARTS_OF_SPARE = (2, 3, 4, 6, 8), (1, 2, 4)
 _WAVES = (2, 4, 8, 16)
 # Packs of which every schedule, and other tiles, are priced: a program of more takes some 0.1 s to price.
 _FEW_PACKS = 64
+# Tensors that are tried side by side, and in the best order, for every room under a limit.
+_FEW_TENSORS = 256
 # Ways to cut the tiles of all tensors of which every schedule is priced: the best side by side.
 _MOST_WAYS = 2
 Thing = TypeVar("Thing")
@@ -81,6 +83,7 @@ class _Item:
 
 
 _Pack = Sequence[_Item]  # tensors that the same collectives move
+_Group = Sequence[_Pack]  # packs that run side by side
 _Slot = Sequence[tuple[_Pack, int]]  # steps that are posted together: of which packs, and their numbers there
 
 
@@ -227,31 +230,36 @@ def _candidates(batch: _Batch, limit: int, most: float) -> Iterator[Cuts]:
     Each program once. Of equal prices the first is taken, so what needs the fewest collectives comes first.
     """
     seen: set[Program] = set()
-    for way, slots in _limited(batch, limit, most):
-        program = _assemble(slots, way.items)
+    for way, groups in _limited(batch, limit, most):
+        program = _assemble(_side_by_side(groups), way.items)
         if program not in seen:
             seen.add(program)
             yield Cuts.of(program, account(program))
 
 
-def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, list[_Slot]]]:
-    """Yield packs for every room: one after another, side by side as far as there is room, and in the best order."""
+def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, Sequence[_Group]]]:
+    """Yield groups for every room: of packs alone, of packs and of tensors as far as there is room; each in two orders.
+
+    Tensors side by side need the rounds of a pack, and none of its buffers.
+    """
     spare = max(0, limit - batch.rules.bound)
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
-    known: set[tuple[tuple[int, ...], ...]] = set()
+    ordered = batch.ordered
+    few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
     for room in (None, *rooms, 0):
-        packs = _packs(batch.ordered, room)
-        members = tuple(tuple(i.index for i in pack) for pack in packs)
-        if members in known:
-            continue
-        known.add(members)
-        yield batch, _one_after_another(packs)
-        if len(packs) > 1:
-            yield batch, _side_by_side(_groups(packs, room))
-            if len(packs) < len(batch.moving):
-                yield batch, _ordered(batch, most, packs)
+        packs = _packs(ordered, room)
+        found = [[[pack] for pack in packs], _groups(packs, room)]
+        if few:
+            found.append(_groups([[i] for i in ordered], room))
+        for groups in found:
+            members = tuple(tuple(tuple(i.index for i in pack) for pack in group) for group in groups)
+            if members not in known:
+                known.add(members)
+                yield batch, groups
+                if few:
+                    yield batch, _least_first(batch, most, groups)
     for way in _straightened(batch):
-        yield way, _ordered(way, most, [[i] for i in way.moving])
+        yield way, _least_first(way, most, [[[i]] for i in way.moving])
 
 
 def _straightened(batch: _Batch) -> Iterator[_Batch]:
@@ -275,15 +283,20 @@ def _tiled(batch: _Batch) -> Iterator[_Batch]:
     marks = (s.layout.partial + s.layout.root + t.layout.partial + t.layout.root for s, t in ends)
     if not 0 < len(ends) <= _FEW_PACKS or any(marks):
         return
-    ways = {(s, t): tiles(s, t, batch.rules.fabric) for s, t in ends}
+    ways = {(s, t): _sends(s, t, batch.rules.fabric) for s, t in ends}
     for rank in range(max(map(len, ways.values()))):
         items: list[_Item] = []
         for i in batch.items:
-            if i.ops and (found := ways.get((i.source, i.target))) is not None:
-                tile = found[min(rank, len(found) - 1)]
-                i = replace(i, ops=(Send(tile.type.layout, i.target.mesh), *tile.gathers))
-            items.append(i)
+            found = ways.get((i.source, i.target), [i.ops])
+            items.append(replace(i, ops=found[min(rank, len(found) - 1)]))
         yield replace(batch, items=tuple(items))
+
+
+def _sends(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[tuple[Op, ...]]:
+    """The sends of the tiles worth a price, from near holders, with the gathers behind."""
+    blocks = () if fabric is None else fabric.blocks(np.union1d(s.mesh.ids, t.mesh.ids))
+    found = ((Send(tile.type.layout, t.mesh), *tile.gathers) for tile in tiles(s, t, fabric))
+    return [tuple(op.nearest(blocks) for op in ops) for ops in found]
 
 
 def _straight(item: _Item) -> tuple[Op, ...]:
@@ -295,27 +308,26 @@ def _straight(item: _Item) -> tuple[Op, ...]:
     return tuple(direct(item.source, item.target))
 
 
-def _ordered(batch: _Batch, most: float, packs: Sequence[_Pack]) -> list[_Slot]:
-    """The packs one after another, in the order of the least workspace found with `most` chunks a step."""
+def _least_first(batch: _Batch, most: float, groups: Sequence[_Group]) -> list[_Group]:
+    """The groups in the order of the least workspace found with `most` chunks a step."""
     devices = batch.devices
     base = np.zeros(len(devices), dtype=np.int64)
     for item in batch.items:
         if not item.ops:
             base = base + holds(_assemble([], [item]), devices)[0]
-    known: dict[tuple[Hashable, ...], OrderedMove] = {}
+    known: dict[Hashable, OrderedMove] = {}
     moves: list[OrderedMove] = []
-    for pack in packs:
-        key = tuple(i.kind for i in pack)
+    for group in groups:
+        key = tuple(tuple(i.kind for i in pack) for pack in group)
         if key not in known:
-            known[key] = _move(pack, devices, most)
+            known[key] = _move(group, devices, most)
         moves.append(known[key])
-    order = least_order(moves, base)
-    return _one_after_another([packs[k] for k in order])
+    return [groups[k] for k in least_order(moves, base)]
 
 
-def _move(pack: _Pack, devices: tuple[int, ...], most: float) -> OrderedMove:
-    """What the move of a pack holds on each device, with the staging of its steps."""
-    program = _assemble(_one_after_another([pack]), pack)
+def _move(group: _Group, devices: tuple[int, ...], most: float) -> OrderedMove:
+    """What the move of a group holds on each device, with the staging of its steps."""
+    program = _assemble(_side_by_side([group]), [i for pack in group for i in pack])
     start, found = holds(program, devices)
     cuts = Cuts.of(program, account(program))
     staged = (x.staged(k) for x, k in zip(cuts.stages, cuts.chunks(0, most), strict=True))
@@ -360,9 +372,9 @@ def _packs(ordered: Sequence[_Item], room: int | None) -> list[list[_Item]]:
     return _first_fit(ordered, room, key, lambda i: i.size)
 
 
-def _groups(packs: Sequence[_Pack], room: int | None) -> list[list[_Pack]]:
+def _groups(packs: Sequence[_Pack], room: int | None) -> list[_Group]:
     """Group packs that may run side by side: shrinking ones, and growing ones behind them."""
-    return _first_fit(packs, room, lambda pack: pack[0].growth > 0, lambda pack: sum(i.size for i in pack))
+    return [*_first_fit(packs, room, lambda pack: pack[0].growth > 0, lambda pack: sum(i.size for i in pack))]
 
 
 def _first_fit(
@@ -424,8 +436,8 @@ def _one_after_another(packs: Iterable[_Pack]) -> list[_Slot]:
     return _side_by_side([[pack] for pack in packs])
 
 
-def _side_by_side(groups: Iterable[Sequence[_Pack]], *, late: bool = False) -> list[_Slot]:
-    """Group after group, the first steps of all its packs in one slot, then the second ones; `late`: the last in one."""
+def _side_by_side(groups: Iterable[_Group], *, late: bool = False) -> list[_Slot]:
+    """Group after group, the first steps of its packs in one slot, then the second ones; `late`: the last in one."""
     slots: list[_Slot] = []
     for group in groups:
         longest = max(len(pack[0].ops) for pack in group)
