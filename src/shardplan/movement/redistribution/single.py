@@ -159,7 +159,7 @@ def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
 def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
     if s.mesh == t.mesh:
         return on_one_mesh(s, t, rules)
-    return crossings(s, t, partial(on_one_mesh, rules=rules))
+    return crossings(s, t, partial(on_one_mesh, rules=rules), rules.fabric)
 
 
 def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
