@@ -24,7 +24,7 @@ from shardplan.movement.reductions.instructions import (
 )
 from shardplan.movement.reductions.instructions import instruction_list_text as text
 from shardplan.movement.reductions.interpreter import POISON, run_instructions
-from shardplan.movement.reductions.payload import payload, recognise
+from shardplan.movement.reductions.payload import payload
 from shardplan.movement.reductions.reduce import check_path
 from shardplan.movement.reductions.shortest_path import cheapest_path
 from shardplan.movement.reductions.state_graph import explore, state_graph
@@ -401,17 +401,6 @@ def test_several_axes_and_interleaved_digits():
                     assert all(np.allclose(out[m], total) for m in group)
 
 
-def test_recognise_reads_only_payloads():
-    placement = next(sp.placements(sp.Mesh(a=4), switches((2, 1e9), (2, 1e10))))
-    view = payload(placement, "a", 4096)
-    known = recognise(view.type("PP"), view.type("SU"), placement)
-    assert known is not None
-    assert known[1:] == ("PP", "SU")
-    flat = sp.TensorType("f32", (64,), (None,), view.mesh, partial={"a": "sum"})
-    assert recognise(flat, flat.with_layout(replace(flat.layout, partial=(), reduction=None)), placement) is None
-    assert recognise(view.type("UU"), view.type("UU"), placement) is None
-
-
 # Prices.
 
 
@@ -456,7 +445,7 @@ def test_one_group_alone_would_err_by_the_groups_on_a_port():
 def test_a_wrong_path_is_refused():
     placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (4, 1e10))))
     view = payload(placement, "a", 4096)
-    path = cheapest_path(view, placement.topology, "PP", "UU", "ring")
+    path = cheapest_path(view.factors, view.nbytes, placement.topology, "PP", "UU", "ring")
     assert path is not None
     check_path(view, path, "UU")
     with pytest.raises(CertificateError, match="the state-matrix checker refuses the program found"):

@@ -98,7 +98,7 @@ def demand_plan(
     if programs == "stock" and view.factors:
         ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
     else:
-        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
+        path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm) or []
         if letters[0] == "P":
             check_path(view, path, after)
         ops = view.path_ops(path)

@@ -25,11 +25,11 @@ from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.level_factors import LevelFactor
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.alpha_beta import alpha_beta
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.redistribution.candidates import Candidate
 from shardplan.movement.reductions.payload import Atoms, edge_ops
-from shardplan.movement.reductions.type_graph import TypeEdge, edge_costs, reduction_space
+from shardplan.movement.reductions.shortest_path import cheapest_path
+from shardplan.movement.reductions.type_graph import TypeEdge
 
 MOST_FACTORS = 6  # their graph has 4,096 states
 
@@ -41,7 +41,7 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    digits = atom_digits(s.mesh, fabric)
+    digits = atom_digits(s, fabric)
     if digits is not None:
         found = _reduction(s, t, digits, fabric)
         ops = None if found is None else found.even()
@@ -50,13 +50,8 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
         if found is None or ops is not None:
             return
     mesh = _levelled(s, fabric, placement, digits)
-    digits = None if mesh is None else atom_digits(mesh, fabric)
-    if (
-        mesh is None
-        or digits is None
-        or (s_there := _renamed(s, mesh)) is None
-        or (t_there := _renamed(t, mesh)) is None
-    ):
+    s_there, t_there = (None if mesh is None else _renamed(x, mesh) for x in (s, t))
+    if mesh is None or s_there is None or t_there is None or (digits := atom_digits(s_there, fabric)) is None:
         return
     found = _reduction(s_there, t_there, digits, fabric)
     even = None if found is None else found.even()
@@ -65,29 +60,27 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
         yield Candidate((Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None)
 
 
-def atom_digits(mesh: Mesh, fabric: Fabric) -> tuple[Digit, ...] | None:
-    """Return the digit of the topology that each atom of a mesh is; None where one is none, or a device is missing."""
-    topology = fabric.topology
+def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
+    """Return, by atom, the digits of the topology that the partial and root axes of a type are; None where one is none.
+
+    That takes a mesh of all devices.
+    """
+    mesh, topology = s.mesh, fabric.topology
     ids = fabric.topology_ids(mesh.ids)
-    if len(ids) != topology.size:
-        return None
-    found: list[Digit] = []
-    total = np.zeros_like(ids)
-    for atom in mesh.atoms:
+    found: dict[int, Digit] = {}
+    for a in mesh.expand((*s.layout.partial, *s.layout.root)) if len(ids) == topology.size else ():
+        atom = mesh.atoms[a]
         stride = int(ids[atom.stride] - ids[0])
-        level = next((j for j, unit in enumerate(topology.strides) if unit <= stride), None)
-        if level is None:
+        level = next((j for j, unit in enumerate(topology.strides) if unit <= stride), len(topology.strides) - 1)
+        fits = stride > 0 and topology.strides[level] * topology.levels[level].size % (atom.size * stride) == 0
+        if not fits or not np.array_equal(ids // stride % atom.size, mesh.coordinate(atom.name)):
             return None
-        unit = topology.strides[level]
-        if stride % unit or atom.size * stride > unit * topology.levels[level].size:
-            return None
-        total += mesh.coordinate(atom.name) * stride
-        found.append(Digit(atom.name, "", level, atom.size, stride))
-    return tuple(found) if np.array_equal(total, ids - ids[0]) else None
+        found[a] = Digit(atom.name, "", level, atom.size, stride)
+    return found or None
 
 
 def _levelled(
-    s: TensorType, fabric: Fabric, placement: Placement | None, digits: tuple[Digit, ...] | None
+    s: TensorType, fabric: Fabric, placement: Placement | None, digits: Mapping[int, Digit] | None
 ) -> Mesh | None:
     """The mesh of the same devices on which what a reduced axis has on a level is an axis."""
     mesh = s.mesh
@@ -97,10 +90,10 @@ def _levelled(
         span = mesh.span(axis)
         parts: list[tuple[int, int]] = [(-1, span.size)]  # level and size
         if cut & set(span.atoms):
-            if digits is not None:
+            if digits is not None and set(span.atoms) <= set(digits):
                 parts = [(digits[a].level, mesh.atoms[a].size) for a in span.atoms]
-            elif placement is not None and (mesh.axes, mesh.devices) == (placement.mesh.axes, placement.mesh.devices):
-                parts = [(j, row) for j, row in enumerate(placement.matrix[k])]
+            elif placement is not None and (mesh.shape, mesh.devices) == (placement.mesh.shape, placement.mesh.devices):
+                parts = list(enumerate(placement.matrix[k]))
             else:
                 return None
         for level, same_level in itertools.groupby(parts, key=lambda part: part[0]):
@@ -132,7 +125,7 @@ def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
     return u if same(t, u) else None
 
 
-def _reduction(s: TensorType, t: TensorType, digits: Sequence[Digit], fabric: Fabric) -> _Reduction | None:
+def _reduction(s: TensorType, t: TensorType, digits: Mapping[int, Digit], fabric: Fabric) -> _Reduction | None:
     """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors."""
     held, left = ([set(x.mesh.expand(names)) for names in (x.layout.partial, x.layout.root)] for x in (s, t))
     reduced = (held[0] | held[1]) - left[0]
@@ -147,11 +140,9 @@ def _reduction(s: TensorType, t: TensorType, digits: Sequence[Digit], fabric: Fa
         factors.setdefault((digits[a].level, "P" if a in held[0] else "R", after), []).append(a)
     if not 0 < len(factors) <= MOST_FACTORS:
         return None
-    before, after = ("".join(key[k] for key in factors) for k in (1, 2))
+    before, after = "".join(key[1] for key in factors), "".join(key[2] for key in factors)
     levels = [LevelFactor("", tuple(digits[a] for a in atoms)) for atoms in factors.values()]
-    space = reduction_space(len(factors))
-    costs = edge_costs(space, levels, s.local_bytes(), alpha_beta(fabric.topology))
-    path = space.path(before, after, costs)
+    path = cheapest_path(levels, s.local_bytes(), fabric.topology, before, after)
     return None if path is None else _Reduction(s, t, tuple(map(tuple, factors.values())), tuple(path))
 
 

@@ -86,7 +86,7 @@ def reduce(
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
     source, wanted = view.type("P" * len(view.factors)), view.type(after)
-    if algorithm == "auto" and not subsets:
+    if algorithm == "auto" and not subsets and not uncollapsed:
         return redistribute(source, wanted, topology=placement)
     program = chain(view.path_ops(path), source)
     return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
@@ -106,7 +106,7 @@ def _best(
         raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
     view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
     before, after = (letter * len(view.factors) for letter in ("P", TARGETS[target][0]))
-    path = cheapest_path(view, placement.topology, before, after, algorithm, subsets) or []
+    path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm, subsets) or []
     check_path(view, path, after)
     return view, path, after
 
