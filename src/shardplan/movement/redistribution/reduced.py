@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
         found = _reduction(s, t, digits, fabric)
         ops = None if found is None else found.even()
         if ops is not None:
-            yield Candidate(tuple(ops), exact=True)
+            yield Candidate(tuple(ops), exact=not idle(s))
         if found is None or ops is not None:
             return
     mesh = _levelled(s, fabric, placement, digits)
@@ -57,7 +57,34 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     even = None if found is None else found.even()
     ops = even if even is not None or found is None else found.flat()
     if ops is not None:
-        yield Candidate((Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None)
+        yield Candidate(
+            (Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None and not idle(s)
+        )
+
+
+def idle(s: TensorType) -> bool:
+    """Say whether devices hold the same addends: each may reduce a part of them, and gather the others."""
+    return len(set(s.mesh.expand(s.layout.used))) < len(s.mesh.atoms)
+
+
+def with_levels(
+    found: Iterable[Candidate], s: TensorType, fabric: Fabric, placement: Placement | None
+) -> Iterator[Candidate]:
+    """Yield candidates from `s`, and behind each that reduces the same with every such step cut at the levels."""
+    for candidate in found:
+        yield candidate
+        ops, t = list[Op](), s
+        for op in candidate.ops if s.layout.partial else ():
+            try:
+                (u,) = results_of(op, (t,))
+            except (TypingError, LayoutError):
+                break
+            fewer = next(reducing(t, u, fabric, placement), None) if u.layout.partial != t.layout.partial else None
+            ops += (op,) if fewer is None else fewer.ops
+            t = u
+        else:
+            if tuple(ops) != candidate.ops and ops:
+                yield Candidate(tuple(ops))
 
 
 def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
