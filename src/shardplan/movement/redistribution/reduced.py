@@ -46,7 +46,7 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
         found = _reduction(s, t, digits, fabric)
         ops = None if found is None else found.even()
         if ops is not None:
-            yield Candidate(tuple(ops), exact=not idle(s))
+            yield Candidate(tuple(ops), exact=settled(s))
         if found is None or ops is not None:
             return
     mesh = _levelled(s, fabric, placement, digits)
@@ -58,13 +58,16 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     ops = even if even is not None or found is None else found.flat()
     if ops is not None:
         yield Candidate(
-            (Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None and not idle(s)
+            (Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None and settled(s)
         )
 
 
-def idle(s: TensorType) -> bool:
-    """Say whether devices hold the same addends: each may reduce a part of them, and gather the others."""
-    return len(set(s.mesh.expand(s.layout.used))) < len(s.mesh.atoms)
+def settled(s: TensorType) -> bool:
+    """Say whether no other plan is to be tried: every device has addends of its own, and none waits for a root's.
+
+    Devices with equal addends may each reduce a part of them, and what lies at a root may be spread at any time.
+    """
+    return len(set(s.mesh.expand(s.layout.used))) == len(s.mesh.atoms) and not s.layout.root
 
 
 def with_levels(

@@ -24,7 +24,7 @@ from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import Choice, Chosen, Rules, consider, offer, price, too_little
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.reduced import idle, reducing, with_levels
+from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
 from shardplan.movement.redistribution.search import Rates
 from shardplan.plans.pricing import Where, fabric_of
 
@@ -144,7 +144,7 @@ def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
         return choice
     if rules.fabric is not None:
         consider(choice, reducing(s, t, rules.fabric, rules.placement), s, t, rules)
-        if choice.few.best is not None and not idle(s):  # nothing but a reduction, which is searched to the end
+        if choice.few.best is not None and settled(s):
             return choice
     consider(choice, _ways(s, t, rules), s, t, rules)
     return choice
