@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from oracle import ROUND_CHARGE
+from oracle import ROUND_CHARGE, moved
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (
@@ -129,10 +129,10 @@ class Graph:
             if u == t:
                 continue
             yield TYPED if u.local_bytes() == t.local_bytes() else PORTABLE, Permute(u.layout)
-            # bytes and rounds do not depend on the group: what matters is whether a small one is legal
+            yield ALL, Exchange(u.layout)
+            # In a group some holders are missing, so that the others send more.
             small = (Exchange(u.layout, axes) for axes in self.groups)
-            found = next((op for op in small if self._legal(op, t)), None)
-            yield (ALL, Exchange(u.layout)) if found is None else (PORTABLE, found)
+            yield from ((PORTABLE, op) for op in small if self._legal(op, t))
 
     @staticmethod
     def _legal(op: Op, t: TensorType) -> bool:
@@ -154,7 +154,7 @@ class Graph:
                     continue
                 to = self.index.get(u)
                 if to is not None and to != k:
-                    found.add((to, int(op.received(t).max()), op.rounds(t), moves))
+                    found.add((to, moved(op, t), op.rounds(t), moves))
             self.edges[k] = found
         return self.edges[k]
 

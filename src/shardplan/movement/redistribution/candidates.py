@@ -95,7 +95,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and p.countable and priced and whole and not timed
-                yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
+                yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
                 if settled:
                     if limit is None:
                         return
@@ -104,17 +104,17 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             for objective in others:
                 path = shortest(p.graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
-                    yield Candidate(tuple(ops_of_path(p, path.nodes)))
+                    yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)))
         if request.limit is not None:
             yield from _tightest(p, request.bound, request.portable)
-    yield from plain(s, t)
+    yield from plain(s, t, request.portable)
 
 
 @lru_cache(maxsize=64)
 def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
     """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
     path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
-    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
+    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes, portable))),)
 
 
 def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float]:
@@ -130,7 +130,7 @@ def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) 
     return [float(x) for x in sums[::-1] if least < x <= most]
 
 
-def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
     Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
@@ -139,16 +139,16 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
     if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
-        yield Candidate(tuple(direct(s, t)))
+        yield Candidate(tuple(direct(s, t, portable)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
-            yield from _swap_then_exchange(s, t)
+            yield from _swap_then_exchange(s, t, portable)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
 
 
-def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def _swap_then_exchange(s: TensorType, t: TensorType, portable: bool) -> Iterator[Candidate]:
     """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
 
     The exchange then needs a smaller group.
@@ -163,7 +163,7 @@ def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
             continue
         middle = s.with_layout(replace(s.layout, dims=dims))
         if middle != s:
-            yield Candidate((Permute(middle.layout), *direct(middle, t)))
+            yield Candidate((Permute(middle.layout), *direct(middle, t, portable)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.op import Op
 from shardplan.core.program import Program
@@ -22,6 +24,7 @@ from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
+from shardplan.plans.nominal import longest_path
 from shardplan.plans.pricing import priced
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
@@ -106,8 +109,10 @@ def keeping(program: Program, names: Iterable[str]) -> Program:
 def price(program: Program, books: Account, rules: Rules) -> float:
     """Return the charged bytes of a program (section 4, objective), or its seconds where there is a topology."""
     if rules.fabric is not None:
-        return priced(program, rules.fabric)[0]
-    return sum(books.step_received) + ROUND_CHARGE * rules.bound * sum(books.rounds)
+        return priced(program, rules.fabric).seconds
+    turn = ROUND_CHARGE * rules.bound
+    pairs = zip(books.step_moved, books.latencies, strict=True)
+    return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +185,20 @@ def consider(choice: Choice, found: Iterable[Candidate], source: TensorType, tar
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
     """
+    blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
-        if candidate.ops in seen:
-            continue
-        seen.add(candidate.ops)
-        try:
-            program = chain(candidate.ops, source)
-        except (TypingError, LayoutError):
-            continue
-        if not same(program.output_types[0], target):
-            continue
-        offer(choice, program, candidate.exact, rules)
+        near = tuple(op.nearest(blocks) for op in candidate.ops)
+        for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
+            if ops in seen:
+                continue
+            seen.add(ops)
+            try:
+                program = chain(ops, source)
+            except (TypingError, LayoutError):
+                continue
+            if same(program.output_types[0], target):
+                offer(choice, program, candidate.exact, rules)
 
 
 def offer(choice: Choice, program: Program, exact: bool, rules: Rules) -> None:

@@ -64,13 +64,13 @@ class Objective:
     def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
-            cost = e.bytes * self.byte + e.rounds * self.turn
+            cost = (e.portable if self.portable else e.bytes) * self.byte + e.rounds * self.turn
         else:
             cost = self._timed(e, graph, sources, targets)
         # A local op counts half: of paths that cost the same the one with fewer transfers is taken.
         cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
         if self.portable:
-            cost = np.where(e.portable, cost, np.inf)
+            cost = np.where(np.isfinite(e.portable), cost, np.inf)
         if not self.direct:
             cost = np.where(e.kind == MOVE, np.inf, cost)
         return cost
@@ -208,7 +208,7 @@ def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) 
             break
         closed[node] = True
         e = graph.row(node)
-        legal = np.isfinite(e.bytes) & (e.portable if portable else True)
+        legal = np.isfinite(e.portable if portable else e.bytes)
         cost = np.where(legal, np.maximum(reach[node], graph.size[node] + graph.size), np.inf) + _TIGHTEST_STEP
         better = (cost < reach) & ~closed
         reach[better], parent[better] = cost[better], node
