@@ -46,7 +46,7 @@ from shardplan.core.ops.collective import (
 from shardplan.core.ops.movement import check_chunks
 from shardplan.core.parcels import Parcels, Rows
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType, counter, live_reduction
+from shardplan.core.tensor import TensorType, counter, live_reduction, same
 from shardplan.errors import TypingError
 
 
@@ -362,11 +362,13 @@ class Send(General):
         _set_end(self)
 
     def result(self, t: TensorType) -> TensorType:
-        """The same tensor on the other mesh; the operand may not be partial."""
+        """The same tensor on the other mesh; the operand may not be partial, unless every shard stays as it is."""
         check_chunks(self.name, self.chunks)
+        u = t.with_layout(_end(self), self.mesh)
+        if same(t, u):
+            return u
         if t.layout.partial:
             raise TypingError(f"send: {t} is partial; reduce it first")
-        u = t.with_layout(_end(self), self.mesh)
         if u.layout.partial or u.layout.root:
             raise TypingError(f"send: the result {u} may be neither partial nor rooted")
         return u

@@ -24,9 +24,8 @@ from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import Choice, Chosen, Rules, consider, offer, price, too_little
 from shardplan.movement.redistribution.problem import Problem
+from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
 from shardplan.movement.redistribution.search import Rates
-from shardplan.movement.reductions.payload import recognise
-from shardplan.movement.reductions.shortest_path import reduction_ops
 from shardplan.plans.pricing import Where, fabric_of
 
 # A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
@@ -143,14 +142,9 @@ def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
         direct = Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh)
         consider(choice, [Candidate((direct,))], s, t, rules)
         return choice
-    placement = rules.placement
-    if placement is not None and s.mesh == t.mesh and (payload := recognise(s, t, placement)) is not None:
-        # A reduction of a payload is searched over its factors: exact, with the prices of every algorithm.
-        view, before, after = payload
-        ops = reduction_ops(view, placement.topology, before, after)
-        if ops is not None:
-            consider(choice, [Candidate(tuple(ops), exact=True)], s, t, rules)
-        if choice.few.best is not None:
+    if rules.fabric is not None:
+        consider(choice, reducing(s, t, rules.fabric, rules.placement), s, t, rules)
+        if choice.few.best is not None and settled(s):
             return choice
     consider(choice, _ways(s, t, rules), s, t, rules)
     return choice
@@ -186,7 +180,8 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
     """Yield the candidates of one mesh, in the order of `candidates`."""
     p = make_problem(s, t)
     rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
-    return candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
+    found = candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
+    return found if rules.fabric is None else with_levels(found, s, rules.fabric, rules.placement)
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:
