@@ -222,11 +222,15 @@ def bound(s: TensorType, t: TensorType) -> int:
 
 
 def cost(program: Program, bound_bytes: int) -> float:
-    """The objective without a topology: worst-device bytes summed over steps, and the charge of the rounds."""
+    """The objective without a topology: worst-device bytes summed over steps, and the charge of the rounds.
+
+    A chunk is a round.
+    """
     total = 0.0
     for step in program.steps:
         types = [program.types[o] for o in step.operands]
-        total += int(step.op.received(*types).max(initial=0)) + ROUND_CHARGE * bound_bytes * step.op.rounds(*types)
+        rounds = step.op.rounds(*types) * step.op.chunks
+        total += int(step.op.received(*types).max(initial=0)) + ROUND_CHARGE * bound_bytes * rounds
     return total
 
 

@@ -20,7 +20,8 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.movement.order import OrderedMove, least_order
-from shardplan.movement.redistribution.choice import Cuts, Rules, chain, keeping, price, too_little
+from shardplan.movement.redistribution.choice import Rules, chain, keeping, price, too_little
+from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct
 from shardplan.movement.redistribution.single import best_program, priced_on
 from shardplan.plans.certificate import issue
@@ -103,7 +104,7 @@ def plan_batch(
         ops = tuple(step.op for step in chosen.program.steps)
         items.append(_Item(k, s, t, ops, chosen.exact, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
-    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), limit, portable, fabric))
+    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, fabric))
     program = _unlimited(batch) if limit is None else _within(batch, limit)
     exact = limit is None and len(items) == 1 and items[0].exact
     return Plan(program, issue(program, sources, destinations, where, limit, exact))

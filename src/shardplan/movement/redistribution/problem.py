@@ -102,10 +102,10 @@ class Problem:
         )
         return self.source.with_layout(layout)
 
-    def legal(self, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    def legal(self, bound: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which states are types of this shape with local bytes of at most `bound`, and which of them are even.
 
-        Two bool arrays [states].
+        Two bool arrays [states]; and the local bytes.
         """
         graph = self.graph
         rigid = sum(1 << r for r, whole in enumerate(self.rigid) if whole)
@@ -129,7 +129,7 @@ class Problem:
                 tiled &= even[ids]
             local = local * chunk[ids]
         ok &= local <= bound * _SLACK
-        return ok, ok & tiled
+        return ok, ok & tiled, local
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:

@@ -1,0 +1,116 @@
+"""Paths that keep memory limits, of one tensor over its state graph.
+
+They are found once for a problem, whatever limit is asked for: a limit only selects among them and cuts their steps, so
+more memory never costs more. From the path that is cheapest without a limit they go down, each the cheapest whose steps
+need less than the largest of the one before, to the least that any path needs; and two that are counted to the byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.core.accounting import MANY_CHUNKS
+from shardplan.core.op import Op
+from shardplan.core.ops import Permute
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError, TypingError
+from shardplan.movement.redistribution.cuts import Staging
+from shardplan.movement.redistribution.emit import direct, edge, ops_of_path
+from shardplan.movement.redistribution.problem import Problem
+from shardplan.movement.redistribution.search import Needs, Objective, Path, narrowest, shortest
+
+# Paths between the cheapest and the narrowest. Each is a search; few problems have more.
+_STAIRS = 8
+# Steps that are counted to the byte for the narrowest of all paths, 1 ms each: the first path mostly is it. Small
+# arrays, in which staging is much of a step, take some tens.
+_COUNTED = 32
+# The share of a step's bytes that it stages at the least: in as many chunks as are few; or only to break ties, since
+# needs are whole bytes.
+_FEW, _TIES = 1 / MANY_CHUNKS, 0.25
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """A problem, the types that a path may take, and what their shards have."""
+
+    p: Problem
+    objective: Objective
+    allowed: np.ndarray
+    local: np.ndarray  # bytes
+    keep: bool  # the source lives to the end
+    budget: int  # expansions of a search
+
+    def paths(self, path: Path) -> Iterator[tuple[Op, ...]]:
+        """Yield the ops of all paths, given the cheapest."""
+        p, graph = self.p, self.p.graph
+        a, b = path.nodes[0], path.nodes[-1]
+        needs = self._needs(_FEW * p.nbytes)
+        last = narrowest(graph, a, b, needs, self.allowed, self.objective.portable)
+        if last is None:
+            return
+        lowest = self._within(a, b, needs, last.cost) or last
+        yield tuple(ops_of_path(p, lowest.nodes))
+        for _ in range(_STAIRS):
+            most = max(needs.along(graph, path))
+            found = self._within(a, b, needs, float(np.nextafter(most, 0))) if most > last.cost else None
+            if found is None or found.cost >= lowest.cost:
+                break
+            path = found
+            yield tuple(ops_of_path(p, path.nodes))
+        for most in (MANY_CHUNKS, math.inf):
+            yield self._least(a, b, most)
+
+    def _needs(self, arriving: float) -> Needs:
+        return Needs(self.local, self.p.node(self.p.source) if self.keep else None, arriving)
+
+    def _within(self, a: int, b: int, needs: Needs, most: float) -> Path | None:
+        return shortest(self.p.graph, a, b, self.objective, self.allowed, (needs, most), budget=self.budget)
+
+    def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
+        """The path whose steps, in at most `most` chunks, need least, counted to the byte.
+
+        Steps are counted when a path takes them, and the narrowest path is sought again until it is all counted.
+        Buffers are no larger than shards, so a step of half the need cannot be what decides.
+        """
+        needs, ways = self._needs(_TIES), dict[tuple[int, int], Sequence[Op]]()
+        least, best = math.inf, tuple[Op, ...]()
+        while len(ways) < _COUNTED:
+            path = narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable)
+            if path is None or path.cost >= least:
+                break
+            pairs = list(itertools.pairwise(path.nodes))
+            found = path.cost
+            for pair, need in zip(pairs, needs.along(self.p.graph, path), strict=True):
+                if pair not in ways and 2 * need > path.cost:
+                    needs.known[pair], ways[pair] = self._counted(*pair, most)
+                found = max(found, needs.known.get(pair, need))
+            if found < least:
+                least, best = found, tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x)))
+        return best
+
+    def _counted(self, a: int, b: int, most: float) -> tuple[float, Sequence[Op]]:
+        """What one edge needs by the ops that need least, and these."""
+        t, u = self.p.type(a), self.p.type(b)
+        ways: list[Sequence[Op]] = [edge(self.p, a, b), [Permute(u.layout)]]
+        if not self.objective.portable and t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
+            ways.append(direct(t, u))
+        return min(((self._need(t, ops, most), ops) for ops in ways), key=lambda way: way[0])
+
+    def _need(self, t: TensorType, ops: Sequence[Op], most: float) -> float:
+        """What ops in a row need on `t`; inf where one does not type."""
+        need, kept = 0.0, self.p.source.local_bytes() if self.keep else 0
+        for op in ops:
+            try:
+                (u,) = op.infer(t)
+            except (TypingError, LayoutError):
+                return math.inf
+            base = t.local_bytes() + u.local_bytes() + (kept if t != self.p.source else 0)
+            stage = Staging.of(op, (t,), base)
+            need = max(need, base + stage.staged(stage.chunks(0, most)))
+            t = u
+        return need
