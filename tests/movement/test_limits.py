@@ -222,7 +222,7 @@ def test_staging_is_one_buffer_each_way() -> None:
     assert 2 * shard <= free.workspace_bytes <= 4 * shard
     absolute = refusal(s, t, 1).absolute_least_bytes
     assert absolute is not None and 2 * shard < absolute <= least(s, t) < free.workspace_bytes
-    plan = sp.redistribute(s, t, memory_limit=absolute + 16)  # below it a detour over narrower tiles stages a bit less
+    plan = sp.redistribute(s, t, memory_limit=free.workspace_bytes - 1)
     assert any(step.op.chunks > 1 for step in plan.program.steps)
     assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
 

@@ -72,7 +72,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        allowed, tiled, local = p.legal(request.bound)
+        allowed, tiled, extents = p.legal(request.bound)
         # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
         priced = priced_on_graph(s, t)
         whole = not priced or bool(np.array_equal(allowed, tiled))
@@ -97,7 +97,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             return
         # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
         if path is not None and a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
-            ways = Narrowing(p, base, allowed, local, request.keep, budget)
+            ways = Narrowing(p, base, allowed, extents, request.keep, budget)
             yield from (Candidate(ops) for ops in ways.paths(path))
     yield from plain(s, t)
 

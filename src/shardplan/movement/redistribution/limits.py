@@ -26,22 +26,19 @@ from shardplan.movement.redistribution.search import Needs, Objective, Path, nar
 
 # Paths between the cheapest and the narrowest. Each is a search; few problems have more.
 _STAIRS = 8
-# Steps that are counted to the byte for the narrowest of all paths, 1 ms each: the first path mostly is it. Small
-# arrays, in which staging is much of a step, take some tens.
-_COUNTED = 32
-# The share of a step's bytes that it stages at the least: in as many chunks as are few; or only to break ties, since
-# needs are whole bytes.
-_FEW, _TIES = 1 / MANY_CHUNKS, 0.25
+# Steps that are counted to the byte for the narrowest of all paths, 1 ms each. Mostly the first path is it; of small
+# arrays, in which staging is much of a step, some tens are counted.
+_COUNTED = 48
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """A problem, the types that a path may take, and what their shards have."""
+    """A problem, and what the searches for its paths are given."""
 
     p: Problem
     objective: Objective
-    allowed: np.ndarray
-    local: np.ndarray  # bytes
+    allowed: np.ndarray  # bool [types]
+    extents: np.ndarray  # of the shard of every type along each dim
     keep: bool  # the source lives to the end
     budget: int  # expansions of a search
 
@@ -49,8 +46,8 @@ class Narrowing:
         """Yield the ops of all paths, given the cheapest."""
         p, graph = self.p, self.p.graph
         a, b = path.nodes[0], path.nodes[-1]
-        needs = self._needs(_FEW * p.nbytes)
-        last = narrowest(graph, a, b, needs, self.allowed, self.objective.portable)
+        needs = self._needs(MANY_CHUNKS)
+        last = self._narrowest(a, b, needs)
         if last is None:
             return
         lowest = self._within(a, b, needs, last.cost) or last
@@ -65,11 +62,16 @@ class Narrowing:
         for most in (MANY_CHUNKS, math.inf):
             yield self._least(a, b, most)
 
-    def _needs(self, arriving: float) -> Needs:
-        return Needs(self.local, self.p.node(self.p.source) if self.keep else None, arriving)
+    def _needs(self, most: float) -> Needs:
+        p = self.p
+        kept = p.node(p.source) if self.keep else None
+        return Needs(p.graph.types, self.extents, p.source.itemsize, kept, p.nbytes / most)
 
     def _within(self, a: int, b: int, needs: Needs, most: float) -> Path | None:
         return shortest(self.p.graph, a, b, self.objective, self.allowed, (needs, most), budget=self.budget)
+
+    def _narrowest(self, a: int, b: int, needs: Needs) -> Path | None:
+        return narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable, budget=self.budget)
 
     def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
         """The path whose steps, in at most `most` chunks, need least, counted to the byte.
@@ -77,10 +79,10 @@ class Narrowing:
         Steps are counted when a path takes them, and the narrowest path is sought again until it is all counted.
         Buffers are no larger than shards, so a step of half the need cannot be what decides.
         """
-        needs, ways = self._needs(_TIES), dict[tuple[int, int], Sequence[Op]]()
+        needs, ways = self._needs(most), dict[tuple[int, int], Sequence[Op]]()
         least, best = math.inf, tuple[Op, ...]()
         while len(ways) < _COUNTED:
-            path = narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable)
+            path = self._narrowest(a, b, needs)
             if path is None or path.cost >= least:
                 break
             pairs = list(itertools.pairwise(path.nodes))

@@ -26,6 +26,8 @@ from shardplan.movement.redistribution.space import (
 
 # Ties go to fewer steps: far below what a round costs (0.002), far above the rounding of a sum. In units of the bound.
 STEP = 1e-7
+# Bytes of a need that break ties, for all bytes of the array: needs are whole bytes.
+_TIE = 0.2
 # Costs are sums of some ten terms of at most about 1: what differs by less than this is equal.
 _ROUNDING = 1e-15
 # The least rate is no lower bound on what a missing byte costs: a rate may be per byte held before, of which a gather
@@ -106,21 +108,34 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What steps need at the least, in bytes: operand, result, and the source where it is kept; a part of what arrives.
+    """What steps need, in bytes: operand, result, the source where it is kept, and staging as nearly as a graph says.
 
     `known` holds what was counted exactly, by the two ends of a step.
     """
 
-    local: np.ndarray  # bytes of a shard of every type
+    types: np.ndarray  # the list of each dim of every type [types, ndim]
+    extents: np.ndarray  # the elements of a shard along each dim of every type [types, ndim]
+    itemsize: int
     kept: int | None  # the type that lives to the end
-    arriving: float  # how much of what a step receives is counted, in bytes for a fraction of the array
+    arriving: float  # how much of what a step receives is staged, in bytes for a fraction of the array
     known: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def between(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Return what the steps of edges need, from one type or to one; inf where there is none."""
-        need = self.local[a] + self.local[b] + e.bytes * self.arriving
+        """Return what the steps of edges need, from one type to all or to one of all; inf where there is none.
+
+        Of every peer an element is staged at the least. A gather may arrive in place, and what comes from one peer:
+        where no dim changes behind one that is longer than 1. Ties go to what receives less.
+        """
+        local = self.extents.prod(axis=1) * self.itemsize
+        behind, scattered = np.zeros(np.shape(e.bytes), dtype=bool), np.zeros(np.shape(e.bytes), dtype=bool)
+        for d in range(self.types.shape[1]):
+            scattered |= behind & (self.types[a, d] != self.types[b, d])
+            behind |= np.maximum(self.extents[a, d], self.extents[b, d]) > 1
+        whole = ~scattered & (e.kind == GATHER) | (e.rounds <= 1) & (~scattered | (local[a] == local[b]))
+        staged = np.where(whole, 0.0, np.maximum(e.bytes * self.arriving, e.rounds * self.itemsize))
+        need = local[a] + local[b] + np.where(np.isfinite(e.bytes), staged, 0.0) + e.bytes * _TIE
         if self.kept is not None:
-            need = need + np.where(a == self.kept, 0.0, self.local[self.kept])
+            need = need + np.where(a == self.kept, 0.0, local[self.kept])
         for (x, y), exact in self.known.items():
             if a.ndim == 0 and x == a:
                 need[y] = exact
@@ -221,11 +236,14 @@ def _least_rate(objective: Objective) -> float:
     return float(min(positive, default=0.0)) * _RATE_SHARE
 
 
-def narrowest(graph: Space, s: int, t: int, needs: Needs, allowed: np.ndarray, portable: bool) -> Path | None:
+def narrowest(
+    graph: Space, s: int, t: int, needs: Needs, allowed: np.ndarray, portable: bool, *, budget: int
+) -> Path | None:
     """Return the path, of other types, whose largest step needs least; its cost is that need.
 
     Dijkstra's algorithm with the maximum for the sum. Every path leaves `s` and enters `t`, so the narrowest steps that
-    do are a floor; of what is reached within it that comes first which completes the narrowest path.
+    do are a floor; of what is reached within it that comes first which completes the narrowest path. After `budget`
+    expansions the narrowest path found so far is returned.
     """
     everyone = np.arange(len(graph.types))
 
@@ -237,19 +255,25 @@ def narrowest(graph: Space, s: int, t: int, needs: Needs, allowed: np.ndarray, p
     floor = max(column.min(), need(graph.row(s), np.array(s), everyone).min())
     reach, closed = np.where(everyone == s, floor, np.inf), np.zeros(len(everyone), dtype=bool)
     parent = np.full(len(everyone), -1, dtype=np.int64)
-    best, last, node = float(column[s]), s, s
-    while floor < best and reach[node] < best:
+    best, last, node, expansions = float(column[s]), s, s, 0
+    # Needs are whole bytes, what arrives aside.
+    while max(floor, reach[node]) <= best - 1 and (expansions < budget or best == np.inf):
         closed[node] = True
+        expansions += 1
         out = np.maximum(need(graph.row(node), np.array(node), everyone), reach[node])
         better = (out < reach) & ~closed
         reach[better], parent[better] = out[better], node
         through = np.where(better, np.maximum(out, column), np.inf)
-        k = int(np.argmin(through))
+        k = _first(through, column)
         if through[k] < best:
             best, last = float(through[k]), k
-        score = np.where(closed, np.inf, reach)
-        first = np.flatnonzero(score == score.min())
-        node = int(first[np.argmin(column[first])])
+        node = _first(np.where(closed, np.inf, reach), column)
         if closed[node]:
             break
-    return Path(_back(parent, s, last, t), best, True) if np.isfinite(best) else None
+    return Path(_back(parent, s, last, t), best, expansions < budget) if np.isfinite(best) else None
+
+
+def _first(key: np.ndarray, tie: np.ndarray) -> int:
+    """Where the key is least, and of these the tie."""
+    least = np.flatnonzero(key == key.min())
+    return int(least[np.argmin(tie[least])])
