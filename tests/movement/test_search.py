@@ -211,7 +211,7 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
             continue
         assert path.exact
         assert path.cost == pytest.approx(best[s, t], rel=1e-9)
-        needs = Needs(graph.types, 256 / graph.list_product[graph.types], 4, None, 1e-9)
+        needs = Needs(graph.types, np.ones(graph.types.shape), graph.size * 2**20, 0, None, 0.0)
         narrow = narrowest(graph, s, t, needs, np.ones(len(every), dtype=bool), portable=False, budget=len(every))
         assert narrow is not None
         width = max(both[a, b] for a, b in itertools.pairwise(narrow.nodes))

@@ -7,10 +7,12 @@ need less than the largest of the one before, to the least that any path needs; 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +30,18 @@ from shardplan.movement.redistribution.search import Needs, Objective, Path, nar
 _STAIRS = 8
 # Steps that are counted to the byte for the narrowest of all paths, 1 ms each. Mostly the first path is it; of small
 # arrays, in which staging is much of a step, some tens are counted.
-_COUNTED = 48
+_COUNTED = 24
+
+
+class _Way(NamedTuple):
+    """Ops of an edge, and what they need."""
+
+    ops: tuple[Op, ...]
+    stages: tuple[Staging, ...]
+
+    def need(self, most: float) -> int:
+        """Return what they need at the least in at most `most` chunks."""
+        return max(x.base + x.staged(x.chunks(0, most)) for x in self.stages)
 
 
 @dataclass(frozen=True)
@@ -59,13 +72,15 @@ class Narrowing:
                 break
             path = found
             yield tuple(ops_of_path(p, path.nodes))
+        counted: dict[tuple[int, int], list[_Way]] = {}
         for most in (MANY_CHUNKS, math.inf):
-            yield self._least(a, b, most)
+            yield self._least(a, b, most, counted)
 
     def _needs(self, most: float) -> Needs:
         p = self.p
+        local = self.extents.prod(axis=1) * p.source.itemsize
         kept = p.node(p.source) if self.keep else None
-        return Needs(p.graph.types, self.extents, p.source.itemsize, kept, p.nbytes / most)
+        return Needs(p.graph.types, self.extents, local, p.source.itemsize, kept, p.nbytes / most)
 
     def _within(self, a: int, b: int, needs: Needs, most: float) -> Path | None:
         return shortest(self.p.graph, a, b, self.objective, self.allowed, (needs, most), budget=self.budget)
@@ -73,13 +88,13 @@ class Narrowing:
     def _narrowest(self, a: int, b: int, needs: Needs) -> Path | None:
         return narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable, budget=self.budget)
 
-    def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
+    def _least(self, a: int, b: int, most: float, counted: dict[tuple[int, int], list[_Way]]) -> tuple[Op, ...]:
         """The path whose steps, in at most `most` chunks, need least, counted to the byte.
 
         Steps are counted when a path takes them, and the narrowest path is sought again until it is all counted.
         Buffers are no larger than shards, so a step of half the need cannot be what decides.
         """
-        needs, ways = self._needs(most), dict[tuple[int, int], Sequence[Op]]()
+        needs, ways = self._needs(most), dict[tuple[int, int], tuple[Op, ...]]()
         least, best = math.inf, tuple[Op, ...]()
         while len(ways) < _COUNTED:
             path = self._narrowest(a, b, needs)
@@ -89,30 +104,32 @@ class Narrowing:
             found = path.cost
             for pair, need in zip(pairs, needs.along(self.p.graph, path), strict=True):
                 if pair not in ways and 2 * need > path.cost:
-                    needs.known[pair], ways[pair] = self._counted(*pair, most)
+                    if pair not in counted:
+                        counted[pair] = list(self._ways(*pair))
+                    needs.known[pair], ways[pair] = min(
+                        ((way.need(most), way.ops) for way in counted[pair]), key=lambda way: way[0]
+                    )
                 found = max(found, needs.known.get(pair, need))
             if found < least:
                 least, best = found, tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x)))
         return best
 
-    def _counted(self, a: int, b: int, most: float) -> tuple[float, Sequence[Op]]:
-        """What one edge needs by the ops that need least, and these."""
+    def _ways(self, a: int, b: int) -> Iterator[_Way]:
+        """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
         t, u = self.p.type(a), self.p.type(b)
         ways: list[Sequence[Op]] = [edge(self.p, a, b), [Permute(u.layout)]]
         if not self.objective.portable and t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
             ways.append(direct(t, u))
-        return min(((self._need(t, ops, most), ops) for ops in ways), key=lambda way: way[0])
+        for ops in ways:
+            with contextlib.suppress(TypingError, LayoutError):
+                yield _Way(tuple(ops), self._stages(t, ops))
 
-    def _need(self, t: TensorType, ops: Sequence[Op], most: float) -> float:
-        """What ops in a row need on `t`; inf where one does not type."""
-        need, kept = 0.0, self.p.source.local_bytes() if self.keep else 0
+    def _stages(self, t: TensorType, ops: Sequence[Op]) -> tuple[Staging, ...]:
+        """What ops in a row need on `t`."""
+        kept, stages = self.p.source.local_bytes() if self.keep else 0, list[Staging]()
         for op in ops:
-            try:
-                (u,) = op.infer(t)
-            except (TypingError, LayoutError):
-                return math.inf
+            (u,) = op.infer(t)
             base = t.local_bytes() + u.local_bytes() + (kept if t != self.p.source else 0)
-            stage = Staging.of(op, (t,), base)
-            need = max(need, base + stage.staged(stage.chunks(0, most)))
+            stages.append(Staging.of(op, (t,), base))
             t = u
-        return need
+        return tuple(stages)

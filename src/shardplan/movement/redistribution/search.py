@@ -115,6 +115,7 @@ class Needs:
 
     types: np.ndarray  # the list of each dim of every type [types, ndim]
     extents: np.ndarray  # the elements of a shard along each dim of every type [types, ndim]
+    local: np.ndarray  # the bytes of a shard of every type
     itemsize: int
     kept: int | None  # the type that lives to the end
     arriving: float  # how much of what a step receives is staged, in bytes for a fraction of the array
@@ -126,14 +127,14 @@ class Needs:
         Of every peer an element is staged at the least. A gather may arrive in place, and what comes from one peer:
         where no dim changes behind one that is longer than 1. Ties go to what receives less.
         """
-        local = self.extents.prod(axis=1) * self.itemsize
+        local = self.local
         behind, scattered = np.zeros(np.shape(e.bytes), dtype=bool), np.zeros(np.shape(e.bytes), dtype=bool)
         for d in range(self.types.shape[1]):
             scattered |= behind & (self.types[a, d] != self.types[b, d])
             behind |= np.maximum(self.extents[a, d], self.extents[b, d]) > 1
         whole = ~scattered & (e.kind == GATHER) | (e.rounds <= 1) & (~scattered | (local[a] == local[b]))
-        staged = np.where(whole, 0.0, np.maximum(e.bytes * self.arriving, e.rounds * self.itemsize))
-        need = local[a] + local[b] + np.where(np.isfinite(e.bytes), staged, 0.0) + e.bytes * _TIE
+        staged = np.where(whole, 0.0, np.maximum(e.bytes * max(self.arriving, _TIE), e.rounds * self.itemsize))
+        need = local[a] + local[b] + staged + e.bytes * _TIE
         if self.kept is not None:
             need = need + np.where(a == self.kept, 0.0, local[self.kept])
         for (x, y), exact in self.known.items():
