@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from shardplan.core.ops import Permute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 from shardplan.movement.redistribution.cuts import Staging
-from shardplan.movement.redistribution.emit import direct, edge, ops_of_path
+from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.search import Needs, Objective, Path, narrowest, shortest
 
@@ -54,27 +54,36 @@ class Narrowing:
     extents: np.ndarray  # of the shard of every type along each dim
     keep: bool  # the source lives to the end
     budget: int  # expansions of a search
+    counted: dict[tuple[int, int], list[_Way]] = field(default_factory=dict[tuple[int, int], "list[_Way]"])
 
     def paths(self, path: Path) -> Iterator[tuple[Op, ...]]:
         """Yield the ops of all paths, given the cheapest."""
-        p, graph = self.p, self.p.graph
+        graph = self.p.graph
         a, b = path.nodes[0], path.nodes[-1]
         needs = self._needs(MANY_CHUNKS)
         last = self._narrowest(a, b, needs)
         if last is None:
             return
         lowest = self._within(a, b, needs, last.cost) or last
-        yield tuple(ops_of_path(p, lowest.nodes))
+        yield from self._ops(lowest)
         for _ in range(_STAIRS):
+            yield from self._ops(path)
             most = max(needs.along(graph, path))
             found = self._within(a, b, needs, float(np.nextafter(most, 0))) if most > last.cost else None
             if found is None or found.cost >= lowest.cost:
                 break
             path = found
-            yield tuple(ops_of_path(p, path.nodes))
-        counted: dict[tuple[int, int], list[_Way]] = {}
         for most in (MANY_CHUNKS, math.inf):
-            yield self._least(a, b, most, counted)
+            yield self._least(a, b, most)
+
+    def _ops(self, path: Path) -> Iterator[tuple[Op, ...]]:
+        """Yield the ops of a path; and with one op for slices of several dims, the first of which is wider."""
+        pairs = list(itertools.pairwise(path.nodes))
+        edges = [tuple(edge(self.p, *pair)) for pair in pairs]
+        yield tuple(itertools.chain(*edges))
+        if any(len(ops) > 1 for ops in edges):
+            single = [ops if len(ops) < 2 else self._least_way(*x)[1] for ops, x in zip(edges, pairs, strict=True)]
+            yield tuple(itertools.chain(*single))
 
     def _needs(self, most: float) -> Needs:
         p = self.p
@@ -88,7 +97,7 @@ class Narrowing:
     def _narrowest(self, a: int, b: int, needs: Needs) -> Path | None:
         return narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable, budget=self.budget)
 
-    def _least(self, a: int, b: int, most: float, counted: dict[tuple[int, int], list[_Way]]) -> tuple[Op, ...]:
+    def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
         """The path whose steps, in at most `most` chunks, need least, counted to the byte.
 
         Steps are counted when a path takes them, and the narrowest path is sought again until it is all counted.
@@ -104,15 +113,17 @@ class Narrowing:
             found = path.cost
             for pair, need in zip(pairs, needs.along(self.p.graph, path), strict=True):
                 if pair not in ways and 2 * need > path.cost:
-                    if pair not in counted:
-                        counted[pair] = list(self._ways(*pair))
-                    needs.known[pair], ways[pair] = min(
-                        ((way.need(most), way.ops) for way in counted[pair]), key=lambda way: way[0]
-                    )
+                    needs.known[pair], ways[pair] = self._least_way(*pair, most)
                 found = max(found, needs.known.get(pair, need))
             if found < least:
                 least, best = found, tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x)))
         return best
+
+    def _least_way(self, a: int, b: int, most: float = MANY_CHUNKS) -> tuple[int, tuple[Op, ...]]:
+        """What an edge needs by the ops that need least, and these."""
+        if (a, b) not in self.counted:
+            self.counted[a, b] = list(self._ways(a, b))
+        return min(((way.need(most), way.ops) for way in self.counted[a, b]), key=lambda way: way[0])
 
     def _ways(self, a: int, b: int) -> Iterator[_Way]:
         """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
