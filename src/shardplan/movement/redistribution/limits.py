@@ -119,11 +119,12 @@ class Narrowing:
                 least, best = found, tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x)))
         return best
 
-    def _least_way(self, a: int, b: int, most: float = MANY_CHUNKS) -> tuple[int, tuple[Op, ...]]:
-        """What an edge needs by the ops that need least, and these."""
+    def _least_way(self, a: int, b: int, most: float = MANY_CHUNKS) -> tuple[float, tuple[Op, ...]]:
+        """What an edge needs by the ops that need least, and these; inf where none types."""
         if (a, b) not in self.counted:
             self.counted[a, b] = list(self._ways(a, b))
-        return min(((way.need(most), way.ops) for way in self.counted[a, b]), key=lambda way: way[0])
+        none = math.inf, tuple[Op, ...]()
+        return min((none, *((way.need(most), way.ops) for way in self.counted[a, b])), key=lambda way: way[0])
 
     def _ways(self, a: int, b: int) -> Iterator[_Way]:
         """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
