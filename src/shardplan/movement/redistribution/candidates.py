@@ -86,23 +86,23 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         path = shortest(p.graph, a, b, first, states, budget=budget)
         settled = path is not None and path.exact and p.countable and priced and whole and not timed
         if path is not None:
-            yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
+            yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
         if not settled:
             others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
             for objective in others if whole and not timed else [base, *others]:
                 found = shortest(p.graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
                 if found is not None:
-                    yield Candidate(tuple(ops_of_path(p, found.nodes)))
+                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable)))
         elif not request.narrow:
             return
         # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
         if path is not None and a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
             ways = Narrowing(p, base, allowed, extents, request.keep, budget)
             yield from (Candidate(ops) for ops in ways.paths(path))
-    yield from plain(s, t)
+    yield from plain(s, t, request.portable)
 
 
-def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
     Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
@@ -111,16 +111,16 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
     if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
-        yield Candidate(tuple(direct(s, t)))
+        yield Candidate(tuple(direct(s, t, portable)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
-            yield from _swap_then_exchange(s, t)
+            yield from _swap_then_exchange(s, t, portable)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
 
 
-def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def _swap_then_exchange(s: TensorType, t: TensorType, portable: bool) -> Iterator[Candidate]:
     """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
 
     The exchange then needs a smaller group.
@@ -135,7 +135,7 @@ def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
             continue
         middle = s.with_layout(replace(s.layout, dims=dims))
         if middle != s:
-            yield Candidate((Permute(middle.layout), *direct(middle, t)))
+            yield Candidate((Permute(middle.layout), *direct(middle, t, portable)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.op import Op
 from shardplan.core.program import Program
@@ -17,6 +19,7 @@ from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
+from shardplan.plans.nominal import longest_path
 from shardplan.plans.pricing import priced
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
@@ -83,8 +86,10 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     A chunk is a round.
     """
     if rules.fabric is not None:
-        return priced(program, rules.fabric)[0]
-    return sum(books.step_received) + ROUND_CHARGE * rules.bound * sum(books.latencies)
+        return priced(program, rules.fabric).seconds
+    turn = ROUND_CHARGE * rules.bound
+    pairs = zip(books.step_moved, books.latencies, strict=True)
+    return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
 
 
 Accounted = tuple[Program, Account, bool]  # a program, its account, and whether it is exact
@@ -95,22 +100,25 @@ def programs(found: Iterable[Candidate], source: TensorType, target: TensorType,
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
     """
+    blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
-        if candidate.ops in seen:
-            continue
-        seen.add(candidate.ops)
-        try:
-            program = chain(candidate.ops, source)
-        except (TypingError, LayoutError):
-            continue
-        if not same(program.output_types[0], target):
-            continue
-        if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
-            continue
-        books = account(program)
-        if books.peak_bytes <= rules.bound:  # between steps, whatever the limit is
-            yield program, books, candidate.exact
+        near = tuple(op.nearest(blocks) for op in candidate.ops)
+        for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
+            if ops in seen:
+                continue
+            seen.add(ops)
+            try:
+                program = chain(ops, source)
+            except (TypingError, LayoutError):
+                continue
+            if not same(program.output_types[0], target):
+                continue
+            if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
+                continue
+            books = account(program)
+            if books.peak_bytes <= rules.bound:  # between steps, whatever the limit is
+                yield program, books, candidate.exact
 
 
 def cheapest(best: Chosen | None, found: Iterable[Accounted], rules: Rules) -> Chosen | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardplan.core.mesh import Mesh
@@ -37,8 +38,8 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, a: int, b: int) -> list[Op]:
-    """Return the ops of one edge of the state graph, from state `a` to state `b`."""
+def edge(p: Problem, a: int, b: int, portable: bool = False) -> list[Op]:
+    """Return the ops of one edge of the state graph, from state `a` to state `b`; see `Edges.covers` for `portable`."""
     graph, mesh = p.graph, p.source.mesh
     e = graph.row(a)
     kind = int(e.kind[b])
@@ -66,7 +67,7 @@ def edge(p: Problem, a: int, b: int) -> list[Op]:
     refines = all(graph.refines[x, y] for x, y in zip(graph.types[a], graph.types[b], strict=True))
     if kind == RENAME or refines:
         return [Permute(layout)]
-    return [Exchange(layout, group_axes(mesh, p.atoms_of(int(e.moved[b]))))]
+    return [Exchange(layout, group_axes(mesh, p.atoms_of(int((e.covers if portable else e.moved)[b]))))]
 
 
 def group_axes(mesh: Mesh, atoms: tuple[int, ...]) -> tuple[str, ...]:
@@ -87,13 +88,16 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int]) -> list[Op]:
+def ops_of_path(p: Problem, nodes: Sequence[int], portable: bool = False) -> list[Op]:
     """Return the ops along a path of states."""
-    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b)]
+    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, portable)]
 
 
-def direct(source: TensorType, target: TensorType) -> list[Op]:
-    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest covering group known."""
+def direct(source: TensorType, target: TensorType, portable: bool = False) -> list[Op]:
+    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest group whose holders share.
+
+    If it is to be portable and that is more than half of the mesh, over the smallest covering group known.
+    """
     if same(source, target):
         return []
     if source.all_even and target.all_even:
@@ -104,6 +108,8 @@ def direct(source: TensorType, target: TensorType) -> list[Op]:
             for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
             for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
         }
-    return (
-        [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(moved))))] if moved else [Exchange(target.layout)]
-    )
+    ends = [{a for run in t.atoms for a in run} for t in (source, target)]
+    wide = moved | (ends[1] - ends[0])
+    if portable and 2 * math.prod(source.mesh.atoms[a].size for a in wide) > source.mesh.size:
+        wide = moved
+    return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(wide))) if moved else ())]

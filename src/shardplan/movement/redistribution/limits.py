@@ -79,7 +79,7 @@ class Narrowing:
     def _ops(self, path: Path) -> Iterator[tuple[Op, ...]]:
         """Yield the ops of a path; and with one op for slices of several dims, the first of which is wider."""
         pairs = list(itertools.pairwise(path.nodes))
-        edges = [tuple(edge(self.p, *pair)) for pair in pairs]
+        edges = [tuple(edge(self.p, *pair, self.objective.portable)) for pair in pairs]
         yield tuple(itertools.chain(*edges))
         if any(len(ops) > 1 for ops in edges):
             single = [ops if len(ops) < 2 else self._least_way(*x)[1] for ops, x in zip(edges, pairs, strict=True)]
@@ -116,7 +116,10 @@ class Narrowing:
                     needs.known[pair], ways[pair] = self._least_way(*pair, most)
                 found = max(found, needs.known.get(pair, need))
             if found < least:
-                least, best = found, tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x)))
+                least, best = (
+                    found,
+                    tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x, self.objective.portable))),
+                )
         return best
 
     def _least_way(self, a: int, b: int, most: float = MANY_CHUNKS) -> tuple[float, tuple[Op, ...]]:
@@ -129,9 +132,10 @@ class Narrowing:
     def _ways(self, a: int, b: int) -> Iterator[_Way]:
         """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
         t, u = self.p.type(a), self.p.type(b)
-        ways: list[Sequence[Op]] = [edge(self.p, a, b), [Permute(u.layout)]]
-        if not self.objective.portable and t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
-            ways.append(direct(t, u))
+        portable = self.objective.portable
+        ways: list[Sequence[Op]] = [edge(self.p, a, b, portable), [Permute(u.layout)]]
+        if t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
+            ways.append(direct(t, u, portable))
         for ops in ways:
             with contextlib.suppress(TypingError, LayoutError):
                 yield _Way(tuple(ops), self._stages(t, ops))

@@ -62,13 +62,13 @@ class Objective:
     def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
-            cost = e.bytes * self.byte + e.rounds * self.turn
+            cost = (e.portable if self.portable else e.bytes) * self.byte + e.rounds * self.turn
         else:
             cost = self._timed(e, graph, sources, targets)
         # A local op counts half: of paths that cost the same the one with fewer transfers is taken.
         cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
         if self.portable:
-            cost = np.where(e.portable, cost, np.inf)
+            cost = np.where(np.isfinite(e.portable), cost, np.inf)
         if not self.direct:
             cost = np.where(e.kind == MOVE, np.inf, cost)
         return cost
@@ -249,8 +249,8 @@ def narrowest(
     everyone = np.arange(len(graph.types))
 
     def need(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        legal = e.portable & allowed[a] & allowed[b] if portable else allowed[a] & allowed[b]
-        return np.where(legal & (a != b), needs.between(e, a, b), np.inf)
+        legal = np.isfinite(e.portable if portable else e.bytes) & allowed[a] & allowed[b] & (a != b)
+        return np.where(legal, needs.between(e, a, b), np.inf)
 
     column = need(graph.column(t), everyone, np.array(t))
     floor = max(column.min(), need(graph.row(s), np.array(s), everyone).min())

@@ -34,11 +34,12 @@ _HAIR = 1e-9
 class Edges:
     """One op from a type to many (or from many to one): arrays over the many."""
 
-    bytes: np.ndarray  # worst-device received, fraction of the array; inf where there is no op
+    bytes: np.ndarray  # the larger of sent and received on the worst device, fraction of the array; inf without an op
     rounds: np.ndarray
-    moved: np.ndarray  # mask of the runs of the smallest covering group
+    moved: np.ndarray  # mask of the runs of a group in which all holders of what is wanted send
     kind: np.ndarray  # the kinds above
-    portable: np.ndarray  # no exchange over more than half of the devices
+    portable: np.ndarray  # bytes without an exchange over more than half of the devices; inf where there is none
+    covers: np.ndarray  # mask of the runs of the smallest group that holds what is wanted, which such an exchange takes
 
 
 class _EdgeEnd(NamedTuple):
@@ -186,21 +187,26 @@ class Space:
         relation = _Relation(extends, shrinks, refines, (before.partial == after.partial) & (before.root == after.root))
         # A device receives its new box minus the overlap with the old one, which is the smaller of the two or nothing.
         nbytes = after.size - np.where(comparable, 1.0 / larger, 0.0)
+        # Holders of one tile that lie in one group share its receivers, so that none sends more than a device receives.
+        # In the smallest groups that cover there is one of them: it sends what the others would.
+        new = after.used & ~before.used
+        fits, narrow = (self.group_size[group] * 2 <= self.devices for group in (moved | new, moved))
+        crowded = nbytes + after.size * (self.group_size[new] - 1)
+        # Where tiles nest, MOVE is a permute.
+        portable = np.where(fits | refines, nbytes, np.where(narrow, crowded, np.inf))
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
         rounds = np.maximum(count - 1, away)
         kind = np.full(shape, MOVE, dtype=np.int8)
-        portable = (self.group_size[moved] * 2 <= self.devices) | refines  # where tiles nest, MOVE is a permute
         # Runs leave the end of one dim for the end of another, and none comes or goes.
         swap = (changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)
         kind = np.where(swap, ALL_TO_ALL, kind)
-        portable = portable | swap
         rounds = np.where(shrinks, _doublings(self.parts[sources] / self.parts[targets]), rounds)
         kind = np.where(shrinks, GATHER, kind)
-        portable = portable | shrinks
         nbytes, rounds = np.where(extends, 0.0, nbytes), np.where(extends, 0.0, rounds)
         kind = np.where(extends, LOCAL, kind)
-        portable = portable | extends
-        found = Edges(np.where(relation.flat, nbytes, np.inf), rounds, moved, kind, portable)
+        portable = np.where(kind == MOVE, portable, nbytes)
+        nbytes, portable = (np.where(relation.flat, x, np.inf) for x in (nbytes, portable))
+        found = Edges(nbytes, rounds, moved | new, kind, portable, np.where(fits, moved | new, moved))
         if self.partial.any() or self.root.any():
             return self._reductions(found, relation, before, after)
         return found
@@ -221,8 +227,8 @@ class Space:
         def put(here: np.ndarray, cost: np.ndarray | float, turns: np.ndarray | float, what: int) -> None:
             nonlocal nbytes, rounds, kind, portable
             here = here & ~relation.flat
-            nbytes, rounds = np.where(here, cost, nbytes), np.where(here, turns, rounds)
-            kind, portable = np.where(here, what, kind), portable | here
+            nbytes, portable = np.where(here, cost, nbytes), np.where(here, cost, portable)
+            rounds, kind = np.where(here, turns, rounds), np.where(here, what, kind)
 
         devices = self.group_size
         # Other runs are partial, of as many devices: a permute of tiles with their addends. Root runs may change too.
@@ -246,7 +252,7 @@ class Space:
         suffix = relation.shrinks & (left == new) & ((left & (left - 1)) == 0)
         put((gone == 0) & (new > 0) & unrooted & (equal | suffix), 0.0, 0.0, LOCAL)
         put(summed & (freed == 0) & (rooted > 0) & equal, 0.0, 0.0, LOCAL)
-        return Edges(nbytes, rounds, found.moved, kind, portable)
+        return Edges(nbytes, rounds, found.moved, kind, portable, found.covers)
 
     def row(self, s: int) -> Edges:
         """Return one op from `s` to every type; kept once asked for."""
