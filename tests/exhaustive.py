@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from oracle import ROUND_CHARGE
+from oracle import ROUND_CHARGE, moved
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (
@@ -131,10 +131,10 @@ class Graph:
             if u == t:
                 continue
             yield TYPED if u.local_bytes() == t.local_bytes() else PORTABLE, Permute(u.layout)
-            # bytes and rounds do not depend on the group: what matters is whether a small one is legal
+            yield ALL, Exchange(u.layout)
+            # In a group some holders are missing, so that the others send more.
             small = (Exchange(u.layout, axes) for axes in self.groups)
-            found = next((op for op in small if self._legal(op, t)), None)
-            yield (ALL, Exchange(u.layout)) if found is None else (PORTABLE, found)
+            yield from ((PORTABLE, op) for op in small if self._legal(op, t))
 
     @staticmethod
     def _legal(op: Op, t: TensorType) -> bool:
@@ -156,7 +156,7 @@ class Graph:
                     continue
                 to = self.index.get(u)
                 if to is not None and to != k:
-                    found.add((to, int(op.received(t).max()), op.rounds(t), moves))
+                    found.add((to, moved(op, t), op.rounds(t), moves))
             self.edges[k] = found
         return self.edges[k]
 
@@ -189,7 +189,7 @@ class Cut(NamedTuple):
     """One op from a type to another, with what its staging is by the number of chunks."""
 
     to: int
-    received: int
+    moved: int
     rounds: int
     stage: Staging
 
@@ -210,7 +210,7 @@ class CutGraph:
                     continue
                 if u in graph.index and u != t:
                     stage = Staging.of(op, (t,), t.local_bytes() + u.local_bytes())
-                    found.append(Cut(graph.index[u], int(op.received(t).max()), op.rounds(t), stage))
+                    found.append(Cut(graph.index[u], moved(op, t), op.rounds(t), stage))
             self.edges.append(found)
 
     def least(self, s: TensorType, t: TensorType, bound: int, most: float) -> float:
@@ -226,7 +226,7 @@ class CutGraph:
             chunks = e.stage.chunks(limit, most)
             if e.stage.base + e.stage.staged(chunks) > limit:
                 return math.inf
-            return cost + e.received + ROUND_CHARGE * bound * e.rounds * chunks
+            return cost + e.moved + ROUND_CHARGE * bound * e.rounds * chunks
 
         return self._search(s, t, bound, price)
 

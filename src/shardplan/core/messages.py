@@ -284,8 +284,7 @@ def _alike(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str,
         return False
     size = [a.size for a in s.mesh.atoms]
     counts = [[math.prod(size[a] for a in run) for run in x.atoms] for x in (s, t)]
-    used = [{a for run in x.atoms for a in run} for x in (s, t)]
-    inside = not axes or moved_atoms(s, t) | (used[1] - used[0]) <= set(s.mesh.expand(axes))
+    inside = not axes or sharing_atoms(s, t) <= set(s.mesh.expand(axes))
     return inside and all(max(x, y) % min(x, y) == 0 for x, y in zip(*counts, strict=True))
 
 
@@ -325,6 +324,21 @@ def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
         standing = {(math.prod(size[b] for b in theirs[:k]), a) for k, a in enumerate(theirs)}
         moved |= {a for k, a in enumerate(ours) if (math.prod(size[b] for b in ours[:k]), a) not in standing}
     return moved
+
+
+def sharing_atoms(s: TensorType, t: TensorType) -> set[int]:
+    """Return the atoms of the smallest groups that hold what is wanted, and want all tiles that they hold.
+
+    Even types on one mesh. Beside those that move they are the atoms that the source does not use and with which `t`
+    cuts a dim where `s` cuts it too: without one, only some of the tiles of a group are wanted, by more devices.
+    """
+    size = [a.size for a in s.mesh.atoms]
+    used = {a for run in s.atoms for a in run}
+    found = moved_atoms(s, t)
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        tiles = math.prod(size[a] for a in ours)
+        found |= {a for k, a in enumerate(theirs) if a not in used and math.prod(size[b] for b in theirs[:k]) < tiles}
+    return found
 
 
 @lru_cache(maxsize=RECENT)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import moved_atoms
+from shardplan.core.messages import moved_atoms, sharing_atoms
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -101,15 +101,14 @@ def direct(source: TensorType, target: TensorType, portable: bool = False) -> li
     if same(source, target):
         return []
     if source.all_even and target.all_even:
-        moved = moved_atoms(source, target)
+        moved, wide = moved_atoms(source, target), sharing_atoms(source, target)
     else:  # nested tiles agree as far as the names do
         moved = {
             atom
             for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
             for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
         }
-    ends = [{a for run in t.atoms for a in run} for t in (source, target)]
-    wide = moved | (ends[1] - ends[0])
+        wide = moved | set(target.mesh.expand(target.layout.used)) - set(source.mesh.expand(source.layout.used))
     if portable and 2 * math.prod(source.mesh.atoms[a].size for a in wide) > source.mesh.size:
         wide = moved
     return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(wide))) if moved else ())]

@@ -65,8 +65,10 @@ class Space:
 
     Lists of runs and types are numbered. `lists` holds the lists, `list_index` their numbers, `list_mask` and
     `list_product` the set and the product of their runs. Per pair of lists: `prefix` (the first begins the second),
-    `moved` (mask of runs of the first that do not stay put), `met` (most tiles of the first that a tile of the second
-    meets), `met_away` (the same of tiles that miss one), `refines` (each tile of the second lies in one of the first).
+    `moved` (mask of runs of the first that do not stay put), `crowding` (mask of runs with which the second cuts where
+    the first does too), `turned` (of these what the first does not have there), `met` (most tiles of the first that a
+    tile of the second meets), `met_away` (the same of tiles that miss one), `refines` (each tile of the second lies in
+    one of the first).
     Per type: `types` (the list of each dim, [types, ndim]), the masks `partial`, `root` and `used`, `parts` (into how
     many tiles the array is cut) and `size` (its inverse: a shard as a fraction of the array).
     """
@@ -108,6 +110,10 @@ class Space:
             prefix &= ~here[:, None] | (at[:, None, r] == at[None, :, r])
             moved |= ((here[:, None] & (offset[:, None, r] != offset[None, :, r])).astype(np.int16)) << r
         self.prefix, self.moved = prefix, moved
+        inside = (offset >= 0) & (offset < self.list_product[:, None, None])  # [first, second, runs]
+        bits = 1 << np.arange(count)
+        self.crowding = (inside * bits).sum(axis=2, dtype=np.int16)
+        self.turned = ((inside & (offset[:, None] != offset)) * bits).sum(axis=2, dtype=np.int16)
         # Equal tiles meet by their numbers alone: a table over the few products, spread over the lists.
         products = np.unique(self.list_product)
         index = np.searchsorted(products, self.list_product)
@@ -165,7 +171,7 @@ class Space:
         shape = np.broadcast_shapes(sources.shape, targets.shape)
         extends, shrinks, comparable, refines = (np.ones(shape, dtype=bool) for _ in range(4))
         larger, count, away = np.ones(shape), np.ones(shape), np.zeros(shape)
-        moved, grown, cut = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        moved, crowding, turned, grown, cut = (np.zeros(shape, dtype=np.int64) for _ in range(5))
         changed = np.zeros(shape, dtype=np.int8)
         for d in range(self.ndim):
             x, y = a[..., d], b[..., d]
@@ -180,6 +186,8 @@ class Space:
             away = np.maximum(away * self.met[x, y], apart * count)
             count *= self.met[x, y]
             moved |= self.moved[x, y]
+            crowding |= self.crowding[x, y]
+            turned |= self.turned[x, y]
             grown |= np.where(forth & ~back, 1 << d, 0)
             cut |= np.where(back & ~forth, 1 << d, 0)
             changed += ~(forth & back)
@@ -189,9 +197,11 @@ class Space:
         nbytes = after.size - np.where(comparable, 1.0 / larger, 0.0)
         # Holders of one tile that lie in one group share its receivers, so that none sends more than a device receives.
         # In the smallest groups that cover there is one of them: it sends what the others would.
-        new = after.used & ~before.used
+        new = crowding & ~before.used
         fits, narrow = (self.group_size[group] * 2 <= self.devices for group in (moved | new, moved))
-        crowded = nbytes + after.size * (self.group_size[new] - 1)
+        # Of the tile that is wanted its holder wants its part, but where a run that it cuts by stands elsewhere.
+        kept = np.where(turned & before.used, 0.0, 1.0 / larger)
+        crowded = after.size * self.group_size[new] - kept
         # Where tiles nest, MOVE is a permute.
         portable = np.where(fits | refines, nbytes, np.where(narrow, crowded, np.inf))
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
