@@ -26,7 +26,8 @@ from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
-from shardplan.movement.redistribution.choice import TIE, Cuts, Rules, keeping, price, too_little
+from shardplan.movement.redistribution.choice import TIE, Rules, keeping, price, too_little
+from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct
 from shardplan.movement.redistribution.single import best_program, priced_on
 from shardplan.plans.certificate import issue
@@ -134,7 +135,7 @@ def plan_batch(
         exact = exact and chosen.exact
         items.append(_Item(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
-    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), limit, portable, fabric))
+    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, fabric))
     program = _unlimited(batch) if limit is None else _within(batch, limit)
     return Plan(program, issue(program, sources, destinations, where, limit, exact))
 
