@@ -20,6 +20,7 @@ from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest, tightest
+from shardplan.movement.redistribution.tiled import priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -75,36 +76,33 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
     """
     if p is not None:
-        allowed, tiled = p.legal(request.bound)
-        # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
-        priced = priced_on_graph(s, t)
-        whole = not priced or bool(np.array_equal(allowed, tiled))
+        graph, allowed, whole, countable = priced(p, request.bound)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        budget = _EXPANSIONS if len(p.graph.types) <= _LARGE else _EXPANSIONS_LARGE
+        budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
         others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-        if timed or not whole:
+        if timed:
             others.insert(0, base)
-        # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
-        bounded = request.limit is not None or not (whole or len(p.graph.types) > _SMALL)
-        limits: list[float | None] = [None] if request.limit is None else []
-        for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
-            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget=budget)
+        limits: list[float | None] = [None]
+        if request.limit is not None:
+            limits = [*_limits(p, a, b, allowed, request.limit)]
+        for limit in limits:
+            path = shortest(graph, a, b, first, allowed, limit, budget=budget)
             if path is not None:
-                settled = path.exact and p.countable and priced and whole and not timed
-                yield Candidate(tuple(ops_of_path(p, path.nodes)), settled and p.fine)
+                settled = path.exact and countable and whole and not timed
+                yield Candidate(tuple(ops_of_path(p, path.nodes, graph.row)), settled and p.fine)
                 if settled:
                     if limit is None:
                         return
                     continue
             few = min(budget, _EXPANSIONS_VARIANT)
             for objective in others:
-                path = shortest(p.graph, a, b, objective, allowed, limit, budget=few)
+                path = shortest(graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
-                    yield Candidate(tuple(ops_of_path(p, path.nodes)))
+                    yield Candidate(tuple(ops_of_path(p, path.nodes, graph.row)))
         if request.limit is not None:
             yield from _tightest(p, request.bound, request.portable)
     yield from plain(s, t)

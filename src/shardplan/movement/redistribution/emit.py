@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import moved_atoms
@@ -21,7 +21,17 @@ from shardplan.core.ops import (
 )
 from shardplan.core.tensor import TensorType, same
 from shardplan.movement.redistribution.problem import Problem, common
-from shardplan.movement.redistribution.space import ALL_TO_ALL, GATHER, LOCAL, REDUCE_ALL, RENAME, ROOT, SCATTER, SPREAD
+from shardplan.movement.redistribution.space import (
+    ALL_TO_ALL,
+    GATHER,
+    LOCAL,
+    REDUCE_ALL,
+    RENAME,
+    ROOT,
+    SCATTER,
+    SPREAD,
+    Edges,
+)
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -37,10 +47,9 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, a: int, b: int) -> list[Op]:
-    """Return the ops of one edge of the state graph, from state `a` to state `b`."""
+def edge(p: Problem, e: Edges, a: int, b: int) -> list[Op]:
+    """Return the ops of one edge of the state graph, of those in `e` from state `a`, to state `b`."""
     graph, mesh = p.graph, p.source.mesh
-    e = graph.row(a)
     kind = int(e.kind[b])
     before, after = p.atoms(a), p.atoms(b)
     reduction = p.source.layout.reduction or p.target.layout.reduction or "sum"
@@ -63,8 +72,7 @@ def edge(p: Problem, a: int, b: int) -> list[Op]:
     if kind == SPREAD:
         return [Broadcast(mesh.fold(p.atoms_of(int(graph.root[a]) & ~int(graph.root[b]))))]
     layout = p.type(b).layout
-    refines = all(graph.refines[x, y] for x, y in zip(graph.types[a], graph.types[b], strict=True))
-    if kind == RENAME or refines:
+    if kind == RENAME:
         return [Permute(layout)]
     return [Exchange(layout, group_axes(mesh, p.atoms_of(int(e.moved[b]))))]
 
@@ -87,9 +95,10 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int]) -> list[Op]:
-    """Return the ops along a path of states."""
-    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b)]
+def ops_of_path(p: Problem, nodes: Sequence[int], row: Callable[[int], Edges] | None = None) -> list[Op]:
+    """Return the ops along a path of states; `row` has the edges from each, those of the problem's graph by default."""
+    row = row or p.graph.row
+    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, row(a), a, b)]
 
 
 def direct(source: TensorType, target: TensorType) -> list[Op]:

@@ -38,7 +38,7 @@ class Problem:
     target: TensorType
     runs: tuple[Run, ...]
     rigid: tuple[bool, ...]  # per run: a whole axis, legal on an uneven dim
-    fine: bool  # every run is a prime, or may not be cut: the graph holds every type
+    fine: bool  # every run is a prime, or partial or root: the graph holds every type
     fixed: tuple[Run, ...] = ()  # per dim, leading atoms that both types share and the graph leaves in place
 
     @cached_property
@@ -63,6 +63,22 @@ class Problem:
     def countable(self) -> bool:
         """Whether the graph's rounds are exact: with one prime, every box meets equally many tiles."""
         return len({p for size in self.graph.sizes for p in primes(size)}) <= 1
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The shape of that part of the array."""
+        atoms = self.source.mesh.atoms
+        fixed = self.fixed or ((),) * self.source.ndim
+        return tuple(
+            n // math.prod(atoms[a].size for a in run) for n, run in zip(self.source.shape, fixed, strict=True)
+        )
+
+    @property
+    def digits(self) -> np.ndarray:
+        """The coordinate of every device along every run, [runs, devices]."""
+        places, atoms = np.arange(self.source.mesh.size), self.source.mesh.atoms
+        rows = [places // atoms[r[-1]].stride % k for r, k in zip(self.runs, self.graph.sizes, strict=True)]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), len(places))
 
     def node(self, t: TensorType) -> int:
         """Return the state of a type made of whole runs."""
@@ -111,9 +127,7 @@ class Problem:
         rigid = sum(1 << r for r, whole in enumerate(self.rigid) if whole)
         ok, tiled = np.ones(len(graph.types), dtype=bool), np.ones(len(graph.types), dtype=bool)
         local = np.full(len(graph.types), float(self.source.itemsize))
-        for d, n in enumerate(self.source.shape):
-            if self.fixed:
-                n //= math.prod(self.source.mesh.atoms[a].size for a in self.fixed[d])
+        for d, n in enumerate(self.heads):
             products = graph.list_product
             even = n % products == 0
             whole = (graph.list_mask & ~rigid) == 0
@@ -166,7 +180,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
     runs = busy + idle[: max(0, most - len(busy))]
-    fine = len(runs) == len(natural)
+    fine = len(runs) == len(natural) and not any(len(r) > 1 and set(r) & whole for r in runs)
     while long := [r for r in runs if len(r) > 1 and not set(r) & (whole | stiff)]:
         if len(runs) >= most:
             fine = False

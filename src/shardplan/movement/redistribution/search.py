@@ -72,7 +72,7 @@ class Objective:
         if self.portable:
             cost = np.where(e.portable, cost, np.inf)
         if not self.direct:
-            cost = np.where(e.kind == MOVE, np.inf, cost)
+            cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
         return cost
 
     def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange or Permute; ReduceScatter; AllReduce; Permute of
-# tiles with their addends; Reduce; Broadcast.
+# The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange; ReduceScatter; AllReduce; Permute; Reduce;
+# Broadcast.
 LOCAL, GATHER, ALL_TO_ALL, MOVE, SCATTER, REDUCE_ALL, RENAME, ROOT, SPREAD = range(9)
 # Edges of a graph that stay in memory, for each direction: 26 bytes each, so 40 MB. With none kept, a search under the
 # many bounds of a memory limit would compute the same rows again for each of them.
@@ -188,8 +188,8 @@ class Space:
         nbytes = after.size - np.where(comparable, 1.0 / larger, 0.0)
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
         rounds = np.maximum(count - 1, away)
-        kind = np.full(shape, MOVE, dtype=np.int8)
-        portable = (self.group_size[moved] * 2 <= self.devices) | refines  # where tiles nest, MOVE is a permute
+        kind = np.where(refines, RENAME, MOVE).astype(np.int8)  # where tiles nest, one message delivers each
+        portable = (self.group_size[moved] * 2 <= self.devices) | refines
         # Runs leave the end of one dim for the end of another, and none comes or goes.
         swap = (changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)
         kind = np.where(swap, ALL_TO_ALL, kind)
