@@ -76,7 +76,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
     """
     if p is not None:
-        graph, allowed, whole, countable = priced(p, request.bound)
+        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
@@ -93,16 +93,16 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             path = shortest(graph, a, b, first, allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and countable and whole and not timed
-                yield Candidate(tuple(ops_of_path(p, path.nodes, graph.row)), settled and p.fine)
+                yield Candidate(tuple(ops_of_path(p, path.nodes, graph)), settled and p.fine)
                 if settled:
-                    if limit is None:
+                    if limit is None and graph is p.graph:
                         return
                     continue
             few = min(budget, _EXPANSIONS_VARIANT)
             for objective in others:
                 path = shortest(graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
-                    yield Candidate(tuple(ops_of_path(p, path.nodes, graph.row)))
+                    yield Candidate(tuple(ops_of_path(p, path.nodes, graph)))
         if request.limit is not None:
             yield from _tightest(p, request.bound, request.portable)
     yield from plain(s, t)

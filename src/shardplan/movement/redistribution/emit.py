@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import moved_atoms
@@ -30,8 +30,9 @@ from shardplan.movement.redistribution.space import (
     ROOT,
     SCATTER,
     SPREAD,
-    Edges,
+    Space,
 )
+from shardplan.movement.redistribution.tiled import Tiled
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,9 +48,10 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, e: Edges, a: int, b: int) -> list[Op]:
-    """Return the ops of one edge of the state graph, of those in `e` from state `a`, to state `b`."""
+def edge(p: Problem, a: int, b: int, priced: Space | Tiled | None = None) -> list[Op]:
+    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it."""
     graph, mesh = p.graph, p.source.mesh
+    e = (priced or graph).row(a)
     kind = int(e.kind[b])
     before, after = p.atoms(a), p.atoms(b)
     reduction = p.source.layout.reduction or p.target.layout.reduction or "sum"
@@ -95,10 +97,9 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int], row: Callable[[int], Edges] | None = None) -> list[Op]:
-    """Return the ops along a path of states; `row` has the edges from each, those of the problem's graph by default."""
-    row = row or p.graph.row
-    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, row(a), a, b)]
+def ops_of_path(p: Problem, nodes: Sequence[int], priced: Space | Tiled | None = None) -> list[Op]:
+    """Return the ops along a path of states."""
+    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, priced)]
 
 
 def direct(source: TensorType, target: TensorType) -> list[Op]:

@@ -76,11 +76,16 @@ class _Dim:
 class Tiled:
     """A `Space` without partial or root runs, priced for one array of `shape`, over the types `allowed`."""
 
-    def __init__(self, graph: Space, shape: Sequence[int], digits: np.ndarray, allowed: np.ndarray) -> None:
-        """Cut every dim by every list that an allowed type has there; `digits` are devices' coordinates [runs, devices]."""
+    def __init__(
+        self, graph: Space, shape: Sequence[int], digits: np.ndarray, allowed: np.ndarray, portable: bool
+    ) -> None:
+        """Cut every dim by every list that an allowed type has there; `digits` are the devices' [runs, devices].
+
+        `portable` leaves out exchanges over more than half of the devices.
+        """
         self.space, self.types, self.lists = graph, graph.types, graph.lists
         self.partial, self.root, self.used = graph.partial, graph.root, graph.used
-        self._whole = math.prod(shape)
+        self._whole, self._portable = math.prod(shape), portable
         self._here = np.flatnonzero(allowed)
         self._at = np.zeros((len(shape), len(graph.types)), dtype=np.int64)
         self._dims: list[_Dim] = []
@@ -137,11 +142,18 @@ class Tiled:
         most = np.zeros(len(varying) * self.space.devices, dtype=np.int64)
         most[: len(wanted)] = wanted
         permutes = once & (most.reshape(len(varying), -1).max(axis=1) <= copies)
-        kind = np.where((named.kind == MOVE) | (named.kind == RENAME), np.where(permutes, RENAME, MOVE), named.kind)
-        group = np.where(kind == MOVE, self.space.group_size[moved], 1)
-        rounds = np.where(kind == MOVE, peers, np.where(kind == RENAME, lacking > 0, named.rounds))
-        portable = 2 * group <= self.space.devices
-        return self._spread(Edges(lacking / self._whole, rounds, moved, kind, portable))
+        # Of the ops that lead there, which all deliver the same, the one of fewest rounds.
+        grouped = (named.kind != MOVE) & (named.kind != RENAME)
+        rounds = np.where(grouped, named.rounds, np.inf)
+        kind, portable = named.kind, grouped
+        small = 2 * self.space.group_size[moved] <= self.space.devices
+        for legal, turns, what in ((permutes, lacking > 0, RENAME), (small | (not self._portable), peers, MOVE)):
+            better = legal & (turns < rounds)
+            rounds, kind = np.where(better, turns, rounds), np.where(better, what, kind)
+            portable = np.where(better, (what == RENAME) | small, portable)
+        found = np.isfinite(rounds)
+        nbytes = np.where(found, lacking / self._whole, np.inf)
+        return self._spread(Edges(nbytes, np.where(found, rounds, 0), moved, kind, portable))
 
     def _spread(self, e: Edges) -> Edges:
         """The same over all types of the `Space`: to those that are not priced no op leads."""
@@ -162,7 +174,7 @@ class Priced(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def priced(p: Problem, bound: int) -> Priced:
+def priced(p: Problem, bound: int, portable: bool) -> Priced:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
     allowed, even = p.legal(bound)
     graph = p.graph
@@ -170,6 +182,6 @@ def priced(p: Problem, bound: int) -> Priced:
         return Priced(graph, allowed, True, p.countable)
     plain = not (graph.partial.any() or graph.root.any())
     if plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
-        return Priced(Tiled(graph, p.heads, p.digits, allowed), allowed, True, True)
+        return Priced(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, True)
     ends = p.source.all_even and p.target.all_even
     return Priced(graph, even if ends else allowed, False, False)
