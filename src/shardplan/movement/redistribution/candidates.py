@@ -14,10 +14,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Send, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
+from shardplan.movement.redistribution.orders import other_orders
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest, tightest
 from shardplan.movement.redistribution.tiled import priced
@@ -33,9 +34,8 @@ _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
-# States of a graph that is searched under every bound on a step though no limit is set: some tens of searches more,
-# of a few milliseconds each up to here.
-_SMALL = 200
+# For each other order of the factors: the first finds every path of two steps.
+_EXPANSIONS_ORDER = 10
 # A bound on a step is a sum of two fractions: equal sums must compare equal, and one that is the limit must fit.
 _DIGITS = 15
 _SLACK = 1 + 1e-9
@@ -89,10 +89,12 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         limits: list[float | None] = [None]
         if request.limit is not None:
             limits = [*_limits(p, a, b, allowed, request.limit)]
+        least = math.inf
         for limit in limits:
             path = shortest(graph, a, b, first, allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and countable and whole and not timed
+                least = min(least, path.cost)
                 yield Candidate(tuple(ops_of_path(p, path.nodes, graph)), settled and p.fine)
                 if settled:
                     if limit is None and graph is p.graph:
@@ -103,9 +105,29 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 path = shortest(graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes, graph)))
+        if request.portable and request.limit is None and not timed:
+            yield from _reordered(s, t, request, least)
         if request.limit is not None:
             yield from _tightest(p, request.bound, request.portable)
     yield from plain(s, t)
+
+
+def _reordered(s: TensorType, t: TensorType, request: Request, least: float) -> Iterator[Candidate]:
+    """Yield paths cheaper than `least` through tiles that only other orders of the factors make."""
+    for ours, theirs in other_orders(s, t):
+        p = make_problem(ours, theirs)
+        if p is None:
+            continue
+        graph, allowed, _, _ = priced(p, request.bound, request.portable)
+        byte = p.nbytes / request.bound
+        objective = Objective(byte=byte, turn=ROUND_CHARGE, step=STEP, portable=True)
+        path = shortest(
+            graph, p.node(ours), p.node(theirs), objective, allowed, budget=_EXPANSIONS_ORDER, below=least
+        )
+        if path is not None:
+            least = path.cost
+            ops = ops_of_path(p, path.nodes, graph)
+            yield Candidate((Send(ours.layout, ours.mesh), *ops, Send(t.layout, t.mesh)))
 
 
 @lru_cache(maxsize=64)

@@ -189,7 +189,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
         at = len(widest) // 2
         k = runs.index(widest)
         runs[k : k + 1] = [widest[:at], widest[at:]]
-    runs.sort()
+    runs.sort(key=lambda r: (_product(mesh, r), r))  # so that one graph serves all orders of the axes and their factors
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 

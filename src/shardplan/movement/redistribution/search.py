@@ -131,8 +131,9 @@ def shortest(
     limit: float | None = None,
     *,
     budget: int,
+    below: float = np.inf,
 ) -> Path | None:
-    """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]), or None.
+    """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]) that costs less than `below`.
 
     `limit` bounds the sum of a step's operand and result (fraction of the array). After `budget` expansions the best
     path found so far is returned, marked inexact.
@@ -151,7 +152,7 @@ def shortest(
     parent = np.full(len(graph.types), -1, dtype=np.int64)
     closed = ~allowed
     reach[s] = 0.0
-    best, last = np.inf, -1
+    best, last = below, -1
     node, expansions = s, 0
     while True:
         if reach[node] + column[node] < best - _ROUNDING:
@@ -174,7 +175,7 @@ def shortest(
         exact = score[node] >= best - _ROUNDING
         if exact or expansions >= budget:
             break
-    if not np.isfinite(best):
+    if last == -1:
         return None
     nodes = [t]
     while last != -1:  # back to `s`, whose parent is none
