@@ -14,13 +14,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Send, Slice, ToPartial
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
-from shardplan.movement.redistribution.orders import other_orders
+from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.problem import Problem, common, problem
-from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest, tightest
+from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest, tightest
 from shardplan.movement.redistribution.tiled import priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
@@ -34,8 +34,6 @@ _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
-# For each other order of the factors: the first finds every path of two steps.
-_EXPANSIONS_ORDER = 10
 # A bound on a step is a sum of two fractions: equal sums must compare equal, and one that is the limit must fit.
 _DIGITS = 15
 _SLACK = 1 + 1e-9
@@ -89,15 +87,15 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         limits: list[float | None] = [None]
         if request.limit is not None:
             limits = [*_limits(p, a, b, allowed, request.limit)]
-        least = math.inf
+        least: Path | None = None
         for limit in limits:
             path = shortest(graph, a, b, first, allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and countable and whole and not timed
-                least = min(least, path.cost)
+                least = least or path
                 yield Candidate(tuple(ops_of_path(p, path.nodes, graph)), settled and p.fine)
                 if settled:
-                    if limit is None and graph is p.graph:
+                    if limit is None and graph is p.graph and not p.pool:
                         return
                     continue
             few = min(budget, _EXPANSIONS_VARIANT)
@@ -105,29 +103,11 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 path = shortest(graph, a, b, objective, allowed, limit, budget=few)
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes, graph)))
-        if request.portable and request.limit is None and not timed:
-            yield from _reordered(s, t, request, least)
+        if request.limit is None and not timed:
+            yield from map(Candidate, further(p, first, request.bound, least))
         if request.limit is not None:
             yield from _tightest(p, request.bound, request.portable)
     yield from plain(s, t)
-
-
-def _reordered(s: TensorType, t: TensorType, request: Request, least: float) -> Iterator[Candidate]:
-    """Yield paths cheaper than `least` through tiles that only other orders of the factors make."""
-    for ours, theirs in other_orders(s, t):
-        p = make_problem(ours, theirs)
-        if p is None:
-            continue
-        graph, allowed, _, _ = priced(p, request.bound, request.portable)
-        byte = p.nbytes / request.bound
-        objective = Objective(byte=byte, turn=ROUND_CHARGE, step=STEP, portable=True)
-        path = shortest(
-            graph, p.node(ours), p.node(theirs), objective, allowed, budget=_EXPANSIONS_ORDER, below=least
-        )
-        if path is not None:
-            least = path.cost
-            ops = ops_of_path(p, path.nodes, graph)
-            yield Candidate((Send(ours.layout, ours.mesh), *ops, Send(t.layout, t.mesh)))
 
 
 @lru_cache(maxsize=64)
@@ -153,8 +133,7 @@ def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) 
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
-    Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
-    then slice. Always: one permute, which types only where tiles nest, and reduce then exchange.
+    Between equal partial and root parts: the direct exchange, the closed form, and gather then slice. Always: one permute, which types only where tiles nest, and reduce then exchange.
     """
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
@@ -162,28 +141,9 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
         yield Candidate(tuple(direct(s, t)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
-            yield from _swap_then_exchange(s, t)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
-
-
-def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
-    """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
-
-    The exchange then needs a smaller group.
-    """
-    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
-        # Only atoms of one size change places: the tiles then stay as they are, and a permute moves whole ones.
-        if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
-            continue
-        swap = {ours[0]: theirs[0], theirs[0]: ours[0]}
-        dims = tuple(s.mesh.fold(tuple(swap.get(a, a) for a in run)) for run in s.atoms)
-        if set(s.mesh.expand((*s.layout.partial, *s.layout.root))) & set(swap):
-            continue
-        middle = s.with_layout(replace(s.layout, dims=dims))
-        if middle != s:
-            yield Candidate((Permute(middle.layout), *direct(middle, t)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:

@@ -9,7 +9,8 @@ searched on the given factors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh, primes
 from shardplan.core.tensor import TensorType
+from shardplan.movement.redistribution.pool import Dims, pool
 from shardplan.movement.redistribution.space import Space, space
 
 T = TypeVar("T")
@@ -26,6 +28,7 @@ Run = tuple[int, ...]  # consecutive atoms of one axis
 # means four to ten times as many types; from 7 on the tables over pairs of lists (13,700 of them) take half a minute.
 MOST_RUNS = {0: 8, 1: 6, 2: 6, 3: 5, 4: 5}
 _MOST_RUNS_OF_MANY_DIMS = 4
+MOST_POOLED = 14  # runs of a pool of types: masks of them have 16 bits
 # Local bytes are a product of floats: those that are the bound must not exceed it by a rounding error.
 _SLACK = 1 + 1e-12
 
@@ -40,6 +43,7 @@ class Problem:
     rigid: tuple[bool, ...]  # per run: a whole axis, legal on an uneven dim
     fine: bool  # every run is a prime, or partial or root: the graph holds every type
     fixed: tuple[Run, ...] = ()  # per dim, leading atoms that both types share and the graph leaves in place
+    pool: tuple[Dims, ...] = ()  # the types of the graph, where it is not to hold all
 
     @cached_property
     def graph(self) -> Space:
@@ -51,13 +55,18 @@ class Problem:
                 masks[k] |= sum(1 << r for r, run in enumerate(self.runs) if set(run) & atoms)
         atoms = self.source.mesh.atoms
         sizes = tuple(math.prod(atoms[a].size for a in run) for run in self.runs)
+        if self.pool:
+            return Space(sizes, self.source.ndim, self.source.mesh.size, only=self.pool)
         return space(sizes, self.source.ndim, self.source.mesh.size, *masks)
+
+    def around(self, types: Iterable[TensorType]) -> Problem:
+        """Return the same problem over the pool around some types of its runs."""
+        return replace(self, pool=pool(map(self.lists, types), len(self.runs)))
 
     @property
     def nbytes(self) -> float:
         """Bytes of the part of the array that a size of 1 in the graph stands for."""
-        atoms = self.source.mesh.atoms
-        return self.source.nbytes / math.prod(atoms[a].size for run in self.fixed for a in run)
+        return self.source.itemsize * math.prod(self.heads)
 
     @property
     def countable(self) -> bool:
@@ -80,17 +89,18 @@ class Problem:
         rows = [places // atoms[r[-1]].stride % k for r, k in zip(self.runs, self.graph.sizes, strict=True)]
         return np.array(rows, dtype=np.int64).reshape(len(rows), len(places))
 
+    def lists(self, t: TensorType) -> Dims:
+        """Return the runs in every dim of a type made of whole runs."""
+        start = {run[0]: r for r, run in enumerate(self.runs)}
+        return tuple(tuple(start[a] for a in atoms if a in start) for atoms in t.atoms)
+
     def node(self, t: TensorType) -> int:
         """Return the state of a type made of whole runs."""
-        start = {run[0]: r for r, run in enumerate(self.runs)}
-        dims: list[tuple[int, ...]] = []
-        for atoms in t.atoms:
-            dims.append(tuple(start[a] for a in atoms if a in start))
         masks = [
             sum(1 << r for r, run in enumerate(self.runs) if run[0] in set(t.mesh.expand(names)))
             for names in (t.layout.partial, t.layout.root)
         ]
-        return self.graph.find(tuple(dims), *masks)
+        return self.graph.find(self.lists(t), *masks)
 
     def atoms(self, node: int) -> tuple[Run, ...]:
         """Return the atoms of every dim of a state."""
@@ -147,7 +157,7 @@ class Problem:
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:
-    """Return the problem over runs, or None when the two types interleave more runs than a graph can hold."""
+    """Return the problem over runs, or None where the mesh has too many of them."""
     mesh, ends = source.mesh, (source, target)
     neighbours = [_neighbours(t) for t in ends]
     stiff = {a for t in ends for a in mesh.expand((*t.layout.partial, *t.layout.root))}
@@ -175,8 +185,13 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
         fixed = tuple(common(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim))
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
-    if len(busy) > most:
-        return None
+    if len(busy) > most:  # all types are too many: a pool of them, over the finest runs there are
+        primes_fit = len(mesh.atoms) <= MOST_POOLED
+        runs = [run for r in natural for run in ([(a,) for a in r] if primes_fit and not set(r) & whole else [r])]
+        if stiff or len(runs) > MOST_POOLED:
+            return None
+        rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
+        return Problem(source, target, tuple(runs), rigid, False).around((source, target))
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
     runs = busy + idle[: max(0, most - len(busy))]
