@@ -156,8 +156,11 @@ class Problem:
         return ok, ok & tiled
 
 
-def problem(source: TensorType, target: TensorType) -> Problem | None:
-    """Return the problem over runs, or None where the mesh has too many of them."""
+def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Problem | None:
+    """Return the problem over runs, or None where the mesh has too many of them.
+
+    `cut` cuts runs that both types keep together further, as far as a graph can hold.
+    """
     mesh, ends = source.mesh, (source, target)
     neighbours = [_neighbours(t) for t in ends]
     stiff = {a for t in ends for a in mesh.expand((*t.layout.partial, *t.layout.root))}
@@ -197,7 +200,7 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
     runs = busy + idle[: max(0, most - len(busy))]
     fine = len(runs) == len(natural) and not any(len(r) > 1 and set(r) & whole for r in runs)
     while long := [r for r in runs if len(r) > 1 and not set(r) & (whole | stiff)]:
-        if len(runs) >= most:
+        if not cut or len(runs) >= most:
             fine = False
             break
         widest = max(long, key=lambda r: (_product(mesh, r), -r[0]))
