@@ -86,7 +86,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             others.insert(0, base)
         limits: list[float | None] = [None]
         if request.limit is not None:
-            limits = [*_limits(p, a, b, allowed, request.limit)]
+            limits = [*_limits(p, graph.size, a, b, allowed, request.limit)]
         least: Path | None = None
         for limit in limits:
             path = shortest(graph, a, b, first, allowed, limit, budget=budget)
@@ -113,21 +113,21 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
 @lru_cache(maxsize=64)
 def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
     """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
-    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
-    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
+    graph, allowed, _, _ = priced(p, bound, portable)
+    path = tightest(graph, p.node(p.source), p.node(p.target), allowed, portable)
+    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes, graph))),)
 
 
-def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float]:
+def _limits(p: Problem, size: np.ndarray, a: int, b: int, allowed: np.ndarray, limit: int) -> list[float]:
     """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
 
     Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
     bounds are tried as well, which also makes more memory never cost more.
     """
-    sizes = np.unique(p.graph.size[allowed])
+    sizes = np.unique(size[allowed])
     sums = np.unique((sizes[:, None] + sizes[None, :]).round(_DIGITS))
-    least = float(max(p.graph.size[a], p.graph.size[b]))
-    most = math.inf if limit is None else limit / p.nbytes * _SLACK
-    return [float(x) for x in sums[::-1] if least < x <= most]
+    least = float(max(size[a], size[b]))
+    return [float(x) for x in sums[::-1] if least < x <= limit / p.nbytes * _SLACK]
 
 
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.space import MOVE, RENAME, Edges, Space
+from shardplan.movement.redistribution.space import KEPT_ENTRIES, MOVE, RENAME, Edges, Space
 
 # Boxes of a graph, types times devices: some 50 ns each to price a row of edges.
 MOST_BOXES = 100_000
@@ -104,7 +104,7 @@ class Tiled:
         """Return one op from `s` to every type; kept once asked for."""
         if s not in self._rows:
             found = [dim.meeting(int(at[s]), slice(None)) for dim, at in zip(self._dims, self._at, strict=True)]
-            self._rows[s] = self._edges(np.array(s), self._here, found)
+            return self._kept(self._rows, s, self._edges(np.array(s), self._here, found))
         return self._rows[s]
 
     def column(self, t: int) -> Edges:
@@ -115,8 +115,13 @@ class Tiled:
                 y = slice(int(at[t]), int(at[t]) + 1)
                 rows = [dim.meeting(x, y) for x in range(len(dim.lists))]
                 found.append(_Meeting(*(np.concatenate(part) for part in zip(*rows, strict=True))))
-            self._columns[t] = self._edges(self._here, np.array(t), found)
+            return self._kept(self._columns, t, self._edges(self._here, np.array(t), found))
         return self._columns[t]
+
+    def _kept(self, edges: dict[int, Edges], end: int, found: Edges) -> Edges:
+        if len(edges) * len(self.types) < KEPT_ENTRIES:
+            edges[end] = found
+        return found
 
     def _edges(self, sources: np.ndarray, targets: np.ndarray, meetings: Sequence[_Meeting]) -> Edges:
         """Price the ops between types, given how their lists meet in every dim; `Space` says which op it is."""
@@ -142,18 +147,16 @@ class Tiled:
         most = np.zeros(len(varying) * self.space.devices, dtype=np.int64)
         most[: len(wanted)] = wanted
         permutes = once & (most.reshape(len(varying), -1).max(axis=1) <= copies)
-        # Of the ops that lead there, which all deliver the same, the one of fewest rounds.
+        # Of the ops that lead there, which all deliver the same, the one of fewest rounds, then of fewest peers.
         grouped = (named.kind != MOVE) & (named.kind != RENAME)
-        rounds = np.where(grouped, named.rounds, np.inf)
-        kind, portable = named.kind, grouped
         small = 2 * self.space.group_size[moved] <= self.space.devices
+        kind, rounds = np.where(grouped, named.kind, MOVE), np.where(grouped, named.rounds, peers)
+        portable = grouped | small
         for legal, turns, what in ((permutes, lacking > 0, RENAME), (small | (not self._portable), peers, MOVE)):
-            better = legal & (turns < rounds)
+            better = legal & (turns < rounds + (kind == MOVE))
             rounds, kind = np.where(better, turns, rounds), np.where(better, what, kind)
             portable = np.where(better, (what == RENAME) | small, portable)
-        found = np.isfinite(rounds)
-        nbytes = np.where(found, lacking / self._whole, np.inf)
-        return self._spread(Edges(nbytes, np.where(found, rounds, 0), moved, kind, portable))
+        return self._spread(Edges(lacking / self._whole, rounds, moved, kind, portable))
 
     def _spread(self, e: Edges) -> Edges:
         """The same over all types of the `Space`: to those that are not priced no op leads."""
@@ -173,15 +176,13 @@ class Priced(NamedTuple):
     countable: bool  # and at their true rounds
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def priced(p: Problem, bound: int, portable: bool) -> Priced:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
     allowed, even = p.legal(bound)
-    graph = p.graph
-    if np.array_equal(allowed, even):
-        return Priced(graph, allowed, True, p.countable)
+    graph, flat = p.graph, np.array_equal(allowed, even)
     plain = not (graph.partial.any() or graph.root.any())
-    if plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
+    if not flat and plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
         return Priced(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, True)
     ends = p.source.all_even and p.target.all_even
-    return Priced(graph, even if ends else allowed, False, False)
+    return Priced(graph, even if ends else allowed, flat, flat and p.countable)
