@@ -21,7 +21,7 @@ from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest, tightest
-from shardplan.movement.redistribution.tiled import priced
+from shardplan.movement.redistribution.tiled import Priced, estimated, priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -74,33 +74,28 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
     """
     if p is not None:
-        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
         others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
         if timed:
             others.insert(0, base)
-        limits: list[float | None] = [None]
-        if request.limit is not None:
-            limits = [*_limits(p, graph.size, a, b, allowed, request.limit)]
         least: Path | None = None
-        for limit in limits:
+        for limit, (graph, allowed, whole, countable) in _searches(p, a, b, request):
+            budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
             path = shortest(graph, a, b, first, allowed, limit, budget=budget)
             if path is not None:
                 settled = path.exact and countable and whole and not timed
                 least = least or path
                 yield Candidate(tuple(ops_of_path(p, path.nodes, graph)), settled and p.fine)
+                if settled and limit is None and graph is p.graph and not p.pool:
+                    return
                 if settled:
-                    if limit is None and graph is p.graph and not p.pool:
-                        return
                     continue
-            few = min(budget, _EXPANSIONS_VARIANT)
             for objective in others:
-                path = shortest(graph, a, b, objective, allowed, limit, budget=few)
+                path = shortest(graph, a, b, objective, allowed, limit, budget=min(budget, _EXPANSIONS_VARIANT))
                 if path is not None:
                     yield Candidate(tuple(ops_of_path(p, path.nodes, graph)))
         if request.limit is None and not timed:
@@ -113,9 +108,21 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
 @lru_cache(maxsize=64)
 def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
     """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
-    graph, allowed, _, _ = priced(p, bound, portable)
-    path = tightest(graph, p.node(p.source), p.node(p.target), allowed, portable)
-    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes, graph))),)
+    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
+    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
+
+
+def _searches(p: Problem, a: int, b: int, request: Request) -> Iterator[tuple[float | None, Priced]]:
+    """Yield what to search, and under which bound on the operand and result of a step, the widest first.
+
+    Under a limit the estimates as well: ops of the fewest rounds are not those of the least staging.
+    """
+    true = priced(p, request.bound, request.portable)
+    if request.limit is None:
+        yield None, true
+        return
+    for graph in (true,) if true.graph is p.graph else (true, estimated(p, request.bound)):
+        yield from ((x, graph) for x in _limits(p, graph.graph.size, a, b, graph.allowed, request.limit))
 
 
 def _limits(p: Problem, size: np.ndarray, a: int, b: int, allowed: np.ndarray, limit: int) -> list[float]:
@@ -133,7 +140,8 @@ def _limits(p: Problem, size: np.ndarray, a: int, b: int, allowed: np.ndarray, l
 def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
-    Between equal partial and root parts: the direct exchange, the closed form, and gather then slice. Always: one permute, which types only where tiles nest, and reduce then exchange.
+    Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
+    then slice. Always: one permute, which types only where tiles nest, and reduce then exchange.
     """
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
@@ -141,9 +149,28 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
         yield Candidate(tuple(direct(s, t)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
+            yield from _swap_then_exchange(s, t)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
+
+
+def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+    """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
+
+    The exchange then needs a smaller group.
+    """
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        # Only atoms of one size change places: the tiles then stay as they are, and a permute moves whole ones.
+        if not ours or not theirs or s.mesh.atoms[ours[0]].size != s.mesh.atoms[theirs[0]].size:
+            continue
+        swap = {ours[0]: theirs[0], theirs[0]: ours[0]}
+        dims = tuple(s.mesh.fold(tuple(swap.get(a, a) for a in run)) for run in s.atoms)
+        if set(s.mesh.expand((*s.layout.partial, *s.layout.root))) & set(swap):
+            continue
+        middle = s.with_layout(replace(s.layout, dims=dims))
+        if middle != s:
+            yield Candidate((Permute(middle.layout), *direct(middle, t)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
