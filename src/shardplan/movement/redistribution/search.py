@@ -58,7 +58,7 @@ class Objective:
     turn: float
     step: float  # of every step, so that of equal paths the shortest is found
     portable: bool = False
-    direct: bool = True  # whether an Exchange is an edge at all
+    direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
     def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class Objective:
         if self.portable:
             cost = np.where(e.portable, cost, np.inf)
         if not self.direct:
-            cost = np.where(e.kind == MOVE, np.inf, cost)
+            cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
         return cost
 
     def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
