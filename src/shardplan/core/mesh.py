@@ -3,8 +3,8 @@
 Invariants: axis names are unique identifiers; sizes are at least 1; device ids are distinct. Mesh order is row-major
 over the axes: a device's *place* is its index there, its *id* is what `devices` has at that place (`core` says which
 word means what). Every axis is internally a run of *atoms*, its finest sub-axes: the prime factors of the axis, or of
-each part that `split` gave it, major first and ascending; `ordered` says another order, `data=12(3,2,2)`. A name (axis,
-part or atom) denotes a contiguous run of atoms, hence one (size, stride) pair in mesh order; an axis of size 1 has none.
+each part that `split` gave it, major first, and ascending but in `data=12(3,2,2)`. A name (axis, part or atom) denotes
+a contiguous run of atoms, hence one (size, stride) pair in mesh order; an axis of size 1 has none.
 """
 
 from __future__ import annotations
@@ -134,8 +134,10 @@ class Mesh:
         for name in parts:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise LayoutError(f"cannot split {axis!r}: the part name {name!r} is not an identifier")
-        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
-        splits[axis] = {f"{axis}.{name}": n for name, n in parts.items()}
+        return self._with_parts(axis, {f"{axis}.{name}": n for name, n in parts.items()})
+
+    def _with_parts(self, axis: str, parts: dict[str, int]) -> Mesh:
+        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True)} | {axis: parts}
         return _make(dict(zip(self.axes, self.sizes, strict=True)), self.devices, splits)
 
     def ordered(self, axis: str, /, *factors: int) -> Mesh:
@@ -144,12 +146,10 @@ class Mesh:
         >>> print(Mesh(data=12).ordered("data", 3, 2, 2))
         data=12(3,2,2)
         """
-        size = self.span(axis).size
-        if axis not in self.axes or primes(size) != tuple(sorted(factors)):
-            raise LayoutError(f"cannot order {axis!r} of size {size} as {factors}: legal are the primes {primes(size)}")
-        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
-        splits[axis] = _order(axis, factors)
-        return _make(dict(zip(self.axes, self.sizes, strict=True)), self.devices, splits)
+        legal = primes(self.span(axis).size)
+        if axis not in self.axes or legal != tuple(sorted(factors)):
+            raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
+        return self._with_parts(axis, _order(axis, factors))
 
     @property
     def size(self) -> int:
@@ -325,16 +325,13 @@ def _make(table: dict[str, int], devices: Iterable[int] | None, splits: dict[str
 
 
 def _order(axis: str, factors: tuple[int, ...]) -> dict[str, int]:
-    """The parts of an axis whose prime factors stand in this order: none where that is the ascending one."""
     return {} if list(factors) == sorted(factors) else {f"{axis}.{k}": p for k, p in enumerate(factors)}
 
 
 def _axis_text(axis: str, size: int, parts: Parts) -> str:
-    if not parts:
-        return f"{axis}={size}"
-    if parts[0][0] == f"{axis}.0":
+    if parts and parts[0][0] == f"{axis}.0":
         return f"{axis}={size}({','.join(str(k) for _, k in parts)})"
-    return f"{axis}=({','.join(f'{n[len(axis) + 1 :]}={k}' for n, k in parts)})"
+    return f"{axis}=({','.join(f'{n[len(axis) + 1 :]}={k}' for n, k in parts)})" if parts else f"{axis}={size}"
 
 
 def _devices_text(devices: tuple[int, ...]) -> str:
@@ -367,15 +364,12 @@ def scan_mesh(scanner: Scanner) -> Mesh:
             table[name] = math.prod(parts.values())
         else:
             table[name] = scanner.integer("the size of an axis")
-            at = scanner.position
             if scanner.take("("):
-                factors: list[int] = []
-                while not scanner.take(")"):
+                factors = [scanner.integer("a prime factor of an axis")]
+                while scanner.take(","):
                     factors.append(scanner.integer("a prime factor of an axis"))
-                    if not scanner.take(",") and not scanner.peek(")"):
-                        raise scanner.error("expected ',' or ')' in the factors of an axis")
+                scanner.expect(")", "the factors of an axis")
                 if not 0 < table[name] <= MOST_DEVICES or tuple(sorted(factors)) != primes(table[name]):
-                    scanner.position = at
                     raise scanner.error(f"expected the prime factors of {table[name]}, in any order")
                 splits[name] = _order(name, tuple(factors))
         if not scanner.take(","):

@@ -30,9 +30,8 @@ from shardplan.movement.redistribution.space import (
     ROOT,
     SCATTER,
     SPREAD,
-    Space,
 )
-from shardplan.movement.redistribution.tiled import Tiled
+from shardplan.movement.redistribution.tiled import Graph
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -48,7 +47,7 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, a: int, b: int, priced: Space | Tiled | None = None) -> list[Op]:
+def edge(p: Problem, a: int, b: int, priced: Graph | None = None) -> list[Op]:
     """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it."""
     graph, mesh = p.graph, p.source.mesh
     e = (priced or graph).row(a)
@@ -97,7 +96,7 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int], priced: Space | Tiled | None = None) -> list[Op]:
+def ops_of_path(p: Problem, nodes: Sequence[int], priced: Graph | None = None) -> list[Op]:
     """Return the ops along a path of states."""
     return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, priced)]
 

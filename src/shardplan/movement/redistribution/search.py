@@ -2,7 +2,7 @@
 
 The heuristic is what a device still lacks of its destination box, which every path must deliver; it is admissible and,
 because one op's cost is priced on the worst device, consistent in the sense A* needs (a step never pays for more than
-it brings). Pure functions on a `Space`; nothing here knows devices, dtypes or programs.
+it brings). Pure functions on a graph; nothing here knows devices, dtypes or programs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardplan.movement.redistribution.space import (
     RENAME,
     SCATTER,
     Edges,
-    Space,
 )
+from shardplan.movement.redistribution.tiled import Graph
 
 # Ties go to fewer steps: far below what a round costs (0.002), far above the rounding of a sum. In units of the bound.
 STEP = 1e-7
@@ -61,7 +61,7 @@ class Objective:
     direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
-    def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def price(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
             cost = e.bytes * self.byte + e.rounds * self.turn
@@ -75,7 +75,7 @@ class Objective:
             cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
         return cost
 
-    def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def _timed(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Seconds of every edge: what a gather costs goes by the bytes held, what messages cost by those received."""
         rates = self.rates
         assert rates is not None
@@ -108,7 +108,7 @@ class Path:
     exact: bool
 
 
-def lacking(graph: Space, t: int) -> np.ndarray:
+def lacking(graph: Graph, t: int) -> np.ndarray:
     """Return, for every type, the fraction of the array that the worst device still lacks of `t`: a lower bound.
 
     Where the partial or root parts differ a device may make its box of what it holds, so nothing is claimed; but a
@@ -123,7 +123,7 @@ def lacking(graph: Space, t: int) -> np.ndarray:
 
 
 def shortest(
-    graph: Space,
+    graph: Graph,
     s: int,
     t: int,
     objective: Objective,
@@ -192,7 +192,7 @@ def _least_rate(objective: Objective) -> float:
     return float(min(positive, default=0.0)) * _RATE_SHARE
 
 
-def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) -> Path | None:
+def tightest(graph: Graph, s: int, t: int, allowed: np.ndarray, portable: bool) -> Path | None:
     """Return the path whose largest (operand + result) is least: what a memory limit asks for at the very least.
 
     Dijkstra's algorithm with the maximum for the sum.

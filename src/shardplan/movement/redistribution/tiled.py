@@ -167,10 +167,13 @@ class Tiled:
         return Edges(*full)
 
 
+Graph = Space | Tiled
+
+
 class Priced(NamedTuple):
     """A graph to search for one problem."""
 
-    graph: Space | Tiled
+    graph: Graph
     allowed: np.ndarray  # types that a path may visit
     whole: bool  # all that are legal within the bound are among them, at their true bytes
     countable: bool  # and at their true rounds
