@@ -10,7 +10,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import Exchange
+from shardplan.core.ops import Exchange, Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 
@@ -222,12 +222,21 @@ def bound(s: TensorType, t: TensorType) -> int:
 
 
 def cost(program: Program, bound_bytes: int) -> float:
-    """The objective without a topology: worst-device bytes summed over steps, and the charge of the rounds."""
+    """The objective of a chain without a topology: what the worst device of a step sends or receives, and its rounds.
+
+    A chunk is a round.
+    """
     total = 0.0
     for step in program.steps:
         types = [program.types[o] for o in step.operands]
-        total += int(step.op.received(*types).max(initial=0)) + ROUND_CHARGE * bound_bytes * step.op.rounds(*types)
+        rounds = step.op.rounds(*types) * step.op.chunks
+        total += moved(step.op, *types) + ROUND_CHARGE * bound_bytes * rounds
     return total
+
+
+def moved(op: Op, *types: TensorType) -> int:
+    """The larger of the bytes that a device sends and receives."""
+    return max(int(op.sent(*types)[1].max(initial=0)), int(op.received(*types).max(initial=0)))
 
 
 def live_peak(program: Program) -> int:

@@ -383,7 +383,7 @@ def test_corrupt_plan_files(capsys, plan_file):
         b"\xff\xfe\x00",
         b"[]",
         b'{"format": 99}',
-        b'{"format": 1}',
+        b'{"format": 2}',
         b"program\n  input",
     ):
         plan_file.write_bytes(content)

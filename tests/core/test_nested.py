@@ -34,6 +34,10 @@ class Rearranged(Op):
     def received(self, *operands: TensorType) -> np.ndarray:
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        ids = operands[0].mesh.ids
+        return ids, np.zeros(len(ids), dtype=np.int64)
+
     def rounds(self, *operands: TensorType) -> int:
         return 0
 
@@ -133,8 +137,8 @@ def test_a_repeat_costs_what_its_body_written_out_costs(program: Program) -> Non
     assert predict(program).seconds == pytest.approx(predict(whole).seconds)
     topology = sp.Topology.load("dgx-a100", nodes=2)
     fabric = fabric_of(topology, program.meshes)
-    seconds, levels = priced(program, fabric)
-    assert (seconds, *levels) == pytest.approx((sum_of := priced(whole, fabric))[:1] + sum_of[1])
+    seconds, transfer, levels = priced(program, fabric)
+    assert (seconds, transfer, *levels) == pytest.approx((sum_of := priced(whole, fabric))[:2] + sum_of[2])
     assert predict(program, topology).seconds == pytest.approx(seconds)
     assert sum(leaf.times for leaf in program_leaves(program)) == len(list(turns(program)))
 
@@ -282,7 +286,7 @@ def test_moves_together_are_priced_on_the_same_links() -> None:
         return Program(op.body.inputs, [Step(op, tuple(names), results)], results)
 
     def cost(p: Program) -> float:
-        return priced(p, fabric_of(topology, p.meshes))[0]
+        return priced(p, fabric_of(topology, p.meshes)).seconds
 
     one = cost(alone)
     assert cost(pair((s, t))) == one
@@ -315,7 +319,7 @@ def test_a_repeat_of_swaps_is_certified() -> None:
     body = Program({"a": A, "b": B}, [swap, *back], ("e", "f"))
     program = Program({"0": A, "1": B}, [Step(Repeat(5, body, 2), ("0", "1"), ("2", "3"))], ("2", "3"))
     assert Program.parse(str(program)) == program
-    claims = derive(program, (A, B), (A, B), None)
+    claims = derive(program, (A, B), (A, B), None).claims
     assert claims["received_bytes"] == tuple(5 * n for n in account(body).received.tolist()) != (0, 0, 0, 0)
     assert claims["rounds"] == 5 * (2 + 2 + 2) and claims["types"] == (A, B)
     data = arrays(program)
@@ -368,4 +372,4 @@ def test_ninety_six_layers_cost_what_one_does() -> None:
     assert account(program).received.tolist() == [10**9 * 128] * 2
     assert Program.parse(str(program)) == program
     topology = sp.Topology.load("nominal", devices=2)
-    assert predict(program, topology).seconds == priced(program, fabric_of(topology, program.meshes))[0] > 1
+    assert predict(program, topology).seconds == priced(program, fabric_of(topology, program.meshes)).seconds > 1

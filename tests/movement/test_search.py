@@ -12,12 +12,12 @@ import pytest
 import oracle
 import shardplan as sp
 from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
-from shardplan.core.ops import AllGather, AllToAll, Exchange, Slice
+from shardplan.core.ops import AllGather, AllToAll, Exchange, Op, Slice
 from shardplan.movement.redistribution.candidates import is_portable
 from shardplan.movement.redistribution.closed_form import closed_form, counts
 from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
-from shardplan.movement.redistribution.search import STEP, Objective, shortest, tightest
+from shardplan.movement.redistribution.search import STEP, Needs, Objective, narrowest, shortest
 from shardplan.movement.redistribution.space import LOCAL, MOVE
 
 NONE: Marks = (frozenset(), frozenset())
@@ -167,21 +167,35 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             if a == b or not math.isfinite(row.bytes[b]):
                 continue
-            found, received, rounds, portable = t, 0, 0, True
+            found, received, moved, rounds = t, 0, 0, 0
             for op in edge(p, a, b):
                 received += int(op.received(found).max())
+                moved += oracle.moved(op, found)
                 rounds += op.rounds(found)
-                portable &= is_portable(op, t)
                 (found,) = op.infer(found)
             where = f"{t} -> {u}: {[str(op) for op in edge(p, a, b)]}"
             assert found == u, where
             assert received == pytest.approx(row.bytes[b] * t.nbytes, abs=1e-6), where
-            assert portable == row.portable[b], where
+            small = edge(p, a, b, portable=True)
+            assert all(is_portable(op, t) for op in small) == math.isfinite(row.portable[b]), where
             assert row.kind[b] != LOCAL or received == rounds == 0, where
             if row.kind[b] == MOVE and not divides(t, u):
                 assert rounds <= row.rounds[b] <= rounds + 1, where
-            else:
-                assert rounds == row.rounds[b], where
+                continue  # receivers of a tile want more of it or less, so that one of its holders may send more
+            assert rounds == row.rounds[b], where
+            assert moved == received, where
+            if math.isfinite(row.portable[b]):
+                least = sum(oracle.moved(op, x) for op, x in zip(small, along(small, t), strict=True))
+                most = row.portable[b] * t.nbytes
+                assert least == pytest.approx(most, abs=1e-6) if one_prime(sizes) else least <= most + 1e-6, where
+
+
+def along(ops: list[Op], t: sp.TensorType) -> list[sp.TensorType]:
+    """The operand of each of a chain of ops."""
+    types = [t]
+    for op in ops:
+        types += op.infer(types[-1])
+    return types[:-1]
 
 
 def cheapest(prices: np.ndarray) -> np.ndarray:
@@ -211,9 +225,11 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
             continue
         assert path.exact
         assert path.cost == pytest.approx(best[s, t], rel=1e-9)
-        narrow = tightest(graph, s, t, np.ones(len(every), dtype=bool), portable=False)
+        needs = Needs(graph.types, np.ones(graph.types.shape), graph.size * 2**20, 0, None, 0.0)
+        narrow = narrowest(graph, s, t, needs, np.ones(len(every), dtype=bool), portable=False, budget=len(every))
         assert narrow is not None
         width = max(both[a, b] for a, b in itertools.pairwise(narrow.nodes))
+        assert narrow.cost == pytest.approx(width * 2**20, abs=1)
         # No path is left among the steps that are narrower.
         assert cheapest(np.where(legal & (both < width * (1 - 1e-9)), 1.0, np.inf))[s, t] == math.inf
 

@@ -19,9 +19,8 @@ from shardplan.plans.bounds import (
     Tiles,
     all_gather_bound,
     all_reduce_bound,
-    batch_lower_bound_seconds,
     crossing,
-    lower_bound_seconds,
+    moves_bound,
     reduce_scatter_bound,
 )
 from shardplan.plans.pricing import boxes_on
@@ -132,23 +131,23 @@ def test_gathering_a_row():
     dst = np.broadcast_to(np.array([[0, 4000]]), (4, 1, 2))
     fabric = Fabric(topology, launch=1e-6)
     # Each node lacks 2000 elements of 4 bytes and has two ports of 1 GB/s.
-    assert lower_bound_seconds(src, dst, 4, np.arange(4), fabric) == pytest.approx(1e-6 + 5e-6 + 8000 / 2e9)
-    assert lower_bound_seconds(src, src, 4, np.arange(4), fabric) == 0
+    assert moves_bound([(src, dst, 4)], np.arange(4), fabric).seconds == pytest.approx(1e-6 + 5e-6 + 8000 / 2e9)
+    assert moves_bound([(src, src, 4)], np.arange(4), fabric).seconds == 0
     swapped = src[[1, 0, 3, 2]]
-    assert lower_bound_seconds(src, swapped, 4, np.arange(4), fabric) == pytest.approx(2e-6 + 4000 / 10e9)
+    assert moves_bound([(src, swapped, 4)], np.arange(4), fabric).seconds == pytest.approx(2e-6 + 4000 / 10e9)
 
 
 def test_tensors_of_a_batch_share_the_wires():
     src = np.array([[[0, 1000]], [[1000, 2000]]])
     dst = np.broadcast_to(np.array([[0, 2000]]), (2, 1, 2))
     # Each device lacks 1000 elements of 4 bytes and 1000 of 2.
-    bound = batch_lower_bound_seconds([(src, dst, 4), (src, dst, 2)], np.arange(2), Fabric(switches(2)))
+    bound = moves_bound([(src, dst, 4), (src, dst, 2)], np.arange(2), Fabric(switches(2))).seconds
     assert bound == pytest.approx((4000 + 2000) / GB)
     # One receiver, and a sender for each tensor; one sender, and a receiver for each.
     cell, none = [[0, 1000]], [[0, 0]]
     first, second, third = (np.array([cell if d == k else none for d in range(3)]) for k in range(3))
     for moves in ([(first, third, 4), (second, third, 2)], [(third, first, 4), (third, second, 2)]):
-        assert batch_lower_bound_seconds(moves, np.arange(3), Fabric(switches(3))) == pytest.approx(6000 / GB)
+        assert moves_bound(moves, np.arange(3), Fabric(switches(3))).seconds == pytest.approx(6000 / GB)
 
 
 @given(st.sampled_from(LIBRARIES), st.booleans(), st.one_of(some.pairs(some.KINDS), some.cross_pairs(), some.batches()))
@@ -198,7 +197,7 @@ def test_no_exchange_beats_the_bound(topology, data, library):
                 receiver.append(d)
     fabric = Fabric(replace(topology, library=library))
     pattern = Messages(np.array(sender, np.int64), np.array(receiver, np.int64), np.full(len(sender), 1000.0))
-    bound = lower_bound_seconds(src, dst, 1000, np.arange(n), fabric)
+    bound = moves_bound([(src, dst, 1000)], np.arange(n), fabric).seconds
     assert bound <= seconds(pattern, fabric) * (1 + 1e-9)
     assert (bound > 0) == bool(sender)
 
@@ -259,7 +258,7 @@ SMALL = (
 def cell_bound(topology, src, dst):
     """The bound in seconds of bytes laid out in rows, and who holds and wants every cell."""
     sides = [[{d for d in range(len(x)) if x[d, 0, 0] <= c < x[d, 0, 1]} for c in range(x.max())] for x in (src, dst)]
-    return lower_bound_seconds(src, dst, 1, np.arange(topology.size), Fabric(topology)), *sides
+    return moves_bound([(src, dst, 1)], np.arange(topology.size), Fabric(topology)).seconds, *sides
 
 
 def lettered(side):

@@ -7,14 +7,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
 import shardplan as sp
 import strategies as some
 from benchmarks import suites
-from shardplan.core.accounting import account
+from shardplan.core.accounting import account, lower_bound
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
 from shardplan.core.step import Step
 from shardplan.errors import CertificateError, ParseError, ShardplanError
@@ -51,7 +53,7 @@ def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for name in ("peak_bytes", "bound_bytes", "workspace_bytes", "total_lower_bound_bytes", "rounds"):
         out += [(name, getattr(c, name) + d) for d in (1, -1)]
-    for name in ("received_bytes", "lower_bound_bytes"):
+    for name in ("sent_bytes", "received_bytes", "lower_bound_bytes"):
         value: tuple[int, ...] = getattr(c, name)
         k = rng.randrange(len(value))
         out += [(name, (*value[:k], value[k] + 1, *value[k + 1 :])), (name, value[1:]), (name, (*value, 0))]
@@ -78,7 +80,7 @@ def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
     out += [("status", "proved"), ("status", ""), ("algorithm", "magic"), ("algorithm", "")]
     if c.where is None:
         out.append(("algorithm", "ring"))
-    if c.gap != 1.0:
+    if c.status != "floor":
         out.append(("status", "floor"))
     topology = None if c.where is not None else sp.Topology.load("dgx-a100", nodes=8)
     out.append(("where", topology))
@@ -218,10 +220,10 @@ def test_an_edited_program_in_a_plan_file_is_rejected(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("{", "Input data was truncated"),
-        ("[]", "format 'list'; this version reads format 1"),
-        ('{"format": 2}', "format 2; this version reads format 1"),
-        ('{"format": 1}', "missing 'certificate'"),
-        ('{"format": 1, "certificate": {}}', "missing 'sources'"),
+        ("[]", "format 'list'; this version reads format 2"),
+        ('{"format": 1}', "format 1; this version reads format 2"),
+        ('{"format": 2}', "missing 'certificate'"),
+        ('{"format": 2, "certificate": {}}', "missing 'sources'"),
     ],
 )
 def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
@@ -238,13 +240,45 @@ def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
 @given(st.one_of(some.pairs(("even", "uneven", "partial", "rooted")), some.cross_pairs()))
 def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
     c = sp.redistribute(*pair).certificate
-    assert (c.status == "floor") == (max(c.received_bytes) == max(c.lower_bound_bytes)) == (c.gap == 1.0)
+    ops = [(s.op, [c.program.types[o] for o in s.operands]) for s in c.program.steps]
+    moved = [max(int(op.sent(*t)[1].max()), int(op.received(*t).max())) for op, t in ops]
     assert c.level_bytes == ()
-    assert c.seconds == sum(
-        s.op.rounds(*(c.program.types[o] for o in s.operands)) * 5e-6
-        + int(s.op.received(*(c.program.types[o] for o in s.operands)).max()) / 50e9
-        for s in c.program.steps
-    )
+    assert c.seconds == sum(op.rounds(*t) * 5e-6 + n / 50e9 for (op, t), n in zip(ops, moved, strict=True))
+    least = least_bytes(*pair)
+    assert (c.status == "floor") == (sum(moved) <= 1.001 * least)
+    assert c.lower_bound_seconds == pytest.approx(least / 50e9 + 5e-6 * (least > 0))
+    assert max(c.received_bytes) <= sum(moved) and max(c.sent_bytes) <= sum(moved)
+
+
+def least_bytes(s: sp.TensorType, t: sp.TensorType) -> float:
+    """What the worst device, or the devices that hold one box, or all that hold any, must send or receive: by element.
+
+    Senders only where neither end is partial.
+    """
+    devices = tuple(sorted({*s.mesh.devices, *t.mesh.devices}))
+    most = float(lower_bound(s, t, devices).max(initial=0))
+    if s.layout.partial or t.layout.partial:
+        return most
+    held: dict[oracle.Box, set[int]] = {}
+    for k, d in enumerate(s.mesh.devices):
+        if oracle.at_root(s, k) and oracle.volume(oracle.box(s, k)):
+            held.setdefault(oracle.box(s, k), set()).add(d)
+    everyone = {d for holders in held.values() for d in holders}
+    for box, holders in [*held.items(), (tuple((0, n) for n in s.shape), everyone)]:
+        wanted = np.zeros(s.shape, dtype=bool)
+        for k, d in enumerate(t.mesh.devices):
+            if d not in holders and oracle.at_root(t, k):
+                wanted[oracle.index(oracle.box(t, k))] = True
+        most = max(most, float(wanted[oracle.index(box)].sum()) * s.itemsize / len(holders))
+    return most
+
+
+def test_senders_count_to_the_floor() -> None:
+    """Two hold what eight want: nobody can receive it faster than they send it."""
+    here, there = sp.Mesh(x=2), sp.Mesh({"y": 8}, devices=range(2, 10))
+    c = sp.redistribute(sp.TensorType.parse("i8[32@x]", here), sp.TensorType.parse("i8[32@y]", there)).certificate
+    assert c.sent_bytes == (16, 16, *[0] * 8) and c.received_bytes == (0, 0, *[4] * 8) and c.status == "floor"
+    assert c.lower_bound_seconds == 16 / 50e9 + 5e-6
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

@@ -38,7 +38,9 @@ class Account:
     workspace_bytes: int  # largest sum of live values, results and staging during a step
     step_workspaces: tuple[int, ...]
     received: np.ndarray  # int64 [devices]
+    sent: np.ndarray  # int64 [devices]
     step_received: tuple[int, ...]  # bytes at the worst device, per step; of a body's steps in turn the sum
+    step_moved: tuple[int, ...]  # the same of the larger of what a device sends and receives
     rounds: tuple[int, ...]
     latencies: tuple[int, ...]  # rounds, each as often as there are chunks
 
@@ -56,6 +58,10 @@ class _Ledger:
         out = np.zeros(len(self.devices), dtype=values.dtype)
         out[np.searchsorted(self.ids, ids)] = values
         return out
+
+    def level(self, ids: np.ndarray, values: np.ndarray) -> Bytes:
+        most = int(values.max(initial=0))
+        return most if len(ids) == len(self.devices) and bool((values == most).all()) else self.spread(ids, values)
 
     def size(self, t: TensorType) -> Bytes:
         if t.all_even and t.mesh.size == len(self.devices):
@@ -110,22 +116,25 @@ class _Entry(NamedTuple):
 
     staging: int
     received: Bytes
+    sent: Bytes
     most_received: int
+    most_moved: int
     rounds: int
     latencies: int
 
 
 def _entry(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
-    ids, got = op.devices(*results), op.received(*operands)
-    most, rounds = int(got.max(initial=0)), op.rounds(*operands)
-    alike = len(ids) == len(ledger.devices) and bool((got == most).all())
-    received = most if alike else ledger.spread(ids, got)
+    got, given = ledger.level(op.devices(*results), op.received(*operands)), ledger.level(*op.sent(*operands))
+    received = _worst(got)
+    moved = max(received, _worst(given))
+    rounds = op.rounds(*operands)
     latencies = rounds * op.chunks
     if isinstance(op, Nested):
         inner = books_of(op.body)
         latencies = max(inner.latencies) if op.at_once else op.times * sum(inner.latencies)
-        most = most if op.at_once else op.times * sum(inner.step_received)
-    return _Entry(op.staging(*operands), received, most, rounds, latencies)
+        if not op.at_once:
+            received, moved = (op.times * sum(each) for each in (inner.step_received, inner.step_moved))
+    return _Entry(op.staging(*operands), got, given, received, moved, rounds, latencies)
 
 
 def account(program: Program) -> Account:
@@ -134,9 +143,11 @@ def account(program: Program) -> Account:
     start, found = holds(program, program.devices)
     peak = _worst(start)
     received: Bytes = 0
+    sent: Bytes = 0
     known: dict[tuple[Op, tuple[TensorType, ...]], _Entry] = {}  # the layers of a model repeat the same few
     workspaces: list[int] = []
     step_received: list[int] = []
+    step_moved: list[int] = []
     rounds: list[int] = []
     latencies: list[int] = []
     for step, hold in zip(program.steps, found, strict=True):
@@ -146,8 +157,9 @@ def account(program: Program) -> Account:
             entry = known[step.op, operands] = _entry(step.op, operands, results, ledger)
         workspaces.append(_worst(hold.during) + entry.staging)
         peak = max(peak, _worst(hold.after))
-        received = received + entry.received
+        received, sent = received + entry.received, sent + entry.sent
         step_received.append(entry.most_received)
+        step_moved.append(entry.most_moved)
         rounds.append(entry.rounds)
         latencies.append(entry.latencies)
     return Account(
@@ -157,7 +169,9 @@ def account(program: Program) -> Account:
         workspace_bytes=max([_worst(start), *workspaces]),
         step_workspaces=tuple(workspaces),
         received=np.zeros(len(program.devices), dtype=np.int64) + received,
+        sent=np.zeros(len(program.devices), dtype=np.int64) + sent,
         step_received=tuple(step_received),
+        step_moved=tuple(step_moved),
         rounds=tuple(rounds),
         latencies=tuple(latencies),
     )

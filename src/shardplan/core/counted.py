@@ -29,6 +29,12 @@ class Counted:
         """Return the elements that each device of a type's mesh receives, int64 [devices] in mesh order."""
         return self.received[np.searchsorted(self.devices, t.mesh.ids)]
 
+    def sent_by(self, t: TensorType) -> Ints:
+        """Return the elements that each device of a type's mesh sends, int64 [devices] in mesh order."""
+        sent = np.zeros_like(self.received)
+        np.add.at(sent, np.searchsorted(self.devices, self.messages[0]), self.messages[2])
+        return sent[np.searchsorted(self.devices, t.mesh.ids)]
+
 
 def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Counted:
     """Count the lowering from type `t` to `u` that `lower` gives for devices."""

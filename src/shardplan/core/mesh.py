@@ -134,22 +134,22 @@ class Mesh:
         for name in parts:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise LayoutError(f"cannot split {axis!r}: the part name {name!r} is not an identifier")
-        return self._with_parts(axis, {f"{axis}.{name}": n for name, n in parts.items()})
+        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
+        return self.with_parts(splits | {axis: {f"{axis}.{name}": n for name, n in parts.items()}})
 
-    def _with_parts(self, axis: str, parts: dict[str, int]) -> Mesh:
-        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True)} | {axis: parts}
-        return _make(dict(zip(self.axes, self.sizes, strict=True)), self.devices, splits)
+    def with_parts(self, splits: Mapping[str, Mapping[str, int]]) -> Mesh:
+        """Return this mesh split like that: by axis the names and sizes of its parts, as `parts` has them."""
+        mesh = Mesh.__new__(Mesh)
+        _set(mesh, self.shape, self.devices, splits)
+        return mesh
 
     def ordered(self, axis: str, /, *factors: int) -> Mesh:
-        """Return this mesh with the prime factors of `axis` in another order, major first.
-
-        >>> print(Mesh(data=12).ordered("data", 3, 2, 2))
-        data=12(3,2,2)
-        """
+        """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
         legal = primes(self.span(axis).size)
         if axis not in self.axes or legal != tuple(sorted(factors)):
             raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
-        return self._with_parts(axis, _order(axis, factors))
+        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
+        return self.with_parts(splits | {axis: _order(axis, factors)})
 
     @property
     def size(self) -> int:
@@ -274,8 +274,7 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
             raise LayoutError(f"axis name {shown(name)} is not an identifier")
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"axis {name!r} has size {shown(size)}: sizes are integers of at least 1")
-    axes, sizes = tuple(table), tuple(int(s) for s in table.values())
-    count = math.prod(sizes)
+    count = math.prod(int(s) for s in table.values())
     if count > MOST_DEVICES:
         raise LayoutError(f"the mesh {shown(table)} has too many devices; a mesh has at most {MOST_DEVICES}")
     ids = tuple(range(count)) if devices is None else _device_ids(devices)
@@ -286,6 +285,12 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
         raise LayoutError(f"device {twice} is listed twice; the device ids of a mesh are distinct")
     if ids and min(ids) < 0:
         raise LayoutError(f"device {min(ids)} is negative; device ids are 0 or more")
+    _set(mesh, {a: int(s) for a, s in table.items()}, ids, splits)
+
+
+def _set(mesh: Mesh, shape: Mapping[str, int], ids: tuple[int, ...], splits: Mapping[str, Mapping[str, int]]) -> None:
+    """Set the fields of a mesh from what was checked."""
+    axes, sizes, count = tuple(shape), tuple(shape.values()), len(ids)
     parts = tuple(tuple(splits.get(a, {}).items()) for a in axes)
     atoms, spans = _index(axes, sizes, parts)
     # Ids in a row are compared, and hashed, as a range: in constant time.
@@ -365,10 +370,7 @@ def scan_mesh(scanner: Scanner) -> Mesh:
         else:
             table[name] = scanner.integer("the size of an axis")
             if scanner.take("("):
-                factors = [scanner.integer("a prime factor of an axis")]
-                while scanner.take(","):
-                    factors.append(scanner.integer("a prime factor of an axis"))
-                scanner.expect(")", "the factors of an axis")
+                factors = scanner.integers(")", "a prime factor of an axis", "the factors of an axis")
                 if not 0 < table[name] <= MOST_DEVICES or tuple(sorted(factors)) != primes(table[name]):
                     raise scanner.error(f"expected the prime factors of {table[name]}, in any order")
                 splits[name] = _order(name, tuple(factors))
@@ -377,11 +379,7 @@ def scan_mesh(scanner: Scanner) -> Mesh:
     devices: Iterable[int] | None = None
     if scanner.take("devices="):
         if scanner.take("["):
-            devices = listed = []
-            while not scanner.take("]"):
-                listed.append(scanner.integer("a device id"))
-                if not scanner.take(",") and not scanner.peek("]"):
-                    raise scanner.error("expected ',' or ']' in the devices")
+            devices = scanner.integers("]", "a device id", "the devices")
         else:
             first = scanner.integer("the first device id")
             scanner.expect(":", "a range of devices")

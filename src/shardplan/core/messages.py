@@ -1,10 +1,9 @@
 """Who sends which box to whom, vectorised over devices.
 
 The *general move* from a type `s` to a type `t`, on the same mesh or another, sends each device of `t` what it lacks of
-its box. The holder rule: of the replicas of a source tile, the sender is the device with the tile's coordinates on the
-source's axes and the receiver's own coordinates elsewhere. A receiver never gets what it holds, and replicas share the
-load. All functions work on any tiling; those that take even types only say so. Where one end is a table of boxes,
-`core.parcels` says who sends.
+its box: a receiver never gets what it holds, and who sends what several devices hold is said in `core.holders`, or,
+where one end is a table of boxes, in `core.parcels`. All functions work on any tiling; those that take even types only
+say so.
 
 Arrays over devices have a row a place of the mesh that is meant: senders are places of `s`, receivers places of `t`.
 """
@@ -18,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.holders import choose
 from shardplan.core.parcels import Parcels, Rows, parcels_of
 from shardplan.core.tensor import TensorType, counter, live_reduction
 
-MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are bounded, not listed
+MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are not listed only to decide what types
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times, and then no more
 
 
@@ -51,15 +51,6 @@ def tiles(t: TensorType, dim: int) -> np.ndarray:
     return np.stack([lo, hi], axis=1)
 
 
-def _offsets(t: TensorType, dim: int) -> np.ndarray:
-    """What the number of a tile of a dim adds to the place of its holder: int64 [tiles]."""
-    out = np.zeros(1, dtype=np.int64)
-    for name in t.layout.dims[dim]:
-        span = t.mesh.span(name)
-        out = (out[:, None] + np.arange(span.size) * span.stride).reshape(-1)
-    return out
-
-
 def own_places(s: TensorType, t: TensorType) -> np.ndarray:
     """Return, for every device of `t`, its place in the mesh of `s`, or -1 where it has none: int64 [t.mesh.size]."""
     if s.mesh is t.mesh or s.mesh.devices == t.mesh.devices:
@@ -81,28 +72,23 @@ def tabled(s: TensorType, t: TensorType) -> bool:
     return s.layout.boxes is not None or t.layout.boxes is not None
 
 
-def _rows(t: TensorType, share: np.ndarray) -> Rows:
-    """What the devices of a type hold, `share` by place."""
-    table, order = t.layout.boxes, np.argsort(t.mesh.ids)
+def _rows(t: TensorType, axes: tuple[str, ...]) -> Rows:
+    """What the devices of a type hold, in groups over `axes`."""
+    table, order, group = t.layout.boxes, np.argsort(t.mesh.ids), _numbered(t, axes)
     if table is not None:
         places = order[np.searchsorted(t.mesh.ids, table.ids, sorter=order)]
-        return Rows(places, table.ids, table.boxes, table.offsets, table.strides, share[places])
+        return Rows(places, table.ids, table.boxes, table.offsets, table.strides, group[places])
     places = order[(at_root(t) & (t.elements() > 0))[order]]
     boxes = t.boxes()[places]
     inner = np.cumprod((boxes[..., 1] - boxes[..., 0])[:, ::-1], axis=1)[:, ::-1]
     strides = np.concatenate([inner[:, 1:], np.ones_like(inner[:, :1])], axis=1)
-    return Rows(places, t.mesh.ids[places], boxes, np.zeros_like(places), strides, share[places])
+    return Rows(places, t.mesh.ids[places], boxes, np.zeros_like(places), strides, group[places])
 
 
 @lru_cache(maxsize=RECENT)
-def parcels(s: TensorType, t: TensorType) -> Parcels:
-    """Return the boxes of which the general move consists where either type lies in a table.
-
-    Of a source with a layout the holder rule leaves one replica of each tile for each receiver.
-    """
-    if s.layout.boxes is not None:
-        return parcels_of(_rows(s, np.zeros(s.mesh.size)), _rows(t, np.zeros(t.mesh.size)))
-    return parcels_of(_rows(s, _bases(s, s)), _rows(t, _bases(s, t)))
+def parcels(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Parcels:
+    """Return the boxes of which the general move consists where either type lies in a table; the rest as `messages`."""
+    return parcels_of(_rows(s, axes), _rows(t, axes), near)
 
 
 @lru_cache(maxsize=RECENT)
@@ -128,17 +114,6 @@ def lacking(s: TensorType, t: TensorType) -> np.ndarray:
     return np.where(at_root(t), t.elements() - kept(s, t), 0) * t.itemsize
 
 
-def _bases(s: TensorType, t: TensorType) -> np.ndarray:
-    """The place, for each receiver, of the holder of the source's first tile: what `_offsets` are added to."""
-    places = own_places(s, t)
-    # A receiver that is not on the mesh of `s` stands in for one that is, in turn: so replicas share the load.
-    bases = np.where(places >= 0, places, np.arange(t.mesh.size) % s.mesh.size)
-    for name in (*(n for d in s.layout.dims for n in d), *s.layout.root):
-        span = s.mesh.span(name)
-        bases = bases - bases // span.stride % span.size * span.stride
-    return bases
-
-
 def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per dim, the first and one-past-last source tile that each receiver's box meets.
 
@@ -157,15 +132,25 @@ def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]
     return out
 
 
+def _numbered(t: TensorType, axes: tuple[str, ...]) -> np.ndarray:
+    """Number the groups over `axes` (none: one group) and, in each, the addends: int64 [devices], by place."""
+    busy = set(t.mesh.expand(axes or t.mesh.axes)) - set(t.mesh.expand(t.layout.partial))
+    fixed = tuple(t.mesh.atoms[k].name for k in range(len(t.mesh.atoms)) if k not in busy)
+    return t.mesh.index(fixed)
+
+
 @lru_cache(maxsize=RECENT)
-def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def messages(
+    s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return all messages of the general move: senders, receivers, elements; int64 arrays [M].
 
     What a device holds already is not sent. The box of a message is the intersection of the sender's box under `s` with
-    the receiver's under `t`.
+    the receiver's under `t`. Who sends is said in `core.holders`; `axes` are those of the groups, () for the whole
+    mesh. A sender is -1 where the group does not hold what is wanted.
     """
     if tabled(s, t):
-        found = parcels(s, t)
+        found = parcels(s, t, near, axes)
         away = [ends[~found.kept] for ends in found.ends]
         pairs, number = np.unique(away[0] * t.mesh.size + away[1], return_inverse=True)
         size = np.zeros(len(pairs), dtype=counter(t))
@@ -173,18 +158,22 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
         return pairs // t.mesh.size, pairs % t.mesh.size, size
     ranges = _ranges(s, t)
     cuts = [tiles(s, d) for d in range(s.ndim)]
-    offsets = [_offsets(s, d) for d in range(s.ndim)]
-    bases, boxes, own = _bases(s, t), t.boxes(), own_places(s, t)
+    boxes, own = t.boxes(), own_places(s, t)
+    # Tiles are numbered over all dims; with partial axes, or groups, those of each addend and group by themselves.
+    apart = bool(axes or s.layout.partial)
+    have = _numbered(s, axes) if apart else np.zeros(s.mesh.size, dtype=np.int64)
+    want = have if apart else np.zeros(t.mesh.size, dtype=np.int64)
+    for names, along in zip(s.layout.dims, cuts, strict=True):
+        have = have * len(along) + s.mesh.index(names)
+    held = np.where((own >= 0) & at_root(s)[own], have[own], -1)
     wanted = at_root(t) & (t.elements() > 0)
     counts = [int(max(1, (last - first).max(initial=0))) for first, last in ranges]
-    senders: list[np.ndarray] = []
     receivers: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
-    everyone = np.arange(t.mesh.size)
     # The loop runs over what is few, the tiles that one box meets (its k-th along every dim); receivers are an array.
     for nth in itertools.product(*(range(c) for c in counts)):
-        live = wanted.copy()
-        sender = bases.copy()
+        live, number = wanted.copy(), want
         size = np.ones(t.mesh.size, dtype=counter(t))
         for d, k in enumerate(nth):
             first, last = ranges[d]
@@ -192,12 +181,15 @@ def messages(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray, np.n
             live &= first + k < last  # this receiver's range may be shorter than the longest
             overlap = np.minimum(cuts[d][tile, 1], boxes[:, d, 1]) - np.maximum(cuts[d][tile, 0], boxes[:, d, 0])
             size *= np.maximum(overlap, 0)
-            sender += offsets[d][tile]
-        live &= (size > 0) & (sender != own)
-        senders.append(sender[live])
-        receivers.append(everyone[live])
+            number = number * len(cuts[d]) + tile
+        live &= (size > 0) & (number != held)
+        receivers.append(np.flatnonzero(live))
+        numbers.append(number[live])
         sizes.append(size[live])
-    return np.concatenate(senders), np.concatenate(receivers), np.concatenate(sizes)
+    receiver, number = np.concatenate(receivers), np.concatenate(numbers)
+    holders = np.flatnonzero(at_root(s) & (s.elements() > 0))
+    chosen = choose(number, t.mesh.ids[receiver], have[holders], s.mesh.ids[holders], near)
+    return np.where(chosen >= 0, holders[chosen], -1), receiver, np.concatenate(sizes)
 
 
 @lru_cache(maxsize=RECENT)
@@ -214,14 +206,6 @@ def most_senders(s: TensorType, t: TensorType) -> int:
     return int(np.where(at_root(t) & (t.elements() > 0), count, 0).max(initial=0))
 
 
-def most_receivers(s: TensorType, t: TensorType) -> int:
-    """Return an upper bound of the number of receivers that a device of the general move sends to, at least 1."""
-    count = np.ones(s.mesh.size, dtype=np.int64)
-    for first, last in _ranges(t, s):  # backwards: the tiles of `t` that a source box meets
-        count *= np.maximum(last - first, 0)
-    return max(1, min(t.mesh.size, int(count.max(initial=0)) * _copies(s, t)))
-
-
 def message_count(s: TensorType, t: TensorType) -> int:
     """Return an upper bound of the number of messages of the general move."""
     if tabled(s, t):
@@ -230,7 +214,7 @@ def message_count(s: TensorType, t: TensorType) -> int:
 
 
 def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
-    """Say whether groups over `axes` hold all that their members need: every sender is its receiver but for those axes.
+    """Say whether groups over `axes` hold all that their members need.
 
     One mesh. Even types are decided by their atoms, small moves by their messages; of large uneven moves some that are
     covered are not recognised.
@@ -238,10 +222,10 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
     free = set(s.mesh.expand(axes))
     if s.all_even and t.all_even:
         return moved_atoms(s, t) <= free
+    if tabled(s, t):
+        return parcels(s, t, (), axes).complete
     if message_count(s, t) <= MOST_MESSAGES:
-        senders, receivers, _ = messages(s, t)
-        fixed = [a for k, a in enumerate(s.mesh.atoms) if k not in free]
-        return all(np.array_equal(senders // a.stride % a.size, receivers // a.stride % a.size) for a in fixed)
+        return bool((messages(s, t, (), axes)[0] >= 0).all())
     # Without the messages: on an axis that no group is over, all tiles that a box meets must have the coordinate of the
     # box's device. The first and the last tile tell, as the range of tiles is contiguous.
     wanted = at_root(t) & (t.elements() > 0)
@@ -257,88 +241,75 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
     return True
 
 
-@lru_cache(maxsize=RECENT)
-def traffic(s: TensorType, t: TensorType) -> Packed:
-    """Return what the busiest device sends and receives in the general move.
+class Served(NamedTuple):
+    """What senders have to do in a general move."""
 
-    A side is contiguous where every message is the sender's whole tile, or the receiver's whole box. Even types on one
-    mesh are counted in closed form (the messages of large meshes are too many to list).
+    elements: np.ndarray  # that each device sends to others, int64 [devices]
+    receivers: int  # of the busiest sender, at least 1
+
+
+@lru_cache(maxsize=RECENT)
+def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Served:
+    """Return what every device sends in the general move; arguments as for `messages`.
+
+    Where all receivers of a tile take equal parts of it, and all tiles of a group are wanted, their holders' shares are
+    counted: the messages of large meshes are too many to list.
+    """
+    if not _alike(s, t, near, axes):
+        senders, _, sizes = messages(s, t, near, axes)
+        sent = np.zeros(s.mesh.size, dtype=counter(s))
+        np.add.at(sent, senders, sizes)
+        return Served(sent, max(1, int(np.bincount(senders, minlength=1).max())))
+    cuts = [(math.prod(s.mesh.atoms[a].size for a in x), math.prod(s.mesh.atoms[a].size for a in y))
+            for x, y in zip(s.atoms, t.atoms, strict=True)]  # fmt: skip
+    part = math.prod(n // max(x, y) for n, (x, y) in zip(s.shape, cuts, strict=True))
+    number = _numbered(s, axes)
+    for names, (count, _) in zip(s.layout.dims, cuts, strict=True):
+        number = number * count + s.mesh.index(names)
+    live = np.flatnonzero(at_root(s))
+    order = live[np.lexsort((s.mesh.ids[live], number[live]))]
+    # Holders of one tile stand side by side, all as many.
+    held = kept(s, t)[order] > 0
+    holders = len(order) // len(np.unique(number[order]))
+    wanting = holders * math.prod(max(1, x // y) for x, y in cuts) - held.reshape(-1, holders).sum(axis=1)
+    turn = wanting[:, None] // holders + (np.arange(holders) < wanting[:, None] % holders)
+    sent = np.zeros(s.mesh.size, dtype=counter(s))
+    sent[order] = turn.reshape(-1) * part
+    return Served(sent, max(1, int(turn.max())))
+
+
+def _alike(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+    """Say whether tiles of one side nest in those of the other in every dim, and groups want all that they hold."""
+    if near or s.mesh != t.mesh or not (s.all_even and t.all_even):
+        return False
+    size = [a.size for a in s.mesh.atoms]
+    counts = [[math.prod(size[a] for a in run) for run in x.atoms] for x in (s, t)]
+    inside = not axes or sharing_atoms(s, t) <= set(s.mesh.expand(axes))
+    return inside and all(max(x, y) % min(x, y) == 0 for x, y in zip(*counts, strict=True))
+
+
+@lru_cache(maxsize=RECENT)
+def traffic(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Packed:
+    """Return what the busiest device sends and receives in the general move; arguments as for `messages`.
+
+    A side is contiguous where every message is the sender's whole tile, or the receiver's whole box.
     """
     got = int((lacking(s, t) // t.itemsize).max(initial=0))
     if not got:
         return Packed(0, 0, True, True)
+    sent = int(served(s, t, near, axes).elements.max())
     if s.mesh == t.mesh and s.all_even and t.all_even:
         inside = [bool(np.all(b - a == 1)) for a, b in _ranges(s, t)]
         around = [bool(np.all(b - a == 1)) for a, b in _ranges(t, s)]
-        return Packed(int(_sent(s, t).max()), got, all(around), all(inside))
-    if message_count(s, t) > MOST_MESSAGES:
-        return Packed(int(s.elements().max()) * _copies(s, t), got, False, False)
-    senders, receivers, sizes = messages(s, t)
+        return Packed(sent, got, all(around), all(inside))
+    senders, receivers, sizes = messages(s, t, near, axes)
     alone = not tabled(s, t)  # a message of several boxes is packed
     return Packed(
-        int(np.bincount(senders, sizes.astype(np.float64)).max()),
+        sent,
         got,
         alone and bool(np.all(sizes == s.elements()[senders])),
         alone and bool(np.all(sizes == t.elements()[receivers])),
     )
-
-
-def _copies(s: TensorType, t: TensorType) -> int:
-    """Return how many receivers of one tile a device may serve at most."""
-    if s.mesh != t.mesh:  # all replicas of the destination tile
-        return t.mesh.size // math.prod(t.mesh.span(n).size for d in t.layout.dims for n in d)
-    # On the axes that the source does not use, every receiver has a holder of its own; on those it uses and the
-    # destination does not, replicas of the destination share one.
-    used = {a for run in s.atoms for a in run}
-    return math.prod(s.mesh.atoms[a].size for a in used - {a for run in t.atoms for a in run})
-
-
-def _sent(s: TensorType, t: TensorType) -> np.ndarray:
-    """Elements that each device sends to others, for even types on one mesh: int64 [devices].
-
-    The receivers that a device serves share its coordinates on the axes that `s` does not use. Over their other
-    coordinates the destination tiles of a dim form a comb; what they take of the device's tile is a difference of the
-    comb's cumulative length, and every combination of tiles is held by equally many receivers.
-    """
-    used = {a for run in s.atoms for a in run}
-    atoms = s.mesh.atoms
-    places = np.arange(s.mesh.size)
-    boxes = s.boxes()
-    taken = np.ones(s.mesh.size, dtype=counter(s))
-    copies = math.prod(atoms[a].size for a in used)
-    for d, run in enumerate(t.atoms):
-        copies //= math.prod(atoms[a].size for a in run if a in used)
-        comb = [_comb_length(boxes[:, d, k], t.shape[d], run, used, s, places) for k in (0, 1)]
-        taken *= comb[1] - comb[0]
-    return np.where(at_root(s), taken * copies - kept(s, t), 0)
-
-
-def _comb_length(
-    position: np.ndarray, n: int, run: tuple[int, ...], free: set[int], s: TensorType, places: np.ndarray
-) -> np.ndarray:
-    """Length of [0, position) inside the tiles of `run` whose digits outside `free` are the device's own: [devices].
-
-    Digit by digit, major first, as one counts the numbers below a given one that have certain digits: what lies in
-    chunks before the one that `position` is in counts in full, then that chunk is entered.
-    """
-    atoms = s.mesh.atoms
-    length = np.zeros_like(position)
-    rest = position.copy()
-    alive = np.ones(position.shape, dtype=bool)  # the chunks entered so far all belong to the comb
-    chunk = n
-    inside = n // math.prod(atoms[a].size for a in run if a not in free)  # matching length in one chunk
-    for a in run:
-        chunk //= atoms[a].size
-        digit = rest // chunk
-        rest = rest - digit * chunk
-        if a in free:
-            inside //= atoms[a].size
-            length += np.where(alive, digit * inside, 0)
-        else:
-            own = places // atoms[a].stride % atoms[a].size
-            length += np.where(alive & (digit > own), inside, 0)
-            alive &= digit == own
-    return length + np.where(alive, rest, 0)
 
 
 def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
@@ -353,6 +324,21 @@ def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
         standing = {(math.prod(size[b] for b in theirs[:k]), a) for k, a in enumerate(theirs)}
         moved |= {a for k, a in enumerate(ours) if (math.prod(size[b] for b in ours[:k]), a) not in standing}
     return moved
+
+
+def sharing_atoms(s: TensorType, t: TensorType) -> set[int]:
+    """Return the atoms of the smallest groups that hold what is wanted, and want all tiles that they hold.
+
+    Even types on one mesh. Beside those that move they are the atoms that the source does not use and with which `t`
+    cuts a dim where `s` cuts it too: without one, only some of the tiles of a group are wanted, by more devices.
+    """
+    size = [a.size for a in s.mesh.atoms]
+    used = {a for run in s.atoms for a in run}
+    found = moved_atoms(s, t)
+    for ours, theirs in zip(s.atoms, t.atoms, strict=True):
+        tiles = math.prod(size[a] for a in ours)
+        found |= {a for k, a in enumerate(theirs) if a not in used and math.prod(size[b] for b in theirs[:k]) < tiles}
+    return found
 
 
 @lru_cache(maxsize=RECENT)

@@ -43,6 +43,10 @@ class Op(abc.ABC):
         """Return it in so many chunks, itself where they cannot be set."""
         return replace(self, chunks=chunks) if self.cuttable else self
 
+    def nearest(self, blocks: tuple[int, ...]) -> Self:
+        """Return it with the nearest of several holders sending, in nested blocks of ids; itself where none chooses."""
+        return self
+
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the groups that an operand's devices form, major to minor; none where they form none."""
         return ()
@@ -58,6 +62,10 @@ class Op(abc.ABC):
     @abc.abstractmethod
     def received(self, *operands: TensorType) -> np.ndarray:
         """Return the bytes that each of its `devices` receives, int64 [devices]."""
+
+    @abc.abstractmethod
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of the devices that hold the operands, and the bytes that each of them sends, int64 both."""
 
     @abc.abstractmethod
     def rounds(self, *operands: TensorType) -> int:

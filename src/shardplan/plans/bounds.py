@@ -8,12 +8,14 @@ is B, what a member holds before, float64 [G]; their bounds are of bandwidth onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.core.messages import at_root
+from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 
@@ -21,6 +23,18 @@ from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 _PAIRS = 1 << 21
 # Rows (a group in a parent) times arcs of a ring that are tried: arrays of 32 MB at most. Above it no ring is cut.
 _ARCS = 1 << 22
+
+
+class Bound(NamedTuple):
+    """A lower bound of a move."""
+
+    seconds: float
+    transfer: float  # without the latency of the first hop, like `Price.transfer`
+
+    @staticmethod
+    def largest(bounds: Iterable[Bound]) -> Bound:
+        """Return the largest of each; 0 of none."""
+        return Bound(*(max(each) for each in zip((0.0, 0.0), *bounds, strict=True)))
 
 
 class Tiles(NamedTuple):
@@ -108,13 +122,18 @@ def _common(one: Ints, other: Ints) -> Floats:
     return shared
 
 
-def lower_bound_seconds(src_boxes: Ints, dst_boxes: Ints, itemsize: float, ids: Ints, fabric: Fabric) -> float:
-    """Return a lower bound in seconds of any movement between two sets of boxes; see `batch_lower_bound_seconds`."""
-    return batch_lower_bound_seconds([(src_boxes, dst_boxes, itemsize)], ids, fabric)
+def boxes_on(t: TensorType, ids: np.ndarray) -> np.ndarray:
+    """Return what each of `ids` (ascending) holds, [n, 1 + ndim, 2]; the first dim is empty where that is nothing."""
+    boxes = np.zeros((len(ids), 1 + t.ndim, 2), dtype=np.int64)
+    held = at_root(t)
+    rows = np.searchsorted(ids, t.mesh.ids)[held]
+    boxes[rows, 0, 1] = 1
+    boxes[rows, 1:] = t.boxes()[held]
+    return boxes
 
 
-def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric) -> float:
-    """Return a lower bound in seconds of movements that share the wires; 0 if nothing must move.
+def moves_bound(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric) -> Bound:
+    """Return a lower bound of movements that share the wires; 0 if nothing must move.
 
     It is the largest over sets of units of the bytes that must enter, or leave, over the capacity of the set, plus the
     first hop. Sets that are entered are units; those left are the units that hold the same boxes, each element leaving
@@ -141,7 +160,7 @@ def batch_lower_bound_seconds(moves: Sequence[tuple[Ints, Ints, float]], ids: In
         everywhere = np.unique(row[np.concatenate([source.device for source, _, _ in tiles])])
         away = sum(_wanted_beyond(target, row, everywhere) * itemsize for _, target, itemsize in tiles)
         worst = max(worst, most_over(np.array([away]), summed_capacity(fabric, j, unit[everywhere][None])))
-    return fabric.first_hop(outermost) + worst if outermost >= 0 else 0.0
+    return Bound(fabric.first_hop(outermost) + worst if outermost >= 0 else 0.0, worst)
 
 
 def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric) -> float:

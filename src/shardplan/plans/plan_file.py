@@ -22,7 +22,7 @@ from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
 from shardplan.plans.nominal import DESCRIPTION, nominal_steps
 from shardplan.plans.pricing import fabric_of, step_prices
 
-FORMAT = 1  # of the file; another one is refused
+FORMAT = 2  # of the file; another one is refused
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def load_plan(path: Path) -> Certificate:
         texts = {name: claims[name] for name in TYPES}
         program = Program.parse(raw["program"])
         claims |= {name: tuple(_type(t, program) for t in found) for name, found in texts.items()}
-        for name in ("received_bytes", "lower_bound_bytes", "level_bytes"):
+        for name in ("sent_bytes", "received_bytes", "lower_bound_bytes", "level_bytes"):
             claims[name] = tuple(claims[name])
         where: dict[str, str] | None = claims["where"]
         if where is not None:
@@ -112,7 +112,7 @@ def remarks(c: Certificate) -> list[str]:
 
 
 def annotated(c: Certificate) -> str:
-    """Return a program's text with the bytes the worst device receives and the predicted seconds of every step."""
+    """Return a program's text with the most bytes that a device sends or receives in every step, and its seconds."""
     books, caveat = account(c.program), ""
     if c.where is None:
         costs = [format_seconds(s) for s in nominal_steps(c.program, books)]
@@ -124,16 +124,18 @@ def annotated(c: Certificate) -> str:
         costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in chosen else "") for p in prices]
 
     def note(number: int, step: Step) -> str:
-        return f"{format_bytes(books.step_received[number])}, {costs[number]}"
+        return f"{format_bytes(books.step_moved[number])}, {costs[number]}"
 
     where = DESCRIPTION if c.where is None else (c.where.topology if isinstance(c.where, Placement) else c.where).name
     over = f" ({c.seconds / c.lower_bound_seconds:.2f}x)" if c.where is not None and c.lower_bound_seconds > 0 else ""
-    received, least = max(c.received_bytes, default=0), max(c.lower_bound_bytes, default=0)
+    sent, received = max(c.sent_bytes, default=0), max(c.received_bytes, default=0)
+    least = max(c.lower_bound_bytes, default=0)
     ratio = f" ({c.gap:.3f}x)" if least else ""
     lines = [
         c.program.text(note),
-        f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}; "
-        f"{c.status}",
+        f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}"
+        + (f"; {format_bytes(sent)} sent" if sent > received else "")
+        + f"; {c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
         + (f" with {len(c.kept)} kept" if c.kept else "")

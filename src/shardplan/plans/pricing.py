@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.accounting import lower_bound
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import at_root, tabled
+from shardplan.core.messages import tabled
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Price, prices
-from shardplan.hardware.prices.critical_path import Window, windows
+from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.plans.bounds import batch_lower_bound_seconds, most_over
+from shardplan.plans.bounds import Bound, boxes_on, most_over, moves_bound
 from shardplan.plans.reduction_bound import reduction_bound
 
 Where = Topology | Placement
@@ -61,11 +62,23 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
     return Fabric(where)
 
 
-def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[float, tuple[float, ...]]:
-    """Return the predicted seconds of a program and the bytes that cross each level, outermost first."""
-    found, when = step_windows(program, fabric, algorithm)
+class Priced(NamedTuple):
+    """What a program costs on a fabric."""
+
+    seconds: float
+    transfer: float  # seconds without latencies
+    level_bytes: tuple[float, ...]  # that cross each level, outermost first
+
+
+def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> Priced:
+    """Return what a program costs: the longest path through its steps."""
+    steps = step_patterns(program)
+    found = prices(steps, fabric, algorithm)
+    loads = [p.load for p in found]
+    seconds = longest(steps, [p.seconds for p in found], loads)
+    transfer = longest(steps, [p.transfer for p in found], loads)
     levels = np.sum([np.zeros(len(fabric.wires)), *(np.asarray(p.level_bytes) for p in found)], axis=0)
-    return max((window.end for window in when), default=0.0), tuple(levels.tolist())
+    return Priced(seconds, transfer, tuple(levels.tolist()))
 
 
 def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> list[Price]:
@@ -80,8 +93,8 @@ def step_windows(program: Program, fabric: Fabric, algorithm: str = "auto") -> t
     return found, windows(steps, [p.seconds for p in found], [p.load for p in found])
 
 
-def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> float:
-    """Return a lower bound in seconds of moves whose sources and destinations are paired in order.
+def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> Bound:
+    """Return a lower bound of moves whose sources and destinations are paired in order.
 
     The largest of what each device must receive of all tensors over its own ports, of what must enter every unit of
     every level, and leave it and all holders of the same tiles, for tensors without addends, and of the cut and count
@@ -92,23 +105,13 @@ def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorTy
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
     worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.topology_ids(ids)])
-    best = worst + fabric.first_hop() if worst > 0 else 0.0
+    found = [Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)]
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
-            best = max(best, reduction_bound(s, t, fabric))
+            found.append(reduction_bound(s, t, fabric))
             continue
         if tabled(s, t):
             continue
         moves.append((boxes_on(s, ids), boxes_on(t, ids), s.itemsize))
-    return max(best, batch_lower_bound_seconds(moves, ids, fabric))
-
-
-def boxes_on(t: TensorType, ids: np.ndarray) -> np.ndarray:
-    """Return what each of `ids` (ascending) holds, [n, 1 + ndim, 2]; the first dim is empty where that is nothing."""
-    boxes = np.zeros((len(ids), 1 + t.ndim, 2), dtype=np.int64)
-    held = at_root(t)
-    rows = np.searchsorted(ids, t.mesh.ids)[held]
-    boxes[rows, 0, 1] = 1
-    boxes[rows, 1:] = t.boxes()[held]
-    return boxes
+    return Bound.largest([*found, moves_bound(moves, ids, fabric)])

@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
-from shardplan.plans.bounds import all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
+from shardplan.plans.bounds import Bound, all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +30,8 @@ class _Demand:
     need: Ints  # how many addends every class has
 
 
-def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> float:
-    """Return a lower bound in seconds of a move from a type with addends.
+def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> Bound:
+    """Return a lower bound of a move from a type with addends.
 
     It is 0 where nothing is claimed: the target keeps all addends, has others, or lies on another mesh.
 
@@ -42,7 +42,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
     partial = set(mesh.expand(source.layout.partial))
     gone = mesh.fold(tuple(sorted(partial - kept)))
     if not gone or kept - partial:
-        return 0.0
+        return Bound(0.0, 0.0)
     demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
     # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.
     single = len(demand.addends) == int(demand.need.sum())
@@ -59,7 +59,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> f
             worst = max(worst, all_reduce_bound(mesh.ids[places], nbytes, fabric))
         elif len(demand.label) == mesh.size and source.all_even and target.all_even:
             worst = max(worst, reduce_scatter_bound(mesh.ids[places], nbytes, fabric))
-    return worst + fabric.first_hop() if worst > 0 else 0.0
+    return Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)
 
 
 def _number(rows: Ints) -> Ints:

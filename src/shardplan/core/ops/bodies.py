@@ -99,6 +99,10 @@ class Repeat(Nested):
         """Those of the body, n times."""
         return self.n * books_of(self.body).received
 
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the body, n times."""
+        return self.devices(), self.n * books_of(self.body).sent
+
     def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""
         return np.asarray(self.body.devices, dtype=np.int64)
@@ -170,6 +174,10 @@ class Together(Nested):
     def received(self, *operands: TensorType) -> np.ndarray:
         """Those of all moves."""
         return books_of(self.body).received
+
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all moves."""
+        return self.devices(), books_of(self.body).sent
 
     def devices(self, *results: TensorType) -> np.ndarray:
         """Return all devices of the body, ascending."""

@@ -95,6 +95,15 @@ class Collective(Op):
         """Return the bytes each device receives for one operand, int64 [devices]."""
         return counted(self, t, u).received_by(u) * u.itemsize
 
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Sum over the operands."""
+        parts = [self.sent_one(t, typed(self, t)) for t in operands]
+        return operands[0].mesh.ids, parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
+
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return the bytes that each device sends of one operand, int64 [devices]."""
+        return counted(self, t, u).sent_by(t) * t.itemsize
+
     def rounds(self, *operands: TensorType) -> int:
         """Return the most peers that a device hears from, in all rounds of a chunk."""
         return max(counted(self, t, typed(self, t)).rounds for t in operands)
@@ -152,6 +161,10 @@ class InPlace(Collective):
     """A collective that sends nothing: every device makes its new shard of its old one."""
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Nothing moves."""
+        return np.zeros(t.mesh.size, dtype=np.int64)
+
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Nothing moves."""
         return np.zeros(t.mesh.size, dtype=np.int64)
 

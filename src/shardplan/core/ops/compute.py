@@ -96,6 +96,11 @@ class Compute(Op):
         """Nothing: it is local."""
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
+    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Nothing."""
+        ids = self.infer(*operands)[0].mesh.ids
+        return ids, np.zeros(len(ids), dtype=np.int64)
+
     def rounds(self, *operands: TensorType) -> int:
         """None."""
         return 0

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core import border
 from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.holders import checked_near
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
 from shardplan.core.mesh import Mesh
@@ -23,11 +23,11 @@ from shardplan.core.messages import (
     at_root,
     lacking,
     messages,
-    most_receivers,
     most_senders,
     own_places,
     parcels,
     permutation,
+    served,
     stays,
     tabled,
     traffic,
@@ -44,14 +44,10 @@ from shardplan.core.ops.collective import (
     typed,
 )
 from shardplan.core.ops.movement import check_chunks
-from shardplan.core.parcels import Rows
+from shardplan.core.parcels import Parcels, Rows
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType, counter, live_reduction
+from shardplan.core.tensor import TensorType, counter, live_reduction, same
 from shardplan.errors import TypingError
-
-# Who sends what several devices hold: of a layout's replicas the one with the receiver's coordinates (`core.messages`),
-# of a table's rows the one that has sent least (`core.parcels`); a receiver that has it keeps it.
-HOLDERS = ("coordinates",)
 
 
 def deliver(
@@ -77,9 +73,8 @@ def deliver(
         )
 
 
-def deliver_parcels(t: TensorType, u: TensorType, devices: Ints, chunks: int) -> Iterator[Round]:
+def deliver_parcels(found: Parcels, t: TensorType, u: TensorType, devices: Ints, chunks: int) -> Iterator[Round]:
     """Yield the rounds of a move with a table of boxes at either end: all its parcels, each a message of its own."""
-    found = parcels(t, u)
     senders, receivers = found.source.ids[found.given], found.target.ids[found.taken]
     home, away = np.flatnonzero(found.kept), np.flatnonzero(~found.kept)
     give = lambda k: _part("x", t, found.source, found.given[k], found.boxes[k], k >= 0)  # noqa: E731
@@ -153,6 +148,14 @@ class Permute(Collective):
             out[pairs[1]] = u.elements()[pairs[1]] * u.itemsize
         return out
 
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """The receiver's tile."""
+        out = np.zeros(t.mesh.size, dtype=counter(t))
+        pairs = permutation(t, u)
+        if pairs is not None:
+            out[pairs[0]] = u.elements()[pairs[1]] * u.itemsize
+        return out
+
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver each pair's tile; the rest keep theirs."""
         source = np.arange(t.mesh.size)
@@ -203,19 +206,37 @@ class Permute(Collective):
 
 @dataclass(frozen=True, slots=True)
 class General(Collective):
-    """A move on box intersections: every receiver hears from the holders of what it lacks (`core.messages`)."""
+    """A move on box intersections: every receiver hears from holders of what it lacks (`core.messages`).
+
+    `near` lists the sizes of nested blocks of device ids, such as nodes and racks: of several holders those in the
+    smallest block around a receiver share in sending (`core.holders`).
+    """
 
     boxed: ClassVar[bool] = True
+    near = ()  # unannotated, so that it is no field of an op that does not choose
+
+    @property
+    def choice(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What says who sends: `near`, and the axes of the groups."""
+        return self.near, ()
+
+    def nearest(self, blocks: tuple[int, ...]) -> Self:
+        """Take the holders in the smallest of these blocks."""
+        return replace(self, near=blocks) if any(field.name == "near" for field in fields(self)) else self
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
         return lacking(t, u)
 
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Return what the device is chosen to send."""
+        return served(t, u, *self.choice).elements * t.itemsize
+
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
         if tabled(t, u):
             return Collective.move(self, shards, t, u)
-        senders, receivers, _ = messages(t.whole, u.whole)
+        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
@@ -234,9 +255,9 @@ class General(Collective):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """The messages, all at once."""
         if tabled(t, u):
-            yield from deliver_parcels(t, u, devices, self.chunks)
+            yield from deliver_parcels(parcels(t, u, *self.choice), t, u, devices, self.chunks)
             return
-        senders, receivers, _ = messages(t.whole, u.whole)
+        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
         yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
@@ -245,20 +266,20 @@ class General(Collective):
 
     def packed(self, t: TensorType, u: TensorType) -> Packed:
         """All that is sent, and all that is received."""
-        return traffic(t, u)
+        return traffic(t, u, *self.choice)
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One part a peer; with a table of boxes, one a parcel."""
         if tabled(t, u):
-            found = parcels(t, u)
+            found = parcels(t, u, *self.choice)
             counts = [int(np.bincount(ends[~found.kept]).max(initial=1)) for ends in found.ends]
             return counts[0], counts[1]
-        return most_receivers(t, u), max(1, most_senders(t, u))
+        return served(t, u, *self.choice).receivers, max(1, most_senders(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages, those of all operands between two devices together."""
         t, u = operands[0], typed(self, operands[0])
-        moves = [messages(x, typed(self, x)) for x in operands]
+        moves = [messages(x, typed(self, x), *self.choice) for x in operands]
         width = u.mesh.size
         keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
         if not len(keys):
@@ -271,7 +292,7 @@ class General(Collective):
 
 def _set_end(op: Exchange | Send) -> None:
     """Check where an op moves to; a layout that has a table stands for the table."""
-    border.choice(f"the holder of {op.name}", op.holder, HOLDERS, TypingError)
+    checked_near(op.name, op.near)
     if op.layout is not None and op.layout.boxes is not None and op.boxes is None:
         object.__setattr__(op, "boxes", op.layout.boxes)
         object.__setattr__(op, "layout", None)
@@ -298,15 +319,20 @@ class Exchange(General):
     axes: tuple[str, ...] = ()
     chunks: int = 1
     boxes: BoxTable | None = None
-    holder: str = HOLDERS[0]
+    near: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the end and the holder."""
+        """Check the end and the blocks."""
         _set_end(self)
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """The axes of the groups."""
         return self.axes or t.mesh.axes
+
+    @property
+    def choice(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Holders are of the receiver's group."""
+        return self.near, self.axes
 
     def result(self, t: TensorType) -> TensorType:
         """Check that every group covers the new boxes of its members."""
@@ -329,18 +355,20 @@ class Send(General):
     mesh: Mesh
     chunks: int = 1
     boxes: BoxTable | None = None
-    holder: str = HOLDERS[0]
+    near: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the end and the holder."""
+        """Check the end and the blocks."""
         _set_end(self)
 
     def result(self, t: TensorType) -> TensorType:
-        """The same tensor on the other mesh; the operand may not be partial."""
+        """The same tensor on the other mesh; the operand may not be partial, unless every shard stays as it is."""
         check_chunks(self.name, self.chunks)
+        u = t.with_layout(_end(self), self.mesh)
+        if same(t, u):
+            return u
         if t.layout.partial:
             raise TypingError(f"send: {t} is partial; reduce it first")
-        u = t.with_layout(_end(self), self.mesh)
         if u.layout.partial or u.layout.root:
             raise TypingError(f"send: the result {u} may be neither partial nor rooted")
         return u

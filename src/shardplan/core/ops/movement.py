@@ -21,6 +21,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
     at_root,
+    kept,
     lacking,
 )
 from shardplan.core.notation import axes_text
@@ -166,6 +167,11 @@ class AllGather(Grouped):
         """Return the new box minus what the device holds."""
         return lacking(t, u)
 
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Its shard to all the others."""
+        q = math.prod(t.mesh.span(a).size for a in self.axes)
+        return np.where(at_root(t), t.elements() * (q - 1) * t.itemsize, 0)
+
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffixes."""
         check_chunks(self.name, self.chunks)
@@ -206,6 +212,10 @@ class AllToAll(Grouped):
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
         return lacking(t, u)
+
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Its shard without the part that stays."""
+        return np.where(at_root(t), t.elements() - kept(t, u), 0) * t.itemsize
 
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffix here, append it there."""

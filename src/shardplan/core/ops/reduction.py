@@ -80,6 +80,10 @@ class ReduceScatter(Grouped):
         q = math.prod(t.mesh.span(a).size for a in self.axes)
         return np.where(at_root(t), u.elements() * (q - 1) * u.itemsize, 0)
 
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """All but the part that a device keeps."""
+        return np.where(at_root(t), t.elements() - u.elements(), 0) * t.itemsize
+
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Sum in member order, then cut."""
         out = list(shards)
@@ -132,6 +136,10 @@ class AllReduce(Grouped):
         q = math.prod(t.mesh.span(a).size for a in self.axes)
         part = _chunk_bytes(t, q, t.mesh.index(self.axes))
         return np.where(at_root(t), (q - 1) * part + t.elements() * t.itemsize - part, 0)
+
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """As much: the others' parts, then the sum of its own to everyone else."""
+        return self.received_one(t, u)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Sum in member order."""
@@ -204,6 +212,10 @@ class Reduce(Grouped):
         last = t.mesh.index(self.axes) == q - 1
         return np.where(at_root(t) & ~last, t.elements() * t.itemsize, 0)
 
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Every member but the first passes one on."""
+        return np.where(at_root(t) & (t.mesh.index(self.axes) > 0), t.elements() * t.itemsize, 0)
+
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Sum at the first member; the others' values are lost."""
         out = [poison(x.shape, x.dtype) for x in shards]
@@ -256,6 +268,11 @@ class Broadcast(Grouped):
         """A shard on every member but the first."""
         first = t.mesh.index(self.axes) == 0
         return np.where(at_root(u) & ~first, t.elements() * t.itemsize, 0)
+
+    def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """Every member but the last passes it on."""
+        q = math.prod(t.mesh.span(a).size for a in self.axes)
+        return np.where(at_root(u) & (t.mesh.index(self.axes) < q - 1), t.elements() * t.itemsize, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Copy the first member's value."""

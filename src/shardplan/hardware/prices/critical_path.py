@@ -65,6 +65,13 @@ def windows(
     return found
 
 
+def longest(steps: Sequence[StepPattern], seconds: Sequence[float], loads: Sequence[Load] | None = None) -> float:
+    """Return when the last of the steps ends; arguments as for `windows`."""
+    if all(number - 1 in step.reads for number, step in enumerate(steps) if number):
+        return sum(seconds, 0.0)  # each waits for the one before, whoever takes part
+    return max((window.end for window in windows(steps, seconds, loads)), default=0.0)
+
+
 def critical(found: Sequence[Window]) -> list[int]:
     """Return the steps of a longest path, last first."""
     path: list[int] = []

@@ -145,6 +145,19 @@ class Fabric:
             )
         return self.position[array]
 
+    def blocks(self, ids: Ints) -> tuple[int, ...]:
+        """Return the sizes of nested blocks of device ids that are units of levels, smallest first.
+
+        Levels whose units are no such blocks, as a placement may lay them, are left out.
+        """
+        found: list[int] = []
+        for wires in reversed(self.wires):
+            unit, block = self.topology_ids(ids) // wires.stride, ids // wires.stride
+            pairs = len(np.unique(unit * (1 + block.max(initial=0)) + block))
+            if wires.stride > 1 and pairs == len(np.unique(unit)) == len(np.unique(block)) > 1:
+                found.append(wires.stride)
+        return tuple(found)
+
     def crossed(self, sender: Ints, receiver: Ints) -> Ints:
         """Return the outermost level at which senders and receivers differ, L where they are equal: [n]."""
         level = np.full(sender.shape, len(self.wires), dtype=np.int64)

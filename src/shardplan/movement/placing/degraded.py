@@ -59,7 +59,9 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
             """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
             return sum(
-                count * priced(plan.program, fabric, best.algorithm)[0] for plan, count in plans if plan is not None
+                count * priced(plan.program, fabric, best.algorithm).seconds
+                for plan, count in plans
+                if plan is not None
             )
 
         now = total(np.arange(topology.size))

@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-
-import numpy as np
 
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.further import further
+from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
-from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest, tightest
-from shardplan.movement.redistribution.tiled import Priced, estimated, priced
+from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest
+from shardplan.movement.redistribution.tiled import priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -34,9 +32,6 @@ _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
-# A bound on a step is a sum of two fractions: equal sums must compare equal, and one that is the limit must fit.
-_DIGITS = 15
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +39,10 @@ class Request:
     """What the candidates must respect."""
 
     bound: int  # bytes of the largest shard allowed between steps
-    limit: int | None = None  # bytes of operand + result of a step (a necessary part of a memory limit)
     portable: bool = False
     rates: Rates | None = None
+    narrow: bool = False  # also what keeps memory limits
+    keep: bool = False  # the source then lives to the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,74 +66,41 @@ def priced_on_graph(s: TensorType, t: TensorType) -> bool:
 def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
     """Yield candidates from `s` to `t`: first the paths of the graph, then what needs no search.
 
-    Under no limit the first is the best of the graph, and the only one where that is exact. Under a limit there is a
-    best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
+    The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
+        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
+        budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
-        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-        if timed:
-            others.insert(0, base)
-        least: Path | None = None
-        for limit, (graph, allowed, whole, countable) in _searches(p, a, b, request):
-            budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
-            path = shortest(graph, a, b, first, allowed, limit, budget=budget)
-            if path is not None:
-                settled = path.exact and countable and whole and not timed
-                least = least or path
-                yield Candidate(tuple(ops_of_path(p, path.nodes, graph)), settled and p.fine)
-                if settled and limit is None and graph is p.graph and not p.pool:
-                    return
-                if settled:
-                    continue
-            for objective in others:
-                path = shortest(graph, a, b, objective, allowed, limit, budget=min(budget, _EXPANSIONS_VARIANT))
-                if path is not None:
-                    yield Candidate(tuple(ops_of_path(p, path.nodes, graph)))
-        if request.limit is None and not timed:
-            yield from map(Candidate, further(p, first, request.bound, least))
-        if request.limit is not None:
-            yield from _tightest(p, request.bound, request.portable)
-    yield from plain(s, t)
+        path = shortest(graph, a, b, first, allowed, budget=budget)
+        settled = path is not None and path.exact and countable and whole and not timed
+        if path is not None:
+            yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable, graph)), settled and p.fine)
+        if not settled:
+            others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
+            for objective in [base, *others] if timed else others:
+                found = shortest(graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
+                if found is not None:
+                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
+        elif not request.narrow and not p.pool:
+            return
+        if not timed:
+            yield from map(Candidate, further(p, first, request.bound, path))
+        if request.narrow and a != b:
+            estimate, (legal, _, extents) = path, p.legal(request.bound)
+            if graph is not p.graph:
+                estimate = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))
+            if estimate is not None:
+                ways = Narrowing(p, base, legal, extents, request.keep, budget)
+                yield from (Candidate(ops) for ops in ways.paths(estimate))
+    yield from plain(s, t, request.portable)
 
 
-@lru_cache(maxsize=64)
-def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
-    """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
-    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
-    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes))),)
-
-
-def _searches(p: Problem, a: int, b: int, request: Request) -> Iterator[tuple[float | None, Priced]]:
-    """Yield what to search, and under which bound on the operand and result of a step, the widest first.
-
-    Under a limit the estimates as well: ops of the fewest rounds are not those of the least staging.
-    """
-    true = priced(p, request.bound, request.portable)
-    if request.limit is None:
-        yield None, true
-        return
-    for graph in (true,) if true.graph is p.graph else (true, estimated(p, request.bound)):
-        yield from ((x, graph) for x in _limits(p, graph.graph.size, a, b, graph.allowed, request.limit))
-
-
-def _limits(p: Problem, size: np.ndarray, a: int, b: int, allowed: np.ndarray, limit: int) -> list[float]:
-    """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
-
-    Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
-    bounds are tried as well, which also makes more memory never cost more.
-    """
-    sizes = np.unique(size[allowed])
-    sums = np.unique((sizes[:, None] + sizes[None, :]).round(_DIGITS))
-    least = float(max(size[a], size[b]))
-    return [float(x) for x in sums[::-1] if least < x <= limit / p.nbytes * _SLACK]
-
-
-def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
     Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather
@@ -146,16 +109,16 @@ def plain(s: TensorType, t: TensorType) -> Iterator[Candidate]:
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     roots = [set(x.mesh.expand(x.layout.root)) for x in (s, t)]
     if source == target and roots[0] == roots[1] and live_reduction(s) == live_reduction(t):
-        yield Candidate(tuple(direct(s, t)))
+        yield Candidate(tuple(direct(s, t, portable)))
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
-            yield from _swap_then_exchange(s, t)
+            yield from _swap_then_exchange(s, t, portable)
         yield Candidate(tuple(_gather_then_slice(s, t)))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
 
 
-def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
+def _swap_then_exchange(s: TensorType, t: TensorType, portable: bool) -> Iterator[Candidate]:
     """Yield, for each dim in turn, a permute that puts the target's first axis in its final place, and the exchange.
 
     The exchange then needs a smaller group.
@@ -170,7 +133,7 @@ def _swap_then_exchange(s: TensorType, t: TensorType) -> Iterator[Candidate]:
             continue
         middle = s.with_layout(replace(s.layout, dims=dims))
         if middle != s:
-            yield Candidate((Permute(middle.layout), *direct(middle, t)))
+            yield Candidate((Permute(middle.layout), *direct(middle, t, portable)))
 
 
 def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:

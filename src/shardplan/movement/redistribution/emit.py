@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import moved_atoms
+from shardplan.core.messages import moved_atoms, sharing_atoms
 from shardplan.core.ops import (
     AllGather,
     AllReduce,
@@ -47,8 +48,11 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, a: int, b: int, priced: Graph | None = None) -> list[Op]:
-    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it."""
+def edge(p: Problem, a: int, b: int, portable: bool = False, priced: Graph | None = None) -> list[Op]:
+    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it.
+
+    See `Edges.covers` for `portable`.
+    """
     graph, mesh = p.graph, p.source.mesh
     e = (priced or graph).row(a)
     kind = int(e.kind[b])
@@ -75,7 +79,7 @@ def edge(p: Problem, a: int, b: int, priced: Graph | None = None) -> list[Op]:
     layout = p.type(b).layout
     if kind == RENAME:
         return [Permute(layout)]
-    return [Exchange(layout, group_axes(mesh, p.atoms_of(int(e.moved[b]))))]
+    return [Exchange(layout, group_axes(mesh, p.atoms_of(int((e.covers if portable else e.moved)[b]))))]
 
 
 def group_axes(mesh: Mesh, atoms: tuple[int, ...]) -> tuple[str, ...]:
@@ -96,23 +100,27 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int], priced: Graph | None = None) -> list[Op]:
+def ops_of_path(p: Problem, nodes: Sequence[int], portable: bool = False, priced: Graph | None = None) -> list[Op]:
     """Return the ops along a path of states."""
-    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, priced)]
+    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, portable, priced)]
 
 
-def direct(source: TensorType, target: TensorType) -> list[Op]:
-    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest covering group known."""
+def direct(source: TensorType, target: TensorType, portable: bool = False) -> list[Op]:
+    """Return the direct exchange (equal partial and root parts, one mesh), over the smallest group whose holders share.
+
+    If it is to be portable and that is more than half of the mesh, over the smallest covering group known.
+    """
     if same(source, target):
         return []
     if source.all_even and target.all_even:
-        moved = moved_atoms(source, target)
+        moved, wide = moved_atoms(source, target), sharing_atoms(source, target)
     else:  # nested tiles agree as far as the names do
         moved = {
             atom
             for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
             for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
         }
-    return (
-        [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(moved))))] if moved else [Exchange(target.layout)]
-    )
+        wide = moved | set(target.mesh.expand(target.layout.used)) - set(source.mesh.expand(source.layout.used))
+    if portable and 2 * math.prod(source.mesh.atoms[a].size for a in wide) > source.mesh.size:
+        wide = moved
+    return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(wide))) if moved else ())]

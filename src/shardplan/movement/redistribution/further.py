@@ -57,7 +57,7 @@ def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget:
 
 
 def _ops(p: Problem, path: Path, bound: int, objective: Objective) -> tuple[Op, ...]:
-    return tuple(ops_of_path(p, path.nodes, priced(p, bound, objective.portable).graph))
+    return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound, objective.portable).graph))
 
 
 def _at_bound(p: Problem, path: Path, bound: int) -> bool:

@@ -35,11 +35,12 @@ _HAIR = 1e-9
 class Edges:
     """One op from a type to many (or from many to one): arrays over the many."""
 
-    bytes: np.ndarray  # worst-device received, fraction of the array; inf where there is no op
+    bytes: np.ndarray  # the larger of sent and received on the worst device, fraction of the array; inf without an op
     rounds: np.ndarray
-    moved: np.ndarray  # mask of the runs of the smallest covering group
+    moved: np.ndarray  # mask of the runs of a group in which all holders of what is wanted send
     kind: np.ndarray  # the kinds above
-    portable: np.ndarray  # no exchange over more than half of the devices
+    portable: np.ndarray  # bytes without an exchange over more than half of the devices; inf where there is none
+    covers: np.ndarray  # mask of the runs of the smallest group that holds what is wanted, which such an exchange takes
 
 
 class _EdgeEnd(NamedTuple):
@@ -65,8 +66,10 @@ class Space:
 
     Lists of runs and types are numbered. `lists` holds the lists, `list_index` their numbers, `list_mask` and
     `list_product` the set and the product of their runs. Per pair of lists: `prefix` (the first begins the second),
-    `moved` (mask of runs of the first that do not stay put), `met` (most tiles of the first that a tile of the second
-    meets), `met_away` (the same of tiles that miss one), `refines` (each tile of the second lies in one of the first).
+    `moved` (mask of runs of the first that do not stay put), `crowding` (mask of runs with which the second cuts where
+    the first does too), `turned` (of these what the first does not have there), `met` (most tiles of the first that a
+    tile of the second meets), `met_away` (the same of tiles that miss one), `refines` (each tile of the second lies in
+    one of the first).
     Per type: `types` (the list of each dim, [types, ndim]), the masks `partial`, `root` and `used`, `parts` (into how
     many tiles the array is cut) and `size` (its inverse: a shard as a fraction of the array).
     """
@@ -120,6 +123,10 @@ class Space:
             prefix &= ~here[:, None] | (at[:, None, r] == at[None, :, r])
             moved |= ((here[:, None] & (offset[:, None, r] != offset[None, :, r])).astype(np.int16)) << r
         self.prefix, self.moved = prefix, moved
+        inside = (offset >= 0) & (offset < self.list_product[:, None, None])  # [first, second, runs]
+        bits = 1 << np.arange(count)
+        self.crowding = (inside * bits).sum(axis=2, dtype=np.int16)
+        self.turned = ((inside & (offset[:, None] != offset)) * bits).sum(axis=2, dtype=np.int16)
         # Equal tiles meet by their numbers alone: a table over the few products, spread over the lists.
         products = np.unique(self.list_product)
         index = np.searchsorted(products, self.list_product)
@@ -180,7 +187,7 @@ class Space:
         shape = np.broadcast_shapes(sources.shape, targets.shape)
         extends, shrinks, comparable, refines = (np.ones(shape, dtype=bool) for _ in range(4))
         larger, count, away = np.ones(shape), np.ones(shape), np.zeros(shape)
-        moved, grown, cut = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        moved, crowding, turned, grown, cut = (np.zeros(shape, dtype=np.int64) for _ in range(5))
         changed = np.zeros(shape, dtype=np.int8)
         for d in range(self.ndim):
             x, y = a[..., d], b[..., d]
@@ -195,6 +202,8 @@ class Space:
             away = np.maximum(away * self.met[x, y], apart * count)
             count *= self.met[x, y]
             moved |= self.moved[x, y]
+            crowding |= self.crowding[x, y]
+            turned |= self.turned[x, y]
             grown |= np.where(forth & ~back, 1 << d, 0)
             cut |= np.where(back & ~forth, 1 << d, 0)
             changed += ~(forth & back)
@@ -202,21 +211,28 @@ class Space:
         relation = _Relation(extends, shrinks, refines, (before.partial == after.partial) & (before.root == after.root))
         # A device receives its new box minus the overlap with the old one, which is the smaller of the two or nothing.
         nbytes = after.size - np.where(comparable, 1.0 / larger, 0.0)
+        # Holders of one tile that lie in one group share its receivers, so that none sends more than a device receives.
+        # In the smallest groups that cover there is one of them: it sends what the others would.
+        new = crowding & ~before.used
+        fits, narrow = (self.group_size[group] * 2 <= self.devices for group in (moved | new, moved))
+        # Of the tile that is wanted its holder wants its part, but where a run that it cuts by stands elsewhere.
+        kept = np.where(turned & before.used, 0.0, 1.0 / larger)
+        crowded = after.size * self.group_size[new] - kept
+        # Where tiles nest, MOVE is a permute.
+        portable = np.where(fits | refines, nbytes, np.where(narrow, crowded, np.inf))
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
         rounds = np.maximum(count - 1, away)
         kind = np.where(refines, RENAME, MOVE).astype(np.int8)  # where tiles nest, one message delivers each
-        portable = (self.group_size[moved] * 2 <= self.devices) | refines
         # Runs leave the end of one dim for the end of another, and none comes or goes.
         swap = (changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)
         kind = np.where(swap, ALL_TO_ALL, kind)
-        portable = portable | swap
         rounds = np.where(shrinks, _doublings(self.parts[sources] / self.parts[targets]), rounds)
         kind = np.where(shrinks, GATHER, kind)
-        portable = portable | shrinks
         nbytes, rounds = np.where(extends, 0.0, nbytes), np.where(extends, 0.0, rounds)
         kind = np.where(extends, LOCAL, kind)
-        portable = portable | extends
-        found = Edges(np.where(relation.flat, nbytes, np.inf), rounds, moved, kind, portable)
+        portable = np.where((kind == MOVE) | (kind == RENAME), portable, nbytes)
+        nbytes, portable = (np.where(relation.flat, x, np.inf) for x in (nbytes, portable))
+        found = Edges(nbytes, rounds, moved | new, kind, portable, np.where(fits, moved | new, moved))
         if self.partial.any() or self.root.any():
             return self._reductions(found, relation, before, after)
         return found
@@ -237,8 +253,8 @@ class Space:
         def put(here: np.ndarray, cost: np.ndarray | float, turns: np.ndarray | float, what: int) -> None:
             nonlocal nbytes, rounds, kind, portable
             here = here & ~relation.flat
-            nbytes, rounds = np.where(here, cost, nbytes), np.where(here, turns, rounds)
-            kind, portable = np.where(here, what, kind), portable | here
+            nbytes, portable = np.where(here, cost, nbytes), np.where(here, cost, portable)
+            rounds, kind = np.where(here, turns, rounds), np.where(here, what, kind)
 
         devices = self.group_size
         # Other runs are partial, of as many devices: a permute of tiles with their addends. Root runs may change too.
@@ -262,7 +278,7 @@ class Space:
         suffix = relation.shrinks & (left == new) & ((left & (left - 1)) == 0)
         put((gone == 0) & (new > 0) & unrooted & (equal | suffix), 0.0, 0.0, LOCAL)
         put(summed & (freed == 0) & (rooted > 0) & equal, 0.0, 0.0, LOCAL)
-        return Edges(nbytes, rounds, found.moved, kind, portable)
+        return Edges(nbytes, rounds, found.moved, kind, portable, found.covers)
 
     def row(self, s: int) -> Edges:
         """Return one op from `s` to every type; kept once asked for."""

@@ -156,13 +156,19 @@ class Tiled:
             better = legal & (turns < rounds + (kind == MOVE))
             rounds, kind = np.where(better, turns, rounds), np.where(better, what, kind)
             portable = np.where(better, (what == RENAME) | small, portable)
-        return self._spread(Edges(lacking / self._whole, rounds, moved, kind, portable))
+        # Holders of one tile in one group share its receivers: the widest groups that are allowed.
+        used = self.space.used
+        wide = moved | (used[targets] & ~used[sources])
+        covers = np.where(2 * self.space.group_size[wide] <= self.space.devices, wide, moved)
+        nbytes = lacking / self._whole
+        return self._spread(Edges(nbytes, rounds, wide, kind, np.where(portable, nbytes, np.inf), covers))
 
     def _spread(self, e: Edges) -> Edges:
         """The same over all types of the `Space`: to those that are not priced no op leads."""
-        full = [np.zeros(len(self.types), dtype=x.dtype) for x in (e.bytes, e.rounds, e.moved, e.kind, e.portable)]
-        full[0][:] = np.inf
-        for out, x in zip(full, (e.bytes, e.rounds, e.moved, e.kind, e.portable), strict=True):
+        parts = (e.bytes, e.rounds, e.moved, e.kind, e.portable, e.covers)
+        full = [np.zeros(len(self.types), dtype=x.dtype) for x in parts]
+        full[0][:] = full[4][:] = np.inf
+        for out, x in zip(full, parts, strict=True):
             out[self._here] = x
         return Edges(*full)
 
@@ -182,15 +188,10 @@ class Priced(NamedTuple):
 @lru_cache(maxsize=8)
 def priced(p: Problem, bound: int, portable: bool) -> Priced:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
-    allowed, even = p.legal(bound)
+    allowed, even, _ = p.legal(bound)
     graph, flat = p.graph, np.array_equal(allowed, even)
     plain = not (graph.partial.any() or graph.root.any())
     if not flat and plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
-        return Priced(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, True)
+        return Priced(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, False)
     ends = p.source.all_even and p.target.all_even
     return Priced(graph, even if ends else allowed, flat, flat and p.countable)
-
-
-def estimated(p: Problem, bound: int) -> Priced:
-    """Return the graph with costs of even types for all."""
-    return Priced(p.graph, p.legal(bound)[0], False, False)
