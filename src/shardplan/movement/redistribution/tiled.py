@@ -176,7 +176,7 @@ class Tiled:
 Graph = Space | Tiled
 
 
-class Priced(NamedTuple):
+class Searched(NamedTuple):
     """A graph to search for one problem."""
 
     graph: Graph
@@ -186,12 +186,12 @@ class Priced(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def priced(p: Problem, bound: int, portable: bool) -> Priced:
+def priced(p: Problem, bound: int, portable: bool) -> Searched:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
     allowed, even, _ = p.legal(bound)
     graph, flat = p.graph, np.array_equal(allowed, even)
     plain = not (graph.partial.any() or graph.root.any())
     if not flat and plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
-        return Priced(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, False)
+        return Searched(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, False)
     ends = p.source.all_even and p.target.all_even
-    return Priced(graph, even if ends else allowed, flat, flat and p.countable)
+    return Searched(graph, even if ends else allowed, flat, flat and p.countable)
