@@ -67,6 +67,21 @@ def test_a_split_names_parts_and_their_primes() -> None:
     assert mesh != Mesh(data=8, tensor=3)
 
 
+def test_a_mesh_line_says_the_order_of_factors() -> None:
+    """In `data=12(3,2,2)` `data.0` is the 3; the ascending order is the one that needs no saying."""
+    mesh = Mesh.parse("data=12(3,2,2), tensor=2")
+    assert [(a.name, a.size, a.stride) for a in mesh.atoms] == [
+        ("data.0", 3, 8), ("data.1", 2, 4), ("data.2", 2, 2), ("tensor", 2, 1)
+    ]  # fmt: skip
+    assert mesh == Mesh(data=12, tensor=2).ordered("data", 3, 2, 2) != Mesh(data=12, tensor=2)
+    assert str(mesh) == "data=12(3,2,2), tensor=2" and mesh.fold((0, 1, 2)) == ("data",)
+    assert Mesh.parse("data=12(2,2,3)") == Mesh(data=12) == Mesh(data=12).ordered("data", 2, 2, 3)
+    with pytest.raises(LayoutError, match=r"cannot order 'data' as \(4, 3\): legal are the factors \(2, 2, 3\)"):
+        Mesh(data=12).ordered("data", 4, 3)
+    with pytest.raises(ParseError, match="expected the prime factors of 12, in any order"):
+        Mesh.parse("data=12(4,3)")
+
+
 def test_devices_are_printed_when_they_are_not_the_default() -> None:
     assert str(Mesh(a=2)) == "a=2"
     assert str(Mesh({"a": 2}, devices=range(4, 6))) == "a=2 devices=4:6"

@@ -3,8 +3,8 @@
 Invariants: axis names are unique identifiers; sizes are at least 1; device ids are distinct. Mesh order is row-major
 over the axes: a device's *place* is its index there, its *id* is what `devices` has at that place (`core` says which
 word means what). Every axis is internally a run of *atoms*, its finest sub-axes: the prime factors of the axis, or of
-each part that `split` gave it, major first and ascending. A name (axis, part or atom) denotes a contiguous run of
-atoms, hence one (size, stride) pair in mesh order; an axis of size 1 has none.
+each part that `split` gave it, major first, and ascending but in `data=12(3,2,2)`. A name (axis, part or atom) denotes
+a contiguous run of atoms, hence one (size, stride) pair in mesh order; an axis of size 1 has none.
 """
 
 from __future__ import annotations
@@ -143,6 +143,14 @@ class Mesh:
         _set(mesh, self.shape, self.devices, splits)
         return mesh
 
+    def ordered(self, axis: str, /, *factors: int) -> Mesh:
+        """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
+        legal = primes(self.span(axis).size)
+        if axis not in self.axes or legal != tuple(sorted(factors)):
+            raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
+        splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
+        return self.with_parts(splits | {axis: _order(axis, factors)})
+
     @property
     def size(self) -> int:
         """The number of devices."""
@@ -238,10 +246,7 @@ class Mesh:
 
     def __str__(self) -> str:
         """Return the text that `Mesh.parse` reads: `data=4, tensor=2 devices=8:16`."""
-        axes = ", ".join(
-            f"{a}={s}" if not p else f"{a}=({','.join(f'{n[len(a) + 1 :]}={k}' for n, k in p)})"
-            for a, s, p in zip(self.axes, self.sizes, self.parts, strict=True)
-        )
+        axes = ", ".join(_axis_text(*axis) for axis in zip(self.axes, self.sizes, self.parts, strict=True))
         devices = _devices_text(self.devices)
         return f"{axes} devices={devices}" if devices else axes
 
@@ -324,6 +329,16 @@ def _make(table: dict[str, int], devices: Iterable[int] | None, splits: dict[str
     return mesh
 
 
+def _order(axis: str, factors: tuple[int, ...]) -> dict[str, int]:
+    return {} if list(factors) == sorted(factors) else {f"{axis}.{k}": p for k, p in enumerate(factors)}
+
+
+def _axis_text(axis: str, size: int, parts: Parts) -> str:
+    if parts and parts[0][0] == f"{axis}.0":
+        return f"{axis}={size}({','.join(str(k) for _, k in parts)})"
+    return f"{axis}=({','.join(f'{n[len(axis) + 1 :]}={k}' for n, k in parts)})" if parts else f"{axis}={size}"
+
+
 def _devices_text(devices: tuple[int, ...]) -> str:
     first, count = (devices[0], len(devices)) if devices else (0, 0)
     if devices == tuple(range(first, first + count)):
@@ -354,16 +369,17 @@ def scan_mesh(scanner: Scanner) -> Mesh:
             table[name] = math.prod(parts.values())
         else:
             table[name] = scanner.integer("the size of an axis")
+            if scanner.take("("):
+                factors = scanner.integers(")", "a prime factor of an axis", "the factors of an axis")
+                if not 0 < table[name] <= MOST_DEVICES or tuple(sorted(factors)) != primes(table[name]):
+                    raise scanner.error(f"expected the prime factors of {table[name]}, in any order")
+                splits[name] = _order(name, tuple(factors))
         if not scanner.take(","):
             break
     devices: Iterable[int] | None = None
     if scanner.take("devices="):
         if scanner.take("["):
-            devices = listed = []
-            while not scanner.take("]"):
-                listed.append(scanner.integer("a device id"))
-                if not scanner.take(",") and not scanner.peek("]"):
-                    raise scanner.error("expected ',' or ']' in the devices")
+            devices = scanner.integers("]", "a device id", "the devices")
         else:
             first = scanner.integer("the first device id")
             scanner.expect(":", "a range of devices")

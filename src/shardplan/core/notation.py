@@ -71,6 +71,15 @@ class Scanner:
             raise self.error(f"expected {what}" if found is None else f"{what} has {len(found)} digits")
         return int(found)
 
+    def integers(self, close: str, what: str, where: str) -> list[int]:
+        """Consume integers between commas up to `close`, each `what`, in `where`."""
+        found: list[int] = []
+        while not self.take(close):
+            found.append(self.integer(what))
+            if not self.take(",") and not self.peek(close):
+                raise self.error(f"expected ',' or '{close}' in {where}")
+        return found
+
     def names(self, what: str) -> tuple[str, ...]:
         """Consume one name or a parenthesised list of names, `a` or `(a,b)`."""
         if not self.take("("):

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
+from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest
+from shardplan.movement.redistribution.tiled import priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -32,9 +32,6 @@ _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
-# States of a graph that is searched under bounds on a step though no limit is set, where it does not price what lies
-# between its ends: a few searches more, of a few milliseconds each up to here.
-_SMALL = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +69,34 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        allowed, tiled, extents = p.legal(request.bound)
-        # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
-        priced = priced_on_graph(s, t)
-        whole = not priced or bool(np.array_equal(allowed, tiled))
+        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        budget = _EXPANSIONS if len(p.graph.types) <= _LARGE else _EXPANSIONS_LARGE
+        budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
-        states = tiled if priced else allowed
-        path = shortest(p.graph, a, b, first, states, budget=budget)
-        settled = path is not None and path.exact and p.countable and priced and whole and not timed
+        path = shortest(graph, a, b, first, allowed, budget=budget)
+        settled = path is not None and path.exact and countable and whole and not timed
         if path is not None:
-            yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
+            yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable, graph)), settled and p.fine)
         if not settled:
             others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-            for objective in others if whole and not timed else [base, *others]:
-                found = shortest(p.graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
+            for objective in [base, *others] if timed else others:
+                found = shortest(graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
                 if found is not None:
-                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable)))
-        elif not request.narrow:
+                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
+        elif not request.narrow and not p.pool:
             return
-        # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
-        if path is not None and a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
-            ways = Narrowing(p, base, allowed, extents, request.keep, budget)
-            yield from (Candidate(ops) for ops in ways.paths(path))
+        if not timed:
+            yield from map(Candidate, further(p, first, request.bound, path))
+        if request.narrow and a != b:
+            estimate, (legal, _, extents) = path, p.legal(request.bound)
+            if graph is not p.graph:
+                estimate = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))
+            if estimate is not None:
+                ways = Narrowing(p, base, legal, extents, request.keep, budget)
+                yield from (Candidate(ops) for ops in ways.paths(estimate))
     yield from plain(s, t, request.portable)
 
 

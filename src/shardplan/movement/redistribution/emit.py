@@ -22,7 +22,17 @@ from shardplan.core.ops import (
 )
 from shardplan.core.tensor import TensorType, same
 from shardplan.movement.redistribution.problem import Problem, common
-from shardplan.movement.redistribution.space import ALL_TO_ALL, GATHER, LOCAL, REDUCE_ALL, RENAME, ROOT, SCATTER, SPREAD
+from shardplan.movement.redistribution.space import (
+    ALL_TO_ALL,
+    GATHER,
+    LOCAL,
+    REDUCE_ALL,
+    RENAME,
+    ROOT,
+    SCATTER,
+    SPREAD,
+)
+from shardplan.movement.redistribution.tiled import Graph
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,10 +48,13 @@ def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int
     return tuple(d for d, axes in names.items() for _ in axes), tuple(a for axes in names.values() for a in axes)
 
 
-def edge(p: Problem, a: int, b: int, portable: bool = False) -> list[Op]:
-    """Return the ops of one edge of the state graph, from state `a` to state `b`; see `Edges.covers` for `portable`."""
+def edge(p: Problem, a: int, b: int, portable: bool = False, priced: Graph | None = None) -> list[Op]:
+    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it.
+
+    See `Edges.covers` for `portable`.
+    """
     graph, mesh = p.graph, p.source.mesh
-    e = graph.row(a)
+    e = (priced or graph).row(a)
     kind = int(e.kind[b])
     before, after = p.atoms(a), p.atoms(b)
     reduction = p.source.layout.reduction or p.target.layout.reduction or "sum"
@@ -64,8 +77,7 @@ def edge(p: Problem, a: int, b: int, portable: bool = False) -> list[Op]:
     if kind == SPREAD:
         return [Broadcast(mesh.fold(p.atoms_of(int(graph.root[a]) & ~int(graph.root[b]))))]
     layout = p.type(b).layout
-    refines = all(graph.refines[x, y] for x, y in zip(graph.types[a], graph.types[b], strict=True))
-    if kind == RENAME or refines:
+    if kind == RENAME:
         return [Permute(layout)]
     return [Exchange(layout, group_axes(mesh, p.atoms_of(int((e.covers if portable else e.moved)[b]))))]
 
@@ -88,9 +100,9 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
-def ops_of_path(p: Problem, nodes: Sequence[int], portable: bool = False) -> list[Op]:
+def ops_of_path(p: Problem, nodes: Sequence[int], portable: bool = False, priced: Graph | None = None) -> list[Op]:
     """Return the ops along a path of states."""
-    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, portable)]
+    return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, portable, priced)]
 
 
 def direct(source: TensorType, target: TensorType, portable: bool = False) -> list[Op]:

@@ -9,7 +9,8 @@ searched on the given factors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import numpy as np
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh, primes
 from shardplan.core.tensor import TensorType
+from shardplan.movement.redistribution.pool import Dims, pool
 from shardplan.movement.redistribution.space import Space, space
 
 T = TypeVar("T")
@@ -26,6 +28,7 @@ Run = tuple[int, ...]  # consecutive atoms of one axis
 # means four to ten times as many types; from 7 on the tables over pairs of lists (13,700 of them) take half a minute.
 MOST_RUNS = {0: 8, 1: 6, 2: 6, 3: 5, 4: 5}
 _MOST_RUNS_OF_MANY_DIMS = 4
+MOST_POOLED = 14  # runs of a pool of types: masks of them have 16 bits
 # Local bytes are a product of floats: those that are the bound must not exceed it by a rounding error.
 _SLACK = 1 + 1e-12
 
@@ -38,8 +41,9 @@ class Problem:
     target: TensorType
     runs: tuple[Run, ...]
     rigid: tuple[bool, ...]  # per run: a whole axis, legal on an uneven dim
-    fine: bool  # every run is a prime, or may not be cut: the graph holds every type
+    fine: bool  # every run is a prime, or partial or root: the graph holds every type
     fixed: tuple[Run, ...] = ()  # per dim, leading atoms that both types share and the graph leaves in place
+    pool: tuple[Dims, ...] = ()  # the types of the graph, where it is not to hold all
 
     @cached_property
     def graph(self) -> Space:
@@ -51,30 +55,52 @@ class Problem:
                 masks[k] |= sum(1 << r for r, run in enumerate(self.runs) if set(run) & atoms)
         atoms = self.source.mesh.atoms
         sizes = tuple(math.prod(atoms[a].size for a in run) for run in self.runs)
+        if self.pool:
+            return Space(sizes, self.source.ndim, self.source.mesh.size, only=self.pool)
         return space(sizes, self.source.ndim, self.source.mesh.size, *masks)
+
+    def around(self, types: Iterable[TensorType]) -> Problem:
+        """Return the same problem over the pool around some types of its runs."""
+        return replace(self, pool=pool(map(self.lists, types), len(self.runs)))
 
     @property
     def nbytes(self) -> float:
         """Bytes of the part of the array that a size of 1 in the graph stands for."""
-        atoms = self.source.mesh.atoms
-        return self.source.nbytes / math.prod(atoms[a].size for run in self.fixed for a in run)
+        return self.source.itemsize * math.prod(self.heads)
 
     @property
     def countable(self) -> bool:
         """Whether the graph's rounds are exact: with one prime, every box meets equally many tiles."""
         return len({p for size in self.graph.sizes for p in primes(size)}) <= 1
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The shape of that part of the array."""
+        atoms = self.source.mesh.atoms
+        fixed = self.fixed or ((),) * self.source.ndim
+        return tuple(
+            n // math.prod(atoms[a].size for a in run) for n, run in zip(self.source.shape, fixed, strict=True)
+        )
+
+    @property
+    def digits(self) -> np.ndarray:
+        """The coordinate of every device along every run, [runs, devices]."""
+        places, atoms = np.arange(self.source.mesh.size), self.source.mesh.atoms
+        rows = [places // atoms[r[-1]].stride % k for r, k in zip(self.runs, self.graph.sizes, strict=True)]
+        return np.array(rows, dtype=np.int64).reshape(len(rows), len(places))
+
+    def lists(self, t: TensorType) -> Dims:
+        """Return the runs in every dim of a type made of whole runs."""
+        start = {run[0]: r for r, run in enumerate(self.runs)}
+        return tuple(tuple(start[a] for a in atoms if a in start) for atoms in t.atoms)
+
     def node(self, t: TensorType) -> int:
         """Return the state of a type made of whole runs."""
-        start = {run[0]: r for r, run in enumerate(self.runs)}
-        dims: list[tuple[int, ...]] = []
-        for atoms in t.atoms:
-            dims.append(tuple(start[a] for a in atoms if a in start))
         masks = [
             sum(1 << r for r, run in enumerate(self.runs) if run[0] in set(t.mesh.expand(names)))
             for names in (t.layout.partial, t.layout.root)
         ]
-        return self.graph.find(tuple(dims), *masks)
+        return self.graph.find(self.lists(t), *masks)
 
     def atoms(self, node: int) -> tuple[Run, ...]:
         """Return the atoms of every dim of a state."""
@@ -111,9 +137,7 @@ class Problem:
         rigid = sum(1 << r for r, whole in enumerate(self.rigid) if whole)
         ok, tiled = np.ones(len(graph.types), dtype=bool), np.ones(len(graph.types), dtype=bool)
         extents = np.zeros(graph.types.shape)
-        for d, n in enumerate(self.source.shape):
-            if self.fixed:
-                n //= math.prod(self.source.mesh.atoms[a].size for a in self.fixed[d])
+        for d, n in enumerate(self.heads):
             products = graph.list_product
             even = n % products == 0
             whole = (graph.list_mask & ~rigid) == 0
@@ -132,8 +156,11 @@ class Problem:
         return ok, ok & tiled, extents
 
 
-def problem(source: TensorType, target: TensorType) -> Problem | None:
-    """Return the problem over runs, or None when the two types interleave more runs than a graph can hold."""
+def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Problem | None:
+    """Return the problem over runs, or None where the mesh has too many of them.
+
+    `cut` cuts runs that both types keep together further, as far as a graph can hold.
+    """
     mesh, ends = source.mesh, (source, target)
     neighbours = [_neighbours(t) for t in ends]
     stiff = {a for t in ends for a in mesh.expand((*t.layout.partial, *t.layout.root))}
@@ -161,21 +188,26 @@ def problem(source: TensorType, target: TensorType) -> Problem | None:
         fixed = tuple(common(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim))
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
-    if len(busy) > most:
-        return None
+    if len(busy) > most:  # all types are too many: a pool of them, over the finest runs there are
+        primes_fit = len(mesh.atoms) <= MOST_POOLED
+        runs = [run for r in natural for run in ([(a,) for a in r] if primes_fit and not set(r) & whole else [r])]
+        if stiff or len(runs) > MOST_POOLED:
+            return None
+        rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
+        return Problem(source, target, tuple(runs), rigid, False).around((source, target))
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
     runs = busy + idle[: max(0, most - len(busy))]
-    fine = len(runs) == len(natural)
+    fine = len(runs) == len(natural) and not any(len(r) > 1 and set(r) & whole for r in runs)
     while long := [r for r in runs if len(r) > 1 and not set(r) & (whole | stiff)]:
-        if len(runs) >= most:
+        if not cut or len(runs) >= most:
             fine = False
             break
         widest = max(long, key=lambda r: (_product(mesh, r), -r[0]))
         at = len(widest) // 2
         k = runs.index(widest)
         runs[k : k + 1] = [widest[:at], widest[at:]]
-    runs.sort()
+    runs.sort(key=lambda r: (_product(mesh, r), r))  # so that one graph serves all orders of the axes and their factors
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 

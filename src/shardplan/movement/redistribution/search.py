@@ -2,7 +2,7 @@
 
 The heuristic is what a device still lacks of its destination box, which every path must deliver; it is admissible and,
 because one op's cost is priced on the worst device, consistent in the sense A* needs (a step never pays for more than
-it brings). Pure functions on a `Space`; nothing here knows devices, dtypes or programs.
+it brings). Pure functions on a graph; nothing here knows devices, dtypes or programs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardplan.movement.redistribution.space import (
     RENAME,
     SCATTER,
     Edges,
-    Space,
 )
+from shardplan.movement.redistribution.tiled import Graph
 
 # Ties go to fewer steps: far below what a round costs (0.002), far above the rounding of a sum. In units of the bound.
 STEP = 1e-7
@@ -56,10 +56,10 @@ class Objective:
     turn: float
     step: float  # of every step, so that of equal paths the shortest is found
     portable: bool = False
-    direct: bool = True  # whether moves priced as messages (Exchange, cutting Permute) are edges at all
+    direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
-    def price(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def price(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
             cost = (e.portable if self.portable else e.bytes) * self.byte + e.rounds * self.turn
@@ -70,10 +70,10 @@ class Objective:
         if self.portable:
             cost = np.where(np.isfinite(e.portable), cost, np.inf)
         if not self.direct:
-            cost = np.where(e.kind == MOVE, np.inf, cost)
+            cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
         return cost
 
-    def _timed(self, e: Edges, graph: Space, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def _timed(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Seconds of every edge: what a gather costs goes by the bytes held, what messages cost by those received."""
         rates = self.rates
         assert rates is not None
@@ -144,14 +144,14 @@ class Needs:
                 need[x] = exact
         return need
 
-    def along(self, graph: Space, path: Path) -> list[float]:
+    def along(self, graph: Graph, path: Path) -> list[float]:
         """Return what every step of a path needs."""
         everyone = np.arange(len(graph.types))
         pairs = zip(path.nodes, path.nodes[1:], strict=False)
         return [float(self.between(graph.row(a), np.array(a), everyone)[b]) for a, b in pairs]
 
 
-def lacking(graph: Space, t: int) -> np.ndarray:
+def lacking(graph: Graph, t: int) -> np.ndarray:
     """Return, for every type, the fraction of the array that the worst device still lacks of `t`: a lower bound.
 
     Where the partial or root parts differ a device may make its box of what it holds, so nothing is claimed; but a
@@ -166,7 +166,7 @@ def lacking(graph: Space, t: int) -> np.ndarray:
 
 
 def shortest(
-    graph: Space,
+    graph: Graph,
     s: int,
     t: int,
     objective: Objective,
@@ -174,8 +174,9 @@ def shortest(
     within: tuple[Needs, float] | None = None,
     *,
     budget: int,
+    below: float = np.inf,
 ) -> Path | None:
-    """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]), or None.
+    """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]) that costs less than `below`.
 
     `within` says what steps need, and the most that one may need. After `budget` expansions the best path found so far
     is returned, marked inexact.
@@ -197,7 +198,7 @@ def shortest(
     parent = np.full(len(graph.types), -1, dtype=np.int64)
     closed = ~allowed
     reach[s] = 0.0
-    best, last = np.inf, -1
+    best, last = below, -1
     node, expansions = s, 0
     while True:
         if reach[node] + column[node] < best - _ROUNDING:
@@ -217,7 +218,7 @@ def shortest(
         exact = score[node] >= best - _ROUNDING
         if exact or expansions >= budget:
             break
-    if not np.isfinite(best):
+    if last == -1:
         return None
     return Path(_back(parent, s, last, t), best, bool(exact))
 
@@ -238,7 +239,7 @@ def _least_rate(objective: Objective) -> float:
 
 
 def narrowest(
-    graph: Space, s: int, t: int, needs: Needs, allowed: np.ndarray, portable: bool, *, budget: int
+    graph: Graph, s: int, t: int, needs: Needs, allowed: np.ndarray, portable: bool, *, budget: int
 ) -> Path | None:
     """Return the path, of other types, whose largest step needs least; its cost is that need.
 

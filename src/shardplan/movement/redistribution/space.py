@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-# The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange or Permute; ReduceScatter; AllReduce; Permute of
-# tiles with their addends; Reduce; Broadcast.
+# The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange; ReduceScatter; AllReduce; Permute; Reduce;
+# Broadcast.
 LOCAL, GATHER, ALL_TO_ALL, MOVE, SCATTER, REDUCE_ALL, RENAME, ROOT, SPREAD = range(9)
 # Edges of a graph that stay in memory, for each direction: 26 bytes each, so 40 MB. With none kept, a search under the
 # many bounds of a memory limit would compute the same rows again for each of them.
@@ -73,20 +74,32 @@ class Space:
     many tiles the array is cut) and `size` (its inverse: a shard as a fraction of the array).
     """
 
-    def __init__(self, sizes: tuple[int, ...], ndim: int, devices: int, partial: int = 0, root: int = 0) -> None:
-        """Enumerate lists and types."""
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        ndim: int,
+        devices: int,
+        partial: int = 0,
+        root: int = 0,
+        only: Sequence[tuple[tuple[int, ...], ...]] | None = None,
+    ) -> None:
+        """Enumerate lists and types, or take the types `only`, none of them partial or rooted."""
         self.sizes, self.ndim, self.devices = sizes, ndim, devices
         count = len(sizes)
-        self.lists: list[tuple[int, ...]] = [
-            p for n in range(count + 1) for p in itertools.permutations(range(count), n)
-        ]
+        every = (p for n in range(count + 1) for p in itertools.permutations(range(count), n))
+        self.lists: list[tuple[int, ...]] = list(every if only is None else dict.fromkeys(p for t in only for p in t))
         self.list_index = {p: i for i, p in enumerate(self.lists)}
         self.list_mask = np.array([sum(1 << r for r in p) for p in self.lists])
         self.list_product = np.array([math.prod(sizes[r] for r in p) for p in self.lists])
         self._rows: dict[int, Edges] = {}
         self._columns: dict[int, Edges] = {}
         self._relate(count)
-        self._enumerate(count, partial, root)
+        if only is None:
+            self._enumerate(count, partial, root)
+        else:
+            self.types = np.array([[self.list_index[p] for p in t] for t in only], dtype=np.int32).reshape(-1, ndim)
+            self.partial = self.root = np.zeros(len(only), dtype=np.int64)
+        self._count()
         # Of every set of runs the devices of a group over it.
         self.group_size = np.array(
             [math.prod(sizes[r] for r in range(count) if mask >> r & 1) for mask in range(1 << count)]
@@ -146,6 +159,9 @@ class Space:
         lengths = [len(block) for block in rows]
         self.partial = np.repeat(partials, lengths)
         self.root = np.repeat(roots, lengths)
+
+    def _count(self) -> None:
+        """Fill the tables that follow from the types."""
         self.used = np.zeros(len(self.types), dtype=np.int64)
         self.parts = np.ones(len(self.types), dtype=np.int64)
         for d in range(self.ndim):
@@ -206,7 +222,7 @@ class Space:
         portable = np.where(fits | refines, nbytes, np.where(narrow, crowded, np.inf))
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
         rounds = np.maximum(count - 1, away)
-        kind = np.full(shape, MOVE, dtype=np.int8)
+        kind = np.where(refines, RENAME, MOVE).astype(np.int8)  # where tiles nest, one message delivers each
         # Runs leave the end of one dim for the end of another, and none comes or goes.
         swap = (changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)
         kind = np.where(swap, ALL_TO_ALL, kind)
@@ -214,7 +230,7 @@ class Space:
         kind = np.where(shrinks, GATHER, kind)
         nbytes, rounds = np.where(extends, 0.0, nbytes), np.where(extends, 0.0, rounds)
         kind = np.where(extends, LOCAL, kind)
-        portable = np.where(kind == MOVE, portable, nbytes)
+        portable = np.where((kind == MOVE) | (kind == RENAME), portable, nbytes)
         nbytes, portable = (np.where(relation.flat, x, np.inf) for x in (nbytes, portable))
         found = Edges(nbytes, rounds, moved | new, kind, portable, np.where(fits, moved | new, moved))
         if self.partial.any() or self.root.any():

@@ -1,0 +1,67 @@
+"""What is searched beside the graph of a problem: wider pools, coarser runs, and other orders of the prime factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.op import Op
+from shardplan.core.ops import Send
+from shardplan.movement.redistribution.emit import ops_of_path
+from shardplan.movement.redistribution.orders import other_orders
+from shardplan.movement.redistribution.problem import Problem, problem
+from shardplan.movement.redistribution.search import Objective, Path, shortest
+from shardplan.movement.redistribution.tiled import priced
+
+# Each search takes few: its first expansion finds every path of two steps.
+_EXPANSIONS = 10
+_EXPANSIONS_COARSE = 60
+_MOST_POOLS = 4
+
+
+def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
+    """Yield op sequences cheaper than the best path of a problem, where one may be, each cheaper than the one before.
+
+    A pool is followed by those around its best paths, a search that was cut off by one over the longest runs. Portable
+    paths that deliver a byte twice are searched in other orders of the factors.
+    """
+    least = float("inf") if best is None else best.cost
+    for _ in range(_MOST_POOLS if p.pool and best is not None else 0):
+        assert best is not None
+        wider = p.around(p.type(node) for node in best.nodes)
+        found = _cheaper(wider, objective, bound, least)
+        if found is None:
+            break
+        p, best, least = wider, found, found.cost
+        yield _ops(p, best, bound, objective)
+    if best is not None and not best.exact and not p.pool:
+        coarse = problem(p.source, p.target, cut=False)
+        if coarse is not None and len(coarse.runs) < len(p.runs):
+            found = _cheaper(coarse, objective, bound, least, _EXPANSIONS_COARSE)
+            if found is not None:
+                least = found.cost
+                yield _ops(coarse, found, bound, objective)
+    if not objective.portable or (best is not None and _at_bound(p, best, bound)):
+        return
+    for ours, theirs in other_orders(p.source, p.target):
+        other = problem(ours, theirs)
+        found = None if other is None else _cheaper(other, objective, bound, least)
+        if other is not None and found is not None:
+            least = found.cost
+            ops = _ops(other, found, bound, objective)
+            yield (Send(ours.layout, ours.mesh), *ops, Send(p.target.layout, p.target.mesh))
+
+
+def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget: int = _EXPANSIONS) -> Path | None:
+    graph, allowed, _, _ = priced(p, bound, objective.portable)
+    return shortest(graph, p.node(p.source), p.node(p.target), objective, allowed, budget=budget, below=least)
+
+
+def _ops(p: Problem, path: Path, bound: int, objective: Objective) -> tuple[Op, ...]:
+    return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound, objective.portable).graph))
+
+
+def _at_bound(p: Problem, path: Path, bound: int) -> bool:
+    """Say whether a path delivers no byte twice."""
+    graph = priced(p, bound, True).graph
+    delivered = sum(graph.row(a).bytes[b] for a, b in zip(path.nodes, path.nodes[1:], strict=False))
+    return bool(delivered <= graph.row(path.nodes[0]).bytes[path.nodes[-1]] * (1 + 1e-9))
