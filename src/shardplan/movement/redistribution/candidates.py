@@ -82,23 +82,24 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         budget = _EXPANSIONS if len(p.graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
-        states = tiled if priced else allowed
-        path = shortest(p.graph, a, b, first, states, budget=budget)
+        path = shortest(p.graph, a, b, first, tiled if priced else allowed, budget=budget)
         settled = path is not None and path.exact and p.countable and priced and whole and not timed
+        cheapest = [] if path is None else [(first, path)]
         if path is not None:
             yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
         if not settled:
             others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
             for objective in others if whole and not timed else [base, *others]:
-                found = shortest(p.graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
-                if found is not None:
-                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable)))
+                path = shortest(p.graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
+                if path is not None:
+                    yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)))
+                    cheapest += [(base, path)] if objective == base else []
         elif not request.narrow:
             return
         # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
-        if path is not None and a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
-            ways = Narrowing(p, base, allowed, extents, request.keep, budget)
-            yield from (Candidate(ops) for ops in ways.paths(path))
+        if a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
+            ways = Narrowing(p, request.portable, allowed, extents, request.keep, budget)
+            yield from (Candidate(ops) for ops in ways.paths(cheapest))
     yield from plain(s, t, request.portable)
 
 
