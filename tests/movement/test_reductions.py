@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
+from shardplan.core.messages import at_root
 from shardplan.errors import CertificateError, Infeasible, LayoutError, TopologyError, TypingError
 from shardplan.hardware.level_factors import factors
 from shardplan.hardware.prices.alpha_beta import alpha_beta
@@ -24,7 +26,7 @@ from shardplan.movement.reductions.instructions import (
 )
 from shardplan.movement.reductions.instructions import instruction_list_text as text
 from shardplan.movement.reductions.interpreter import POISON, run_instructions
-from shardplan.movement.reductions.payload import payload, recognise
+from shardplan.movement.reductions.payload import payload
 from shardplan.movement.reductions.reduce import check_path
 from shardplan.movement.reductions.shortest_path import cheapest_path
 from shardplan.movement.reductions.state_graph import explore, state_graph
@@ -401,15 +403,154 @@ def test_several_axes_and_interleaved_digits():
                     assert all(np.allclose(out[m], total) for m in group)
 
 
-def test_recognise_reads_only_payloads():
-    placement = next(sp.placements(sp.Mesh(a=4), switches((2, 1e9), (2, 1e10))))
-    view = payload(placement, "a", 4096)
-    known = recognise(view.type("PP"), view.type("SU"), placement)
-    assert known is not None
-    assert known[1:] == ("PP", "SU")
-    flat = sp.TensorType("f32", (64,), (None,), view.mesh, partial={"a": "sum"})
-    assert recognise(flat, flat.with_layout(replace(flat.layout, partial=(), reduction=None)), placement) is None
-    assert recognise(view.type("UU"), view.type("UU"), placement) is None
+# Any shape.
+
+
+def three_levels(library="ring", sizes=(2, 3, 4)):
+    rates, latencies = (5e9, 2e10, 3e11), (1e-5, 5e-6, 2e-6)
+    names = ("pod", "node", "gpu")
+    levels = tuple(_level(*one) for one in zip(names, sizes, rates, latencies, strict=True))
+    return sp.Topology("three", levels, library=library)
+
+
+TOPOLOGIES = (
+    lambda: sp.Topology.load("gcp-v100x8", nodes=2),
+    lambda: sp.Topology.load("dgx-h100", nodes=4),
+    lambda: three_levels("nccl"),
+    lambda: three_levels("ring", (2, 2, 6)),
+)
+DIMS = (2, 3, 5, 7, 11, 13, 101, 499, 997, 7919)
+
+
+def random_reduction(rng):
+    """A placement, reduced axes, a type with addends, where they are to go, and the type then; other axes cut a dim."""
+    topology = rng.choice(TOPOLOGIES)()
+    a = rng.choice([n for n in range(2, topology.size + 1) if topology.size % n == 0])
+    mesh = sp.Mesh(a=a, b=topology.size // a)
+    placement = rng.choice(list(sp.placements(mesh, topology)))
+    wide = [x for x, n in mesh.shape.items() if n > 1]
+    axes = tuple(rng.sample(wide, rng.randint(1, len(wide))))
+    axes = tuple(x for x in mesh.axes if x in axes)
+    shape = [rng.choice((*DIMS, 2 ** rng.randint(1, 12), rng.randint(1, 3000))) for _ in range(rng.randint(1, 3))]
+    before, after = [[()] * len(shape) for _ in range(2)]
+    target = rng.choice(("replicated", "sharded", "root"))
+    for x in wide:
+        if x not in axes:
+            d = rng.randrange(len(shape))
+            shape[d] *= mesh.shape[x]
+            before[d] = after[d] = (x,)
+    if target == "sharded":
+        d = rng.randrange(len(shape))
+        shape[d] *= math.prod(mesh.shape[x] for x in axes)
+        after[d] = (*before[d], *axes)
+    source = sp.TensorType("f32", shape, tuple(before), mesh, partial=dict.fromkeys(axes, "sum"))
+    wanted = sp.TensorType("f32", shape, tuple(after), mesh, root=axes if target == "root" else ())
+    return placement, axes, target, source, wanted
+
+
+def check_sums(plan, source, target):
+    """Run a plan on random integers; every device ends with its part of the sum over all addends."""
+    number = source.mesh.index((*source.layout.partial, *(a for d in source.layout.dims for a in d)))
+    addends = [
+        np.random.default_rng(int(k)).integers(-50, 50, source.local_shape(place)).astype(np.float32)
+        for place, k in enumerate(number)
+    ]
+    expected = sp.distribute(sp.collect(addends, source), target)
+    for held, x, y in zip(at_root(target), sp.run(plan, addends), expected, strict=True):
+        assert not held or np.array_equal(x, y)
+
+
+def test_any_shape_costs_what_its_payload_costs():
+    """Also primes: only the padding of a payload, at most to the next multiple of its members, makes it dearer."""
+    rng = random.Random(14)
+    for _ in range(300):
+        placement, axes, target, source, wanted = random_reduction(rng)
+        if source.nbytes > 2e9:
+            continue
+        plan = sp.redistribute(source, wanted, topology=placement)
+        plan.certificate.check()
+        payload = source.local_bytes()
+        members = 4 * math.prod(placement.mesh.shape[a] for a in axes)
+        reduced = sp.reduce(placement, axes, payload, target=target)
+        assert plan.seconds <= reduced.seconds * 1.002, (str(source), str(wanted), placement.describe())
+        if payload % members == 0:
+            assert plan.seconds >= reduced.seconds * 0.998
+            if target == "replicated":
+                best = sp.reductions(placement, axes, payload, limit=None, top=1)[0]
+                assert plan.seconds == pytest.approx(best.seconds, rel=2e-3)
+        elif payload > members:
+            less = sp.reduce(placement, axes, payload // members * members, target=target)
+            assert plan.seconds >= less.seconds * 0.998
+        if source.nbytes * source.mesh.size < 2e6:
+            check_sums(plan, source, wanted)
+
+
+def test_a_matrix_is_reduced_as_a_payload_is():
+    mesh = sp.Mesh(data=16)
+    placement = sp.Placement(mesh, sp.Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
+    plan = sp.redistribute("f32[8192, 8192]{+data}", "f32[8192, 8192]", mesh=mesh, topology=placement)
+    assert [str(step.op.name) for step in plan.program.steps] == ["reduce_scatter", "all_reduce", "all_gather"]
+    assert plan.seconds == sp.reduce(placement, "data", 2**28).seconds
+    assert plan.certificate.status == "exact"
+
+
+def test_what_factors_do_not_divide_is_one_uneven_dim_and_nothing_is_padded():
+    mesh = sp.Mesh(data=16)
+    placement = sp.Placement(mesh, sp.Topology.load("gcp-v100x8", nodes=2), ((2, 8),))
+    plan = sp.redistribute("f32[105, 7]{+data}", "f32[105, 7]", mesh=mesh, topology=placement)
+    assert [f"{step.op.name} {t}" for step, t in zip(plan.program.steps, plan.certificate.types, strict=True)] == [
+        "send f32[105, 7]{+data_node,+data_gpu}",
+        "reshape f32[735]{+data_node,+data_gpu}",
+        "reduce_scatter f32[735@data_gpu]{+data_node}",
+        "all_reduce f32[735@data_gpu]",
+        "all_gather f32[735]",
+        "reshape f32[105, 7]",
+        "send f32[105, 7]",
+    ]
+    assert plan.certificate.peak_bytes == plan.certificate.bound_bytes == 4 * 735
+    check_sums(plan, plan.program.input_types[0], plan.program.output_types[0])
+    # What is sharded stays major: the dims behind it are one with it, those before it stay apart.
+    mesh = sp.Mesh(data=8, tensor=2)
+    placement = sp.Placement(mesh, sp.Topology.load("gcp-v100x8", nodes=2), ((2, 4), (1, 2)))
+    plan = sp.redistribute("f32[3, 14@tensor, 5]{+data}", "f32[3, 14@tensor, 5]", mesh=mesh, topology=placement)
+    assert "f32[3, 70@(tensor,data_gpu)]{+data_node}" in map(str, plan.certificate.types)
+    check_sums(plan, plan.program.input_types[0], plan.program.output_types[0])
+
+
+def test_levels_that_prime_order_does_not_show_get_axes_of_their_own():
+    mesh = sp.Mesh(data=12)
+    topology = sp.Topology("t", (_level("node", 3, 1e9, 1e-6), _level("gpu", 4, 1e11, 1e-6)))
+    placement = sp.Placement(mesh, topology, ((3, 4),))
+    source, target = "f32[48, 5]{+data}", "f32[48@data, 5]"
+    plan = sp.redistribute(source, target, mesh=mesh, topology=placement)
+    assert [step.op.name for step in plan.program.steps] == [
+        "send",
+        "reshape",
+        "reduce_scatter",
+        "reduce_scatter",
+        "reshape",
+        "send",
+    ]
+    assert plan.certificate.status == "exact"
+    check_sums(plan, *(sp.TensorType.parse(text, mesh) for text in (source, target)))
+
+
+def test_steps_of_a_longer_plan_are_cut_at_the_levels():
+    mesh = sp.Mesh(a=2, b=8)
+    placement = sp.Placement(mesh, sp.Topology.load("gcp-v100x8", nodes=2), ((1, 2), (2, 4)))
+    source, target = "f32[128, 128, 128@a]{+b}", "f32[128, 128@a, 128]"
+    plan = sp.redistribute(source, target, mesh=mesh, topology=placement)
+    names = [step.op.name for step in plan.program.steps]
+    assert names[:3] == ["reduce_scatter", "all_reduce", "all_gather"]
+    check_sums(plan, *(sp.TensorType.parse(text, mesh) for text in (source, target)))
+
+
+def test_devices_with_equal_addends_share_the_work():
+    mesh = sp.Mesh(data=2, copies=8)
+    placement = sp.Placement(mesh, sp.Topology.load("gcp-v100x8", nodes=2), ((2, 1), (1, 8)))
+    plan = sp.redistribute("f32[8192, 8192]{+data}", "f32[8192, 8192]", mesh=mesh, topology=placement)
+    assert plan.seconds < sp.reduce(placement, "data", 2**28).seconds / 4
+    assert plan.certificate.status != "exact"
 
 
 # Prices.
@@ -456,7 +597,7 @@ def test_one_group_alone_would_err_by_the_groups_on_a_port():
 def test_a_wrong_path_is_refused():
     placement = next(sp.placements(sp.Mesh(a=8), switches((2, 1e9), (4, 1e10))))
     view = payload(placement, "a", 4096)
-    path = cheapest_path(view, placement.topology, "PP", "UU", "ring")
+    path = cheapest_path(view.factors, view.nbytes, placement.topology, "PP", "UU", "ring")
     assert path is not None
     check_path(view, path, "UU")
     with pytest.raises(CertificateError, match="the state-matrix checker refuses the program found"):

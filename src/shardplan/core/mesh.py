@@ -135,8 +135,13 @@ class Mesh:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise LayoutError(f"cannot split {axis!r}: the part name {name!r} is not an identifier")
         splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
-        splits[axis] = {f"{axis}.{name}": n for name, n in parts.items()}
-        return _make(dict(zip(self.axes, self.sizes, strict=True)), self.devices, splits)
+        return self.with_parts(splits | {axis: {f"{axis}.{name}": n for name, n in parts.items()}})
+
+    def with_parts(self, splits: Mapping[str, Mapping[str, int]]) -> Mesh:
+        """Return this mesh split like that: by axis the names and sizes of its parts, as `parts` has them."""
+        mesh = Mesh.__new__(Mesh)
+        _set(mesh, self.shape, self.devices, splits)
+        return mesh
 
     @property
     def size(self) -> int:
@@ -264,8 +269,7 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
             raise LayoutError(f"axis name {shown(name)} is not an identifier")
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"axis {name!r} has size {shown(size)}: sizes are integers of at least 1")
-    axes, sizes = tuple(table), tuple(int(s) for s in table.values())
-    count = math.prod(sizes)
+    count = math.prod(int(s) for s in table.values())
     if count > MOST_DEVICES:
         raise LayoutError(f"the mesh {shown(table)} has too many devices; a mesh has at most {MOST_DEVICES}")
     ids = tuple(range(count)) if devices is None else _device_ids(devices)
@@ -276,6 +280,12 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
         raise LayoutError(f"device {twice} is listed twice; the device ids of a mesh are distinct")
     if ids and min(ids) < 0:
         raise LayoutError(f"device {min(ids)} is negative; device ids are 0 or more")
+    _set(mesh, {a: int(s) for a, s in table.items()}, ids, splits)
+
+
+def _set(mesh: Mesh, shape: Mapping[str, int], ids: tuple[int, ...], splits: Mapping[str, Mapping[str, int]]) -> None:
+    """Set the fields of a mesh from what was checked."""
+    axes, sizes, count = tuple(shape), tuple(shape.values()), len(ids)
     parts = tuple(tuple(splits.get(a, {}).items()) for a in axes)
     atoms, spans = _index(axes, sizes, parts)
     # Ids in a row are compared, and hashed, as a range: in constant time.

@@ -160,13 +160,9 @@ class Placement:
         Of an axis on dims of a torus that are no neighbours the parts are `data.chip0` and `data.chip1`. The mesh keeps
         its device ids; `device_mesh()` says on which device of the topology each of them lies.
         """
-        mesh = Mesh(dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), devices=self.mesh.devices)
         digits = [d for level in self.digits() for d in level]
-        for axis in self.mesh.axes:
-            parts = {d.name.removeprefix(f"{axis}."): d.size for d in digits if d.axis == axis}
-            if len(parts) > 1:
-                mesh = mesh.split(axis, **parts)
-        return mesh
+        splits = {axis: {d.name: d.size for d in digits if d.axis == axis} for axis in self.mesh.axes}
+        return self.mesh.with_parts({axis: parts for axis, parts in splits.items() if len(parts) > 1})
 
     def describe(self) -> str:
         """Return the matrix in one line, such as `data=[2, 4], tensor=[1, 2]`, and orders that are not the mesh's.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardplan.core.program import Program
@@ -24,6 +25,7 @@ class Plan:
 
     program: Program
     certificate: Certificate
+    _issued: Callable[[], Certificate] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what is no program or no certificate."""
@@ -34,6 +36,21 @@ class Plan:
             )
         if self.program != self.certificate.program:
             raise ShardplanError("a plan of a program and the certificate of another; legal is that of the program")
+
+    @staticmethod
+    def later(program: Program, issued: Callable[[], Certificate]) -> Plan:
+        """Return a plan whose certificate is derived when it is asked for: its bounds take longer than a program."""
+        plan = object.__new__(Plan)
+        object.__setattr__(plan, "program", program)
+        object.__setattr__(plan, "_issued", issued)
+        return plan
+
+    def __getattr__(self, name: str) -> Certificate:
+        """Derive the certificate; an attribute that is set does not come here."""
+        if name != "certificate":
+            raise AttributeError(f"a plan has no attribute {name!r}", name=name, obj=self)
+        object.__setattr__(self, name, self._issued())
+        return self.certificate
 
     @property
     def seconds(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -46,7 +46,7 @@ from shardplan.core.ops.collective import (
 from shardplan.core.ops.movement import check_chunks
 from shardplan.core.parcels import Parcels, Rows
 from shardplan.core.pattern import Local, Pattern
-from shardplan.core.tensor import TensorType, counter, live_reduction
+from shardplan.core.tensor import TensorType, counter, live_reduction, same
 from shardplan.errors import TypingError
 
 
@@ -213,15 +213,16 @@ class General(Collective):
     """
 
     boxed: ClassVar[bool] = True
+    near = ()  # unannotated, so that it is no field of an op that does not choose
 
     @property
     def choice(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What says who sends: `near`, and the axes of the groups."""
-        return self.near, ()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        return self.near, ()
 
     def nearest(self, blocks: tuple[int, ...]) -> Self:
         """Take the holders in the smallest of these blocks."""
-        return replace(self, near=blocks)  # pyright: ignore[reportCallIssue]
+        return replace(self, near=blocks) if any(field.name == "near" for field in fields(self)) else self
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
@@ -361,11 +362,13 @@ class Send(General):
         _set_end(self)
 
     def result(self, t: TensorType) -> TensorType:
-        """The same tensor on the other mesh; the operand may not be partial."""
+        """The same tensor on the other mesh; the operand may not be partial, unless every shard stays as it is."""
         check_chunks(self.name, self.chunks)
+        u = t.with_layout(_end(self), self.mesh)
+        if same(t, u):
+            return u
         if t.layout.partial:
             raise TypingError(f"send: {t} is partial; reduce it first")
-        u = t.with_layout(_end(self), self.mesh)
         if u.layout.partial or u.layout.root:
             raise TypingError(f"send: the result {u} may be neither partial nor rooted")
         return u

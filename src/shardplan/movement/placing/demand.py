@@ -91,19 +91,21 @@ def demand_plan(
         source = TensorType("f32", (members, members, each * groups), (axes, (), others), mesh)
         ops = [AllToAll(0, 1, axes)] if members > 1 else []
         program = chain(ops, source)
-        return Plan(program, issue(program, (source,), program.output_types, placement, None, False, None, algorithm))
+        ends = (source,), program.output_types
+        return Plan.later(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
     view = payload(placement, demand.axes, demand.payload(members))
     before, after = (letter * len(view.factors) for letter in letters)
     source, target = view.type(before), view.type(after)
     if programs == "stock" and view.factors:
         ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
     else:
-        path = cheapest_path(view, placement.topology, before, after, algorithm) or []
+        path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm) or []
         if letters[0] == "P":
             check_path(view, path, after)
         ops = view.path_ops(path)
     program = chain(ops, source)
-    return Plan(program, issue(program, (source,), (target,), placement, None, programs == "best", None, algorithm))
+    ends, exact = ((source,), (target,)), programs == "best"
+    return Plan.later(program, lambda: issue(program, *ends, placement, None, exact, None, algorithm))
 
 
 def demand_bound(placement: Placement, demand: Demand) -> float:

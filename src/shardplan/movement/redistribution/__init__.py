@@ -8,6 +8,7 @@ Reading order:
 - `emit`         a path as ops, and the direct exchange
 - `closed_form`  the ops that always lead from one even type to another, without a search
 - `candidates`   the op sequences that compete: paths under several objectives and bounds, and what needs no search
+- `reduced`      candidates that reduce, cut at the levels of the hardware
 - `choice`       the price of a program, the cheapest of the candidates, and its chunks under a memory limit
 - `single`       the cheapest program of one tensor on the best placement, and the least limit that works
 """

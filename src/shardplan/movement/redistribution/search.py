@@ -94,7 +94,7 @@ class Objective:
         # A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages.
         known = np.isin(e.kind, (GATHER, SCATTER, REDUCE_ALL, ALL_TO_ALL, MOVE, RENAME))
         cost = np.where(known, cost, moved * rates.messages[1].max())
-        return np.where(e.kind == LOCAL, 0.0, np.where(np.isfinite(e.bytes), cost, np.inf))
+        return np.where(np.isfinite(e.bytes), np.where(e.kind == LOCAL, 0.0, cost), np.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,8 @@ from shardplan.movement.redistribution.candidates import Candidate, Request, can
 from shardplan.movement.redistribution.choice import Chosen, Rules, cheapest, keeping, programs, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
+from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
 from shardplan.movement.redistribution.search import Rates
-from shardplan.movement.reductions.payload import recognise
-from shardplan.movement.reductions.shortest_path import reduction_ops
 from shardplan.plans.pricing import Where, fabric_of
 
 # A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
@@ -119,22 +118,17 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
 
 def choose(s: TensorType, t: TensorType, rules: Rules) -> Chosen | None:
     """Return the cheapest of all candidates under the rules."""
-    best = cheapest(None, programs(_payload(s, t, rules), s, t, rules), rules)
-    if best is None:
-        best = cheapest(None, programs(_ways(s, t, rules), s, t, rules), rules)
+    best = cheapest(None, programs(_reductions(s, t, rules), s, t, rules), rules)
+    if best is None or not settled(s):
+        best = cheapest(best, programs(_ways(s, t, rules), s, t, rules), rules)
     return cheapest(best, programs(offered(s, t, rules, best), s, t, rules), rules)
 
 
-def _payload(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
-    """Yield the reduction of a payload, searched over its factors: exact, with the prices of every algorithm."""
-    placement = rules.placement
-    if placement is None or s.mesh != t.mesh or same(s, t) or tabled(s, t):
-        return
-    if (payload := recognise(s, t, placement)) is not None:
-        view, before, after = payload
-        ops = reduction_ops(view, placement.topology, before, after)
-        if ops is not None:
-            yield Candidate(tuple(ops), exact=True)
+def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    """Yield the reductions that are cut at the levels of the hardware."""
+    if rules.fabric is None or same(s, t) or tabled(s, t):
+        return iter(())
+    return reducing(s, t, rules.fabric, rules.placement)
 
 
 def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
@@ -145,7 +139,7 @@ def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
         return iter([Candidate((Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh),))])
     if s.mesh == t.mesh:
         return on_one_mesh(s, t, rules)
-    return crossings(s, t, partial(on_one_mesh, rules=rules))
+    return crossings(s, t, partial(on_one_mesh, rules=rules), rules.fabric)
 
 
 def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
@@ -173,7 +167,8 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
     """Yield the candidates of one mesh, in the order of `candidates`."""
     p = make_problem(s, t)
     rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
-    return candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
+    found = candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
+    return found if rules.fabric is None else with_levels(found, s, rules.fabric, rules.placement)
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:

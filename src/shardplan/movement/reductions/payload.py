@@ -8,8 +8,9 @@ its own, so the last dim is sharded over the axes that are not reduced: `f32[2, 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.core.mesh import Mesh
@@ -20,6 +21,8 @@ from shardplan.hardware.level_factors import LevelFactor, checked_axes, factors
 from shardplan.hardware.placement import Placement
 from shardplan.movement.reductions.instructions import Instruction
 from shardplan.movement.reductions.type_graph import State, TypeEdge, step_state
+
+Atoms = tuple[int, ...]  # of a mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,63 +59,82 @@ class Payload:
         root = tuple(a for f in held["R"] for a in f.axes)
         return TensorType(self.dtype, self.shape, (*dims, self.others), self.mesh, partial=partial, root=root)
 
-    def state(self, t: TensorType) -> State | None:
-        """Return the letters of a type on this mesh and shape, or None where it is no such type."""
-        if t.mesh != self.mesh or t.shape != self.shape or t.dtype != self.dtype:
-            return None
-        letters = ""
-        for d, f in enumerate(self.factors):
-            atoms = t.mesh.expand(f.axes)
-            if t.atoms[d] == atoms:
-                letters += "S"
-            elif set(atoms) <= set(t.mesh.expand(t.layout.partial)):
-                letters += "P"
-            elif set(atoms) <= set(t.mesh.expand(t.layout.root)):
-                letters += "R"
-            else:
-                letters += "U"
-        reduction = t.layout.reduction in (None, self.reduction)
-        return letters if reduction and self.type(letters).layout == t.layout else None
-
     def op(self, instruction: Instruction) -> Op:
         """Return the typed op of an instruction."""
-        varies = instruction.grouping.varies
-        axes = tuple(a for d in varies for a in self.factors[d].axes)
-        each = tuple(d for d in varies for _ in self.factors[d].axes)
-        dims = each[0] if len(set(each)) == 1 else each
-        match instruction.collective:
-            case "all_reduce":
-                return AllReduce(axes, self.reduction)
-            case "reduce_scatter":
-                return ReduceScatter(dims, axes, self.reduction)
-            case "all_gather":
-                return AllGather(dims, axes)
-            case "reduce":
-                return Reduce(axes, self.reduction)
-            case "broadcast":
-                return Broadcast(axes)
-            case other:
-                raise LayoutError(f"{other!r} is no collective of the reduction language")
+        return typed_op(instruction, self.mesh, self._atoms, self._homes, self.reduction)
 
-    def _step_ops(self, before: State, entered: State, instruction: Instruction) -> list[Op]:
-        """The op that enters the Master form, if that is needed, and that of the instruction."""
-        new = [a for f, x, y in zip(self.factors, before, entered, strict=True) if x != y for a in f.axes]
-        return [*([ToPartial(tuple(new), "root")] if new else []), self.op(instruction)]
+    @property
+    def _atoms(self) -> tuple[Atoms, ...]:
+        return tuple(self.mesh.expand(f.axes) for f in self.factors)
+
+    @property
+    def _homes(self) -> dict[int, int]:
+        return {a: d for d, atoms in enumerate(self._atoms) for a in atoms}
 
     def path_ops(self, path: Iterable[TypeEdge]) -> list[Op]:
         """Return the ops along a path of types."""
-        return [op for e in path for op in self._step_ops(e.source, e.entered, e.instruction)]
+        return [op for edge in path for op in edge_ops(edge, self.mesh, self._atoms, self._homes, self.reduction)]
 
     def instruction_ops(self, program: Sequence[Instruction]) -> list[Op] | None:
         """Return the ops of an instruction list, or None where it does not type: a device would read an old value."""
-        state, ops = "P" * len(self.factors), list[Op]()
+        path: list[TypeEdge] = []
+        state = "P" * len(self.factors)
         for instruction in program:
             step = step_state(state, instruction)
             if step is None:
                 return None
-            ops += self._step_ops(state, step[0], instruction)
+            path.append(TypeEdge(state, *step, instruction))
             state = step[1]
-        return ops if set(state) <= {"U"} else None
+        return self.path_ops(path) if set(state) <= {"U"} else None
+
+
+def edge_ops(
+    edge: TypeEdge,
+    mesh: Mesh,
+    atoms: Sequence[Atoms],
+    homes: Mapping[int, int],
+    reduction: str,
+    order: Sequence[int] = (),
+) -> list[Op]:
+    """Return the op of an edge, behind the one that enters the Master form where that is needed; see `typed_op`."""
+    new = [a for run, x, y in zip(atoms, edge.source, edge.entered, strict=True) if x != y for a in run]
+    root = [ToPartial(mesh.fold(tuple(new)), "root")] if new else []
+    return [*root, typed_op(edge.instruction, mesh, atoms, homes, reduction, order)]
+
+
+def typed_op(
+    instruction: Instruction,
+    mesh: Mesh,
+    atoms: Sequence[Atoms],
+    homes: Mapping[int, int],
+    reduction: str,
+    order: Sequence[int] = (),
+) -> Op:
+    """Return the typed op of an instruction.
+
+    `atoms` are those of each factor, `homes` says on which dim an atom is scattered. Members are ordered as the factors
+    are; atoms in `order` come in that order.
+    """
+    varied = [a for d in instruction.grouping.varies for a in atoms[d]]
+    if set(varied) <= set(order):
+        varied.sort(key=order.index)
+    runs = [(d, tuple(run)) for d, run in itertools.groupby(varied, key=lambda a: homes.get(a, 0))]
+    each = [(d, name) for d, run in runs for name in mesh.fold(run)]
+    dims = each[0][0] if len(runs) == 1 else tuple(d for d, _ in each)
+    axes, names = mesh.fold(tuple(varied)), tuple(name for _, name in each)
+    match instruction.collective:
+        case "all_reduce":
+            return AllReduce(axes, reduction)
+        case "reduce_scatter":
+            return ReduceScatter(dims, names, reduction)
+        case "all_gather":
+            return AllGather(dims, names)
+        case "reduce":
+            return Reduce(axes, reduction)
+        case "broadcast":
+            return Broadcast(axes)
+        case other:
+            raise LayoutError(f"{other!r} is no collective of the reduction language")
 
 
 def payload(
@@ -137,28 +159,3 @@ def payload(
     others = tuple(a for a, n in zip(mesh.axes, mesh.sizes, strict=True) if a not in asked and n > 1)
     groups = math.prod(mesh.span(a).size for a in others)
     return Payload(found, mesh, dtype, (*sizes, rest * groups), others)
-
-
-def recognise(source: TensorType, target: TensorType, placement: Placement) -> tuple[Payload, State, State] | None:
-    """Read two types as a reduction of a payload: its states before and after; None where they are none.
-
-    At least one factor is partial or root in the source, and the shape is `[h_0, .., h_(L-1), c]` of the axes that are
-    partial, root, or on the leading dims; the last dim has the same axes on both ends.
-    """
-    if source.mesh != placement.mesh_split() or not (source.layout.partial or source.layout.root):
-        return None
-    others = source.layout.dims[-1] if source.ndim else ()
-    used = {a.partition(".")[0] for t in (source, target) for a in t.layout.used} - set(others)
-    axes = tuple(a for a, n in zip(placement.mesh.axes, placement.mesh.sizes, strict=True) if a in used and n > 1)
-    if not axes:
-        return None
-    for uncollapsed in (False, True):
-        found = factors(placement, axes, uncollapsed)
-        if source.shape[:-1] != tuple(f.size for f in found):
-            continue
-        kind = source.layout.reduction or target.layout.reduction or "sum"
-        view = Payload(found, source.mesh, source.dtype, source.shape, others, kind)
-        before, after = view.state(source), view.state(target)
-        if before is not None and after is not None:
-            return view, before, after
-    return None

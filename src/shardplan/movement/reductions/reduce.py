@@ -20,6 +20,7 @@ from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain
+from shardplan.movement.redistribution.reduced import MOST_FACTORS
 from shardplan.movement.reductions.enumeration import CHECKED_MEMBERS, LARGE_SIZE
 from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
 from shardplan.movement.reductions.interpreter import run_instructions
@@ -86,7 +87,7 @@ def reduce(
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
     source, wanted = view.type("P" * len(view.factors)), view.type(after)
-    if algorithm == "auto" and not subsets:
+    if algorithm == "auto" and not subsets and not uncollapsed and len(view.factors) <= MOST_FACTORS:
         return redistribute(source, wanted, topology=placement)
     program = chain(view.path_ops(path), source)
     return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
@@ -106,7 +107,7 @@ def _best(
         raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
     view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
     before, after = (letter * len(view.factors) for letter in ("P", TARGETS[target][0]))
-    path = cheapest_path(view, placement.topology, before, after, algorithm, subsets) or []
+    path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm, subsets) or []
     check_path(view, path, after)
     return view, path, after
 

@@ -6,33 +6,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.core.ops import Op
 from shardplan.hardware.level_factors import LevelFactor
 from shardplan.hardware.prices.alpha_beta import alpha_beta
 from shardplan.hardware.topology import Topology
-from shardplan.movement.reductions.payload import Payload
 from shardplan.movement.reductions.type_graph import State, TypeEdge, edge_costs, reduction_space
 
 
 def cheapest_path(
-    view: Payload, topology: Topology, before: State, after: State, algorithm: str = "auto", subsets: bool = False
+    factors: Sequence[LevelFactor],
+    nbytes: float,
+    topology: Topology,
+    before: State,
+    after: State,
+    algorithm: str = "auto",
+    subsets: bool = False,
 ) -> list[TypeEdge] | None:
     """Return the edges of the cheapest program from one state to another, or None where there is no way.
 
-    Nothing cheaper exists in the graph. `subsets` admits ops over any set of factors; `algorithm` is as for
-    `hardware.prices.cost.price`.
+    Nothing cheaper exists in the graph. `nbytes` is the payload of a device; `subsets` admits ops over any set of
+    factors; `algorithm` is as for `hardware.prices.cost.price`.
     """
-    if not view.factors:
+    if not factors:
         return []
-    space = reduction_space(len(view.factors), subsets)
-    costs = edge_costs(space, view.factors, view.nbytes, alpha_beta(topology, algorithm))
-    return space.path(before, after, costs)
-
-
-def reduction_ops(view: Payload, topology: Topology, before: State, after: State) -> list[Op] | None:
-    """Return the ops of the cheapest program under the cheapest algorithm of each step; see `cheapest_path`."""
-    path = cheapest_path(view, topology, before, after)
-    return None if path is None else view.path_ops(path)
+    space = reduction_space(len(factors), subsets)
+    return space.path(before, after, edge_costs(space, factors, nbytes, alpha_beta(topology, algorithm)))
 
 
 Key = tuple[tuple[tuple[int, int], ...], ...]  # the size and stride of every digit of every factor

@@ -134,13 +134,19 @@ def _leaving(space: ReductionSpace) -> dict[State, list[State]]:
     return out
 
 
-_BEFORE = {"all_reduce": "P", "reduce_scatter": "P", "all_gather": "S", "reduce": "P", "broadcast": "RU"}
+_BEFORE = {
+    "all_reduce": frozenset("P"),
+    "reduce_scatter": frozenset("P"),
+    "all_gather": frozenset("S"),
+    "reduce": frozenset("P"),
+    "broadcast": frozenset("RU"),
+}
 _AFTER = {"all_reduce": "U", "reduce_scatter": "S", "all_gather": "U", "reduce": "R", "broadcast": "U"}
 
 
 def letters(collective: str) -> tuple[str, str] | None:
     """Return what a device has of a factor before and after a collective; None where the language does not have it."""
-    return (_BEFORE[collective][0], _AFTER[collective]) if collective in COLLECTIVES else None
+    return (min(_BEFORE[collective]), _AFTER[collective]) if collective in COLLECTIVES else None
 
 
 def step_state(state: State, instruction: Instruction) -> tuple[State, State] | None:
@@ -150,7 +156,7 @@ def step_state(state: State, instruction: Instruction) -> tuple[State, State] | 
     """
     varies, collective = instruction.grouping.varies, instruction.collective
     mine = {state[d] for d in varies}
-    if not mine <= set(_BEFORE[collective]) or (collective == "broadcast" and "R" not in mine):
+    if not mine <= _BEFORE[collective] or (collective == "broadcast" and "R" not in mine):
         return None
     inner = varies[-1] + 1 if instruction.grouping.master else len(state)
     if any(letter == "R" and d not in varies for d, letter in enumerate(state[:inner])):
@@ -164,7 +170,8 @@ def step_state(state: State, instruction: Instruction) -> tuple[State, State] | 
 def _edges(state: State, groups: Sequence[Grouping]) -> list[TypeEdge]:
     found: list[TypeEdge] = []
     for grouping in groups:
-        for collective in COLLECTIVES:
+        mine = {state[d] for d in grouping.varies}
+        for collective in (c for c in COLLECTIVES if mine <= _BEFORE[c]):
             instruction = Instruction(grouping, collective)
             step = step_state(state, instruction)
             if step is not None:
