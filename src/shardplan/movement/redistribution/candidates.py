@@ -80,23 +80,27 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         settled = path is not None and path.exact and countable and whole and not timed
         if path is not None:
             yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable, graph)), settled and p.fine)
+        # What is legal at estimated prices, where those of the graph are; for the variants, and for limits.
+        legal, _, extents = p.legal(request.bound)
+        cheapest = [] if path is None or graph is not p.graph else [(first, path)]
         if not settled:
             others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-            for objective in [base, *others] if timed else others:
-                found = shortest(graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
+            for objective in others if whole and not timed else [base, *others]:
+                states = legal if graph is p.graph else allowed
+                found = shortest(graph, a, b, objective, states, budget=min(budget, _EXPANSIONS_VARIANT))
                 if found is not None:
                     yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
+                    cheapest += [(base, found)] if objective == base and graph is p.graph else []
         elif not request.narrow and not p.pool:
             return
         if not timed:
             yield from map(Candidate, further(p, first, request.bound, path))
         if request.narrow and a != b:
-            estimate, (legal, _, extents) = path, p.legal(request.bound)
             if graph is not p.graph:
-                estimate = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))
-            if estimate is not None:
-                ways = Narrowing(p, base, legal, extents, request.keep, budget)
-                yield from (Candidate(ops) for ops in ways.paths(estimate))
+                found = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))
+                cheapest = [] if found is None else [(base, found)]
+            ways = Narrowing(p, request.portable, legal, extents, request.keep, budget)
+            yield from (Candidate(ops) for ops in ways.paths(cheapest))
     yield from plain(s, t, request.portable)
 
 

@@ -49,37 +49,47 @@ class Narrowing:
     """A problem, and what the searches for its paths are given."""
 
     p: Problem
-    objective: Objective
+    portable: bool
     allowed: np.ndarray  # bool [types]
     extents: np.ndarray  # of the shard of every type along each dim
     keep: bool  # the source lives to the end
     budget: int  # expansions of a search
     counted: dict[tuple[int, int], list[_Way]] = field(default_factory=dict[tuple[int, int], "list[_Way]"])
 
-    def paths(self, path: Path) -> Iterator[tuple[Op, ...]]:
-        """Yield the ops of all paths, given the cheapest."""
-        graph = self.p.graph
-        a, b = path.nodes[0], path.nodes[-1]
+    def paths(self, cheapest: Sequence[tuple[Objective, Path]]) -> Iterator[tuple[Op, ...]]:
+        """Yield the ops of all paths, given objectives and the cheapest path under each."""
+        a, b = self.p.node(self.p.source), self.p.node(self.p.target)
         needs = self._needs(MANY_CHUNKS)
         last = self._narrowest(a, b, needs)
         if last is None:
             return
-        lowest = self._within(a, b, needs, last.cost) or last
-        yield from self._ops(lowest)
+        for objective, path in cheapest:
+            for found in self._stairs(objective, path, needs, last):
+                yield from self._ops(found)
+        for most in (MANY_CHUNKS, math.inf):
+            yield self._least(a, b, most)
+
+    def _stairs(self, objective: Objective, path: Path, needs: Needs, last: Path) -> Iterator[Path]:
+        """Yield the cheapest of the narrowest paths, and from the cheapest of all down what lies between them."""
+
+        def within(most: float) -> Path | None:
+            ends, room = (path.nodes[0], path.nodes[-1]), (needs, most)
+            return shortest(self.p.graph, *ends, objective, self.allowed, room, budget=self.budget)
+
+        lowest = within(last.cost) or last
+        yield lowest
         for _ in range(_STAIRS):
-            yield from self._ops(path)
-            most = max(needs.along(graph, path))
-            found = self._within(a, b, needs, float(np.nextafter(most, 0))) if most > last.cost else None
+            yield path
+            most = max(needs.along(self.p.graph, path))
+            found = within(float(np.nextafter(most, 0))) if most > last.cost else None
             if found is None or found.cost >= lowest.cost:
                 break
             path = found
-        for most in (MANY_CHUNKS, math.inf):
-            yield self._least(a, b, most)
 
     def _ops(self, path: Path) -> Iterator[tuple[Op, ...]]:
         """Yield the ops of a path; and with one op for slices of several dims, the first of which is wider."""
         pairs = list(itertools.pairwise(path.nodes))
-        edges = [tuple(edge(self.p, *pair, self.objective.portable)) for pair in pairs]
+        edges = [tuple(edge(self.p, *pair, self.portable)) for pair in pairs]
         yield tuple(itertools.chain(*edges))
         if any(len(ops) > 1 for ops in edges):
             single = [ops if len(ops) < 2 else self._least_way(*x)[1] for ops, x in zip(edges, pairs, strict=True)]
@@ -91,11 +101,8 @@ class Narrowing:
         kept = p.node(p.source) if self.keep else None
         return Needs(p.graph.types, self.extents, local, p.source.itemsize, kept, p.nbytes / most)
 
-    def _within(self, a: int, b: int, needs: Needs, most: float) -> Path | None:
-        return shortest(self.p.graph, a, b, self.objective, self.allowed, (needs, most), budget=self.budget)
-
     def _narrowest(self, a: int, b: int, needs: Needs) -> Path | None:
-        return narrowest(self.p.graph, a, b, needs, self.allowed, self.objective.portable, budget=self.budget)
+        return narrowest(self.p.graph, a, b, needs, self.allowed, self.portable, budget=self.budget)
 
     def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
         """The path whose steps, in at most `most` chunks, need least, counted to the byte.
@@ -118,7 +125,7 @@ class Narrowing:
             if found < least:
                 least, best = (
                     found,
-                    tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x, self.objective.portable))),
+                    tuple(op for x in pairs for op in ways.get(x, edge(self.p, *x, self.portable))),
                 )
         return best
 
@@ -132,7 +139,7 @@ class Narrowing:
     def _ways(self, a: int, b: int) -> Iterator[_Way]:
         """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
         t, u = self.p.type(a), self.p.type(b)
-        portable = self.objective.portable
+        portable = self.portable
         ways: list[Sequence[Op]] = [edge(self.p, a, b, portable), [Permute(u.layout)]]
         if t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
             ways.append(direct(t, u, portable))
