@@ -25,6 +25,7 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
+from shardplan.core.ops.collective import counted, moving
 from shardplan.core.pattern import Groups, Local, Messages
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -124,6 +125,18 @@ def test_an_op_receives_what_the_table_says(case: tuple[Op, TensorType]) -> None
 
 
 @settings(max_examples=300, deadline=None)
+@given(some.applied())
+def test_what_is_sent_is_what_is_received(case: tuple[Op, TensorType]) -> None:
+    """In all, and on every device what the messages of the op's lowering say."""
+    op, t = case
+    (u,) = op.infer(t)
+    ids, sent = op.sent(t)
+    assert ids.tolist() == list(t.mesh.devices) and sent.sum() == op.received(t).sum()
+    move = moving(op)
+    assert move is not None
+    assert sent.tolist() == (counted(move, t, u).sent_by(t) * t.itemsize).tolist()
+
+
 @given(some.applied())
 def test_the_pattern_of_an_op_carries_what_it_receives(case: tuple[Op, TensorType]) -> None:
     op, t = case

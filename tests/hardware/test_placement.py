@@ -12,7 +12,7 @@ from hardware.topologies import switches
 from launches.systems import renaming
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
-from shardplan.hardware import Placement, Topology, count, matrix_of, placements
+from shardplan.hardware import Fabric, Placement, Topology, count, matrix_of, placements
 
 
 def mesh_of(*sizes):
@@ -186,3 +186,15 @@ def test_parse_errors():
         Placement.parse("mesh a=2\nplaced\n\n")
     with pytest.raises(ParseError, match="expected the end of the matrix"):
         Placement.parse(text.replace("[1, 2]", "[1, 2] and"))
+
+
+def test_blocks_of_ids_that_are_units():
+    """A placement may lay an axis so that no run of ids is a node."""
+    topology, mesh = Topology.load("dgx-a100", nodes=2), Mesh(a=2, b=8)
+    found = {}
+    for p in placements(mesh, topology):
+        found[p.matrix] = Fabric(topology, p.position()).blocks(np.arange(16))
+    assert found == {((2, 1), (1, 8)): (8,), ((1, 2), (2, 4)): ()}
+    assert Fabric(topology).blocks(np.arange(16)) == (8,)
+    assert Fabric(topology).blocks(np.arange(8)) == ()
+    assert Fabric(topology).blocks(np.arange(4, 12)) == (8,)

@@ -41,7 +41,7 @@ class _Way(NamedTuple):
 
     def need(self, most: float) -> int:
         """Return what they need at the least in at most `most` chunks."""
-        return max(x.base + x.staged(x.chunks(0, most)) for x in self.stages)
+        return max((x.base + x.staged(x.chunks(0, most)) for x in self.stages), default=0)
 
 
 @dataclass(frozen=True)
