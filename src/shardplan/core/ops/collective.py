@@ -131,7 +131,8 @@ class Collective(Op):
     def staged(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
         pairs = [(t, typed(self, t)) for t in operands]
-        packed = [self.packed(t, u) for t, u in pairs]
+        known = {t: self.packed(t, u) for t, u in dict(pairs).items()}  # thousands of a batch are of a few types
+        packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
         def nbytes(chunks: int) -> int:
