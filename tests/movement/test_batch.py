@@ -95,6 +95,16 @@ def stages(target: str, tensors: int, **axes: int) -> Batch:
     return sources, [sp.TensorType.parse(target, serving)] * len(sources)
 
 
+def test_different_moves_on_one_mesh_are_one_step() -> None:
+    mesh = sp.Mesh(a=4)
+    sources = [sp.TensorType.parse(t, mesh) for t in ("i32[8@a, 8]", "i32[8@a]")]
+    destinations = [sp.TensorType.parse(t, mesh) for t in ("i32[8, 8@a]", "i32[8]")]
+    plan = sp.redistribute(sources, destinations)
+    plan.certificate.check()
+    assert [step.op.name for step in plan.program.steps] == ["together"]
+    assert oracle.unsound(plan.program, destinations) is None
+
+
 def test_stages_send_together() -> None:
     """One after another each stage's four devices would send while the others wait: four times as long."""
     sources, destinations = stages("i32[48@ep, 4096]", 2, ep=16)

@@ -23,6 +23,7 @@ from shardplan.core.tensor import TensorType, counter, live_reduction
 
 MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are not listed only to decide what types
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times, and then no more
+FIGURES = 1 << 13  # results kept that are a few numbers: a batch of thousands of tensors asks for all of them again
 
 
 class Packed(NamedTuple):
@@ -192,7 +193,7 @@ def messages(
     return np.where(chosen >= 0, holders[chosen], -1), receiver, np.concatenate(sizes)
 
 
-@lru_cache(maxsize=RECENT)
+@lru_cache(maxsize=FIGURES)
 def most_senders(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
     if tabled(s, t):
@@ -288,7 +289,7 @@ def _alike(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str,
     return inside and all(max(x, y) % min(x, y) == 0 for x, y in zip(*counts, strict=True))
 
 
-@lru_cache(maxsize=RECENT)
+@lru_cache(maxsize=FIGURES)
 def traffic(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Packed:
     """Return what the busiest device sends and receives in the general move; arguments as for `messages`.
 

@@ -16,7 +16,7 @@ from shardplan.core.counted import Counted, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
-from shardplan.core.messages import Packed, at_root
+from shardplan.core.messages import FIGURES, Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.tensor import TensorType
@@ -131,7 +131,8 @@ class Collective(Op):
     def staged(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
         pairs = [(t, typed(self, t)) for t in operands]
-        packed = [self.packed(t, u) for t, u in pairs]
+        known = {t: self.packed(t, u) for t, u in dict(pairs).items()}  # thousands of a batch are of a few types
+        packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
         def nbytes(chunks: int) -> int:
@@ -221,7 +222,7 @@ def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
     return count(t, u, lambda ids: op.in_chunks(1).lowered(t, u, ids))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=FIGURES)
 def typed(op: Collective, t: TensorType) -> TensorType:
     """Return the type of one operand after the op; remembered, since every facet of every step asks for it."""
     return op.result(t)

@@ -8,6 +8,7 @@ move one by one in the order of least peak that `order` finds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes, holds
+from shardplan.core.accounting import MANY_CHUNKS, Account, account, bound_bytes, holds
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op, Send, Together
 from shardplan.core.ops.collective import moving
@@ -42,13 +43,15 @@ _PARTS_OF_LIMIT, _PARTS_OF_SPARE = (2, 3, 4, 6, 8), (1, 2, 4)
 # In how many waves packs may run: beside the last of them runs nothing, which of eight is an eighth. Each number is a
 # program to price.
 _WAVES = (2, 4, 8, 16)
-# Packs of which every schedule, and other tiles, are priced: a program of more takes some 0.1 s to price.
+# Packs of which every schedule, and other tiles, are priced: more are posted together where they share devices.
 _FEW_PACKS = 64
-# Tensors that are tried side by side, and in the best order, for every room under a limit.
-_FEW_TENSORS = 256
+# Tensors that are tried side by side, and in the best order, for every room under a limit; of more the cheapest of the
+# first that fit is taken.
+_FEW_TENSORS, _MOST_FITTING = 256, 3
 # Ways to cut the tiles of all tensors of which every schedule is priced: the best side by side.
 _MOST_WAYS = 2
 Thing = TypeVar("Thing")
+Booked = tuple[Program, Account]
 
 
 @lru_cache(maxsize=1 << 14)  # asked for again for every room
@@ -136,8 +139,8 @@ def plan_batch(
         items.append(_Item(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, fabric))
-    program = _unlimited(batch) if limit is None else _within(batch, limit)
-    return Plan(program, issue(program, sources, destinations, where, limit, exact))
+    program, books = _unlimited(batch) if limit is None else _within(batch, limit)
+    return Plan(program, issue(program, sources, destinations, where, limit, exact, books))
 
 
 @dataclass(slots=True)
@@ -146,27 +149,32 @@ class _Best:
 
     rules: Rules
     price: float = math.inf
-    program: Program | None = None
-    peak: float = math.inf
-    least: Program | None = None
+    cheapest: Booked | None = None
+    least: Booked | None = None
 
-    def offer(self, program: Program) -> float:
+    def offer(self, program: Program, *, priced: bool = True) -> float:
         """Keep a program if it is better; return its price, which is infinite above the bound."""
         books = account(program)
-        if books.peak_bytes < self.peak:
-            self.peak, self.least = books.peak_bytes, program
+        if self.least is None or books.peak_bytes < self.least[1].peak_bytes:
+            self.least = program, books
         if books.peak_bytes > self.rules.bound:
             return math.inf
-        cost = price(program, books, self.rules)
+        cost = price(program, books, self.rules) if priced else 0.0
         if cost < self.price * (1 - TIE):
-            self.price, self.program = cost, program
+            self.price, self.cheapest = cost, (program, books)
         return cost
 
 
-def _unlimited(batch: _Batch) -> Program:
+def _unlimited(batch: _Batch) -> Booked:
     """The cheapest of the programs that keep the bound, else the one with the least peak found."""
     best = _Best(batch.rules)
     ways = [(way, _packs(way.ordered, None)) for way in _tiled(batch)]
+    packs = ways[0][1]
+    if len(packs) > _FEW_PACKS or (batch.rules.fabric is None and len(batch.items) > _FEW_TENSORS):
+        for late in (False, True):
+            slots = _side_by_side(_sharing(packs), late=late)
+            best.offer(_assemble(slots, batch.items), priced=len(packs) <= _FEW_PACKS)
+        ways = [] if best.cheapest else ways
     if len(ways) > 1:
         costs = [best.offer(_assemble(_side_by_side([packs]), way.items)) for way, packs in ways]
         ways = [ways[k] for k in sorted(range(len(ways)), key=lambda k: costs[k])[:_MOST_WAYS]]
@@ -179,32 +187,37 @@ def _unlimited(batch: _Batch) -> Program:
             if cost >= last:  # more waves mean more rounds
                 break
             last = cost
-    if best.program is None:
+    if best.cheapest is None:
         for way in _straightened(batch):
             best.offer(_assemble(_side_by_side([_packs(way.ordered, None)]), way.items))
-    found = best.program or best.least
+    found = best.cheapest or best.least
     assert found is not None  # the first is offered whatever there is
     return found
 
 
-def _within(batch: _Batch, limit: int) -> Program:
+def _within(batch: _Batch, limit: int) -> Booked:
     """The cheapest program that keeps the limit, with at most 64 chunks a step if that can be."""
     least: list[tuple[int, Program]] = []
     for most in (MANY_CHUNKS, math.inf):
-        best: tuple[float, Program] | None = None
+        best: tuple[float, Booked] | None = None
+        fitting = 0
         for cuts in _candidates(batch, limit, most):
             chunks = cuts.chunks(limit, most)
             if cuts.workspace(chunks) > limit:
                 continue
             program = cuts.cut(chunks)
-            cost = price(program, account(program), batch.rules)
+            books = account(program)
+            cost = price(program, books, batch.rules)
             if best is None or cost < best[0] * (1 - TIE):
-                best = cost, program
+                best = cost, (program, books)
+            fitting += 1
+            if fitting == _MOST_FITTING and len(program.inputs) > _FEW_TENSORS:  # what has more room comes first
+                break
         if best is not None:
             return best[1]
         least.append(_least(batch, most))
         if least[-1][0] <= limit:
-            return least[-1][1]
+            return least[-1][1], account(least[-1][1])
     raise too_little(f"redistribute {len(batch.items)} tensors", limit, *(low for low, _ in least))
 
 
@@ -247,18 +260,24 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
     ordered = batch.ordered
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
-    for room in (None, *rooms, 0):
-        packs = _packs(ordered, room)
-        found = [[[pack] for pack in packs], _groups(packs, room)]
-        if few:
-            found.append(_groups([[i] for i in ordered], room))
-        for groups in found:
-            members = tuple(tuple(tuple(i.index for i in pack) for pack in group) for group in groups)
-            if members not in known:
-                known.add(members)
-                yield batch, groups
-                if few:
-                    yield batch, _least_first(batch, most, groups)
+
+    def alone(room: int | None) -> list[_Group]:
+        return [[pack] for pack in _packs(ordered, room)]
+
+    def beside(room: int | None) -> list[_Group]:
+        return _groups(_packs(ordered, room), room)
+
+    def single(room: int | None) -> list[_Group]:
+        return _groups([[i] for i in ordered], room)
+
+    for way, room in itertools.product((alone, beside, single) if few else (beside, alone), (None, *rooms, 0)):
+        groups = way(room)
+        members = tuple(tuple(tuple(i.index for i in pack) for pack in group) for group in groups)
+        if members not in known:
+            known.add(members)
+            yield batch, groups
+            if few:
+                yield batch, _least_first(batch, most, groups)
     for way in _straightened(batch):
         yield way, _least_first(way, most, [[[i]] for i in way.moving])
 
@@ -402,10 +421,10 @@ def _first_fit(
 def _schedules(packs: Sequence[_Pack]) -> Iterator[list[_Slot]]:
     """Yield when the steps of packs may run, the simplest first: of equal prices the first is taken."""
     yield _one_after_another(packs)
-    if len(packs) > 1:
-        yield _side_by_side([packs])
     if len(packs) > _FEW_PACKS:
         return
+    if len(packs) > 1:
+        yield _side_by_side([packs])
     lengths = _first_fit(packs, None, lambda pack: len(pack[0].ops), len)
     if len(lengths) > 1:
         yield _side_by_side([packs], late=True)
