@@ -6,7 +6,8 @@ Every op on every type is written out, typed by the op's own rule and priced by 
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from oracle import ROUND_CHARGE, moved
 from shardplan.core.layout import Layout
@@ -26,6 +27,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
+from shardplan.movement.redistribution.cuts import Staging
 
 Marks = tuple[frozenset[str], frozenset[str]]  # axes that may be partial, axes that may be root
 
@@ -180,4 +182,67 @@ class Graph:
                 if total < best.get(to, math.inf) - 1e-12:
                     best[to] = total
                     heapq.heappush(queue, (total, to))
+        return math.inf
+
+
+class Cut(NamedTuple):
+    """One op from a type to another, with what its staging is by the number of chunks."""
+
+    to: int
+    moved: int
+    rounds: int
+    stage: Staging
+
+
+class CutGraph:
+    """A graph whose ops come in chunks: the least workspace of any path, and the cheapest path under a limit."""
+
+    def __init__(self, graph: Graph) -> None:
+        """Stage every op of the graph."""
+        self.graph = graph
+        self.edges: list[list[Cut]] = []
+        for t in graph.types:
+            found: list[Cut] = []
+            for _, op in graph.ops(t):
+                try:
+                    (u,) = op.infer(t)
+                except ShardplanError:
+                    continue
+                if u in graph.index and u != t:
+                    stage = Staging.of(op, (t,), t.local_bytes() + u.local_bytes())
+                    found.append(Cut(graph.index[u], moved(op, t), op.rounds(t), stage))
+            self.edges.append(found)
+
+    def least(self, s: TensorType, t: TensorType, bound: int, most: float) -> float:
+        """The least that any path needs with at most `most` chunks a step."""
+        return self._search(
+            s, t, bound, lambda cost, e: max(cost, e.stage.base + e.stage.staged(e.stage.chunks(0, most)))
+        )
+
+    def cheapest(self, s: TensorType, t: TensorType, bound: int, limit: int, most: float) -> float:
+        """The charged bytes of the cheapest path that keeps the limit; a chunk is a round."""
+
+        def price(cost: float, e: Cut) -> float:
+            chunks = e.stage.chunks(limit, most)
+            if e.stage.base + e.stage.staged(chunks) > limit:
+                return math.inf
+            return cost + e.moved + ROUND_CHARGE * bound * e.rounds * chunks
+
+        return self._search(s, t, bound, price)
+
+    def _search(self, s: TensorType, t: TensorType, bound: int, price: Callable[[float, Cut], float]) -> float:
+        start, goal = self.graph.index[s], self.graph.index[t]
+        best = {start: 0.0}
+        queue = [(0.0, start)]
+        while queue:
+            cost, k = heapq.heappop(queue)
+            if k == goal:
+                return cost
+            if cost > best[k]:
+                continue
+            for e in self.edges[k]:
+                total = price(cost, e)
+                if self.graph.types[e.to].local_bytes() <= bound and total < best.get(e.to, math.inf):
+                    best[e.to] = total
+                    heapq.heappush(queue, (total, e.to))
         return math.inf

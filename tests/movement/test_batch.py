@@ -10,6 +10,7 @@ from benchmarks import suites
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllToAll
 from shardplan.core.program import Step
+from shardplan.core.walk import inside
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]
 
@@ -79,6 +80,52 @@ def test_tensors_move_together_as_far_as_a_limit_allows() -> None:
     plan = sp.redistribute([s] * 16, [t] * 16, memory_limit=limit)
     bound = plan.certificate.bound_bytes
     assert oracle.cost(plan.program, bound) <= oracle.cost(by_hand, bound) * (1 + 1e-9)
+
+
+NODES = sp.Topology(
+    "nodes", (sp.hardware.Level("node", 12, "switch", 1e9, 1e-7), sp.hardware.Level("gpu", 4, "switch", 4e9, 1e-7))
+)
+
+
+def stages(target: str, tensors: int, **axes: int) -> Batch:
+    """Tensors of eight stages of four devices, which all go to sixteen others."""
+    serving = sp.Mesh(axes, devices=range(32, 48))
+    training = [sp.Mesh({"ep": 4}, devices=range(4 * k, 4 * k + 4)) for k in range(8)]
+    sources = [sp.TensorType.parse("i32[48@ep, 4096]", mesh) for mesh in training for _ in range(tensors)]
+    return sources, [sp.TensorType.parse(target, serving)] * len(sources)
+
+
+def test_stages_send_together() -> None:
+    """One after another each stage's four devices would send while the others wait: four times as long."""
+    sources, destinations = stages("i32[48@ep, 4096]", 2, ep=16)
+    plan = sp.redistribute(sources, destinations, topology=NODES)
+    plan.certificate.check()
+    assert [step.op.name for step in plan.program.steps] == ["together"]
+    assert plan.seconds <= 1.01 * plan.certificate.lower_bound_seconds
+    assert oracle.unsound(plan.program, destinations) is None
+
+
+def test_waves_gather_while_the_next_are_sent() -> None:
+    """Every node fetches each element once; its devices gather what they have while the next is on its way."""
+    sources, destinations = stages("i32[48@ep, 4096]", 8, ep=4, dp=4)
+    plan = sp.redistribute(sources, destinations, topology=NODES)
+    plan.certificate.check()
+    moves = [[inner.op.name for inner in inside(step)] for step in plan.program.steps]
+    assert {"send", "all_gather"} in map(set, moves)
+    assert plan.certificate.level_bytes[0] == sum(t.nbytes for t in sources)
+    assert plan.seconds <= 1.2 * plan.certificate.lower_bound_seconds
+    assert oracle.unsound(plan.program, destinations) is None
+
+
+def test_a_swap_of_addends_keeps_the_bound() -> None:
+    """The side that reduces first makes the other wait, so that both send at once."""
+    a, b = sp.Mesh({"x": 2}, devices=(0, 1)), sp.Mesh({"x": 2}, devices=(2, 3))
+    sources = [sp.TensorType.parse("i32[72, 24]", a), sp.TensorType.parse("i32[7, 24]{+x}", b)]
+    destinations = [sp.TensorType.parse("i32[72, 24]", b), sp.TensorType.parse("i32[7, 24]", a)]
+    plan = sp.redistribute(sources, destinations)
+    plan.certificate.check()
+    assert plan.certificate.peak_bytes <= plan.certificate.bound_bytes
+    assert oracle.unsound(plan.program, destinations) is None
 
 
 def test_an_empty_batch_and_a_batch_of_identities() -> None:

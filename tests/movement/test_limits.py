@@ -1,5 +1,7 @@
 """Memory limits: the least that works, with few chunks a step and at all, and plans between it and no limit."""
 
+import math
+import random
 import re
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 import oracle
 import shardplan as sp
 import strategies as some
+from exhaustive import CutGraph, Graph
 from shardplan.core.accounting import account
 from shardplan.movement.redistribute import plan_kept
 
@@ -120,13 +123,13 @@ def test_so_it_is_on_a_topology(text: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "source", "target", "expected"),
     [
-        ("a=2,b=2,c=2", "f32[8@(b,c), 8, 8]", "f32[8, 8@a, 8@c]", 788),
+        ("a=2,b=2,c=2", "f32[8@(b,c), 8, 8]", "f32[8, 8@a, 8@c]", 768),
         ("a=2,b=2,c=2,d=2", "f32[2@a, 2@d, 2@b, 2@c]", "f32[2@c, 2@d, 2, 2]", 24),
-        ("a=2,b=2,c=2,d=2", "f32[8@a, 4@(c,d), 1, 1]", "f32[8@(c,a,b), 4, 1, 1]", 40),
+        ("a=2,b=2,c=2,d=2", "f32[8@a, 4@(c,d), 1, 1]", "f32[8@(c,a,b), 4, 1, 1]", 24),
     ],
 )
-def test_the_least_is_sought_again_below_what_was_found(mesh: str, source: str, target: str, expected: int) -> None:
-    """A limit decides which candidates there are: the first search finds 804 or 796, 32 and 48 bytes here."""
+def test_the_least_is_counted_to_the_byte(mesh: str, source: str, target: str, expected: int) -> None:
+    """Paths of equal shards stage differently: of the narrowest types the first found needs 788, 32 and 40 bytes."""
     s, t = (sp.TensorType.parse(text, sp.Mesh.parse(mesh)) for text in (source, target))
     found = refusal(s, t, 1, portable=True)
     assert (found.least_bytes, found.absolute_least_bytes) == (expected, expected)
@@ -181,21 +184,80 @@ def test_one_word_for_each_kept_source() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(ANY, st.lists(st.floats(0, 1), min_size=2, max_size=4))
-def test_t13_more_memory_is_never_costlier(pair: Pair, shares: list[float]) -> None:
-    s, t = pair
-    low = least(s, t)
-    free = sp.redistribute(s, t)
-    top = max(free.certificate.workspace_bytes, low)
+@given(ANY, st.sampled_from((1, 13)), st.lists(st.floats(0, 1), min_size=2, max_size=4), st.booleans(), st.booleans())
+def test_t13_more_memory_is_never_costlier(
+    pair: Pair, rows: int, shares: list[float], portable: bool, keep: bool
+) -> None:
+    s, t = (tall(x, rows) for x in pair)
+    if sp.same(s, t):
+        return
+    found = refusal(s, t, 1, keep, portable=portable)
+    free = sp.redistribute(s, t, portable=portable)
+    low = found.least_bytes
+    assert low is not None
+    top = max(2 * free.certificate.workspace_bytes, low)
     bound = oracle.bound(s, t)
     costs: list[float] = []
     for limit in sorted({low, top, *(round(low + x * (top - low)) for x in shares)}):
-        plan = sp.redistribute(s, t, memory_limit=limit)
+        plan = plan_kept(s, t, memory_limit=limit, portable=portable, keep=keep)
         assert plan.certificate.workspace_bytes <= limit
-        assert plan.certificate.peak_bytes <= bound
+        assert keep or plan.certificate.peak_bytes <= bound
         costs.append(oracle.cost(plan.program, bound))
     costs.append(oracle.cost(free.program, bound))
     assert all(b <= a * (1 + 1e-9) for a, b in zip(costs, costs[1:], strict=False)), costs
+
+
+ARRAYS = [
+    ({"a": 2, "b": 2}, (8, 8)), ({"a": 2, "b": 2}, (32, 16)), ({"a": 4}, (16, 8)), ({"a": 2, "b": 3}, (12, 12)),
+    ({"a": 2, "b": 2}, (4, 8, 4)), ({"a": 2, "b": 2, "c": 2}, (16, 16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "shape"), ARRAYS)
+def test_limits_against_exhaustive_search(sizes: dict[str, int], shape: tuple[int, ...]) -> None:
+    """No path of typed ops needs less than the leasts; under limits plans are within 0.5 % of the cheapest on average.
+
+    What remains: paths are not searched under each limit, so one whose steps stage less, and which is dearer without a
+    limit, may be missed: of small arrays in many chunks, whose charge is much of the price, by up to a third.
+    """
+    graph = CutGraph(Graph(sp.TensorType("f32", shape, (), sp.Mesh(sizes))))
+    rng, ratios = random.Random(1), list[float]()
+    for _ in range(40):
+        s, t = rng.sample(graph.graph.even, 2)
+        bound, found = oracle.bound(s, t), refusal(s, t, 1)
+        low, absolute = found.least_bytes, found.absolute_least_bytes
+        assert low is not None and absolute is not None
+        if (str(s), str(t)) not in WIDER:
+            assert low <= graph.least(s, t, bound, MANY), (s, t)
+            assert absolute <= graph.least(s, t, bound, math.inf), (s, t)
+        top = max(low, sp.redistribute(s, t).certificate.workspace_bytes)
+        for share in (0.0, 0.1, 0.3, 0.6, 1.0):
+            limit = round(low + share * (top - low))
+            cost = oracle.cost(sp.redistribute(s, t, memory_limit=limit).program, bound)
+            best = graph.cheapest(s, t, bound, limit, MANY)
+            ratios.append(cost / best if best else 1.0)
+            assert cost <= best * 1.34, (s, t, limit)
+            assert share < 1 or cost <= best * (1 + 1e-9), (s, t)
+    assert np.exp(np.mean(np.log(ratios))) <= 1.005
+
+
+# Pairs whose least is known to be too large.
+WIDER = {("f32[4@(a,b), 8, 4]", "f32[4, 8@(b,a), 4]")}
+
+
+@pytest.mark.xfail(strict=True, reason="what arrives in place from several peers is taken to be staged")
+def test_a_least_that_is_too_large() -> None:
+    ((source, target),), mesh = WIDER, sp.Mesh(a=2, b=2)
+    s, t = (sp.TensorType.parse(text, mesh) for text in (source, target))
+    assert refusal(s, t, 1).least_bytes == 256
+
+
+def test_a_plan_that_keeps_a_limit_as_it_is_stays() -> None:
+    mesh = sp.Mesh(a=2, b=4)
+    free = sp.redistribute("f32[64@a, 64@b]", "f32[64@b, 64]", mesh=mesh)
+    limit = free.certificate.workspace_bytes
+    plan = sp.redistribute("f32[64@a, 64@b]", "f32[64@b, 64]", mesh=mesh, memory_limit=limit)
+    assert plan.program == free.program and plan.certificate.status == free.certificate.status
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,9 +284,8 @@ def test_staging_is_one_buffer_each_way() -> None:
     assert 2 * shard <= free.workspace_bytes <= 4 * shard
     absolute = refusal(s, t, 1).absolute_least_bytes
     assert absolute is not None and 2 * shard < absolute <= least(s, t) < free.workspace_bytes
-    plan = sp.redistribute(s, t, memory_limit=absolute + 16)  # below it a detour over narrower tiles stages a bit less
-    assert any(step.op.chunks > 1 for step in plan.program.steps)
-    assert [step.op.name for step in plan.program.steps] == ["all_to_all"]
+    (step,) = sp.redistribute(s, t, memory_limit=free.workspace_bytes - 1).program.steps
+    assert step.op.chunks == 2
 
 
 def test_the_least_is_attained_on_the_narrowest_way() -> None:

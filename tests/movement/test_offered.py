@@ -35,6 +35,9 @@ class Jump(General):
     def received_one(self, t: sp.TensorType, u: sp.TensorType) -> np.ndarray:
         return self.factor * lacking(t, u)
 
+    def sent_one(self, t: sp.TensorType, u: sp.TensorType) -> np.ndarray:
+        return self.received_one(t, u)
+
     def rounds(self, *operands: sp.TensorType) -> int:
         return 1
 

@@ -17,7 +17,7 @@ from shardplan.movement.redistribution.candidates import is_portable
 from shardplan.movement.redistribution.closed_form import closed_form, counts
 from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
-from shardplan.movement.redistribution.search import STEP, Objective, shortest, tightest
+from shardplan.movement.redistribution.search import STEP, Needs, Objective, narrowest, shortest
 from shardplan.movement.redistribution.space import LOCAL, MOVE
 
 NONE: Marks = (frozenset(), frozenset())
@@ -225,9 +225,11 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
             continue
         assert path.exact
         assert path.cost == pytest.approx(best[s, t], rel=1e-9)
-        narrow = tightest(graph, s, t, np.ones(len(every), dtype=bool), portable=False)
+        needs = Needs(graph.types, np.ones(graph.types.shape), graph.size * 2**20, 0, None, 0.0)
+        narrow = narrowest(graph, s, t, needs, np.ones(len(every), dtype=bool), portable=False, budget=len(every))
         assert narrow is not None
         width = max(both[a, b] for a, b in itertools.pairwise(narrow.nodes))
+        assert narrow.cost == pytest.approx(width * 2**20, abs=1)
         # No path is left among the steps that are narrower.
         assert cheapest(np.where(legal & (both < width * (1 - 1e-9)), 1.0, np.inf))[s, t] == math.inf
 

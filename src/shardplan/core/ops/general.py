@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -213,15 +213,16 @@ class General(Collective):
     """
 
     boxed: ClassVar[bool] = True
+    near = ()  # unannotated, so that it is no field of an op that does not choose
 
     @property
     def choice(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """What says who sends: `near`, and the axes of the groups."""
-        return self.near, ()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+        return self.near, ()
 
     def nearest(self, blocks: tuple[int, ...]) -> Self:
         """Take the holders in the smallest of these blocks."""
-        return replace(self, near=blocks)  # pyright: ignore[reportCallIssue]
+        return replace(self, near=blocks) if any(field.name == "near" for field in fields(self)) else self
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""

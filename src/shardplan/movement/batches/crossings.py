@@ -8,7 +8,6 @@ the whole move is planned on one mesh.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,18 +16,15 @@ import numpy as np
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
+from shardplan.core.ops import AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
+from shardplan.hardware.prices.cost import Fabric
+from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.redistribution.candidates import Candidate
 
-# Smaller tiles to try on the destination mesh: three free axes on two dims make 18, so most are tried.
-# Each is a candidate that is typed and priced.
-MOST_TILES = 24
-# Free axes that a smaller tile adds: three of four on three dims alone would make 108 tiles.
-_MOST_ADDED = 2
-# Ways to settle a partial source, scatters before the all-reduce: the tiles are tried for each.
-_MOST_SETTLED = 3
+# Dims into which a partial source is scattered, beside the all-reduce: the tiles are tried for each.
+_MOST_SCATTERED = 2
 Planner = Callable[[TensorType, TensorType], Iterator[Candidate]]
 
 
@@ -67,7 +63,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
         return None
 
 
-def _settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
+def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     """Ways to make `s` neither partial nor rooted: reduce-scatter into any dim that divides, or all-reduce."""
     ops: list[Op] = []
     current = s
@@ -78,48 +74,16 @@ def _settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
         return [([], s)] if not ops else [([], s), (ops, current)]
     reduction = s.layout.reduction or "sum"
     q = math.prod(s.mesh.span(a).size for a in s.layout.partial)
-    ways: list[tuple[list[Op], TensorType]] = []
-    for d in range(s.ndim):
-        if s.even[d] and s.local_shape()[d] % q == 0:
-            op = ReduceScatter(d, s.layout.partial, reduction)
-            ways.append(([*ops, op], op.infer(current)[0]))
-    op = AllReduce(s.layout.partial, reduction)
-    ways.append(([*ops, op], op.infer(current)[0]))
-    return ways[:_MOST_SETTLED]
+    dims = [d for d in range(s.ndim) if s.even[d] and s.local_shape()[d] % q == 0][:_MOST_SCATTERED]
+    found = [*(ReduceScatter(d, s.layout.partial, reduction) for d in dims), AllReduce(s.layout.partial, reduction)]
+    return [([*ops, op], op.infer(current)[0]) for op in found]
 
 
-def _tiles(t: TensorType) -> Iterator[tuple[TensorType, list[Op]]]:
-    """Yield types on the mesh of `t` with smaller tiles, and the gather that leads from each to `t`.
-
-    First those with one free axis added, then those with two: the gather undoes little of what the send saved.
-    """
-    free = [a for a in t.mesh.axes if t.mesh.span(a).size > 1 and a not in t.layout.used]
-    free = [a for a in free if not set(t.mesh.expand(t.layout.used)) & set(t.mesh.span(a).atoms)]
-    found = 0
-    for count in range(1, min(len(free), _MOST_ADDED) + 1):
-        for axes in itertools.combinations(free, count):
-            for dims in itertools.product(range(t.ndim), repeat=count):
-                layout = t.layout
-                for d, a in zip(dims, axes, strict=True):
-                    grown = tuple((*x, a) if k == d else x for k, x in enumerate(layout.dims))
-                    layout = replace(layout, dims=grown)
-                try:
-                    u = t.with_layout(layout)
-                except LayoutError:
-                    continue
-                if u.all_even and found < MOST_TILES:
-                    found += 1
-                    order = sorted(range(count), key=lambda k: dims[k])
-                    each = tuple(dims[k] for k in order)  # one dim for every axis
-                    gather = AllGather(each[0] if len(set(each)) == 1 else each, tuple(axes[k] for k in order))
-                    yield u, [gather]
-
-
-def crossings(s: TensorType, t: TensorType, plan: Planner) -> Iterator[Candidate]:
+def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None) -> Iterator[Candidate]:
     """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh.
 
     First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
-    the source, the send of the destination's own tiles, and of smaller ones with a gather behind.
+    the source, the send of the destination's own tiles, and of smaller ones with gathers behind.
     """
     plain = t.with_layout(replace(t.layout, partial=(), reduction=None, root=()))
     tail: list[Op] = []
@@ -136,9 +100,8 @@ def crossings(s: TensorType, t: TensorType, plan: Planner) -> Iterator[Candidate
     if back is not None:
         for candidate in plan(s, back):
             yield Candidate((*candidate.ops, Send(plain.layout, t.mesh)))
-    for head, ready in _settled(s):
+    for head, ready in settled(s):
         if same(ready, plain):
             yield Candidate((*head, *tail))
-        yield Candidate((*head, Send(plain.layout, t.mesh), *tail))
-        for tile, gather in _tiles(plain):
-            yield Candidate((*head, Send(tile.layout, t.mesh), *gather, *tail))
+        for tile in tiles(ready, plain, fabric):
+            yield Candidate((*head, Send(tile.type.layout, t.mesh), *tile.gathers, *tail))

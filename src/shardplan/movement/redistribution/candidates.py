@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -18,8 +17,9 @@ from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Pe
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.emit import direct, ops_of_path
+from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
-from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest, tightest
+from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -32,12 +32,9 @@ _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
-# States of a graph that is searched under every bound on a step though no limit is set: some tens of searches more,
-# of a few milliseconds each up to here.
+# States of a graph that is searched under bounds on a step though no limit is set, where it does not price what lies
+# between its ends: a few searches more, of a few milliseconds each up to here.
 _SMALL = 200
-# A bound on a step is a sum of two fractions: equal sums must compare equal, and one that is the limit must fit.
-_DIGITS = 15
-_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +42,10 @@ class Request:
     """What the candidates must respect."""
 
     bound: int  # bytes of the largest shard allowed between steps
-    limit: int | None = None  # bytes of operand + result of a step (a necessary part of a memory limit)
     portable: bool = False
     rates: Rates | None = None
+    narrow: bool = False  # also what keeps memory limits
+    keep: bool = False  # the source then lives to the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +69,10 @@ def priced_on_graph(s: TensorType, t: TensorType) -> bool:
 def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
     """Yield candidates from `s` to `t`: first the paths of the graph, then what needs no search.
 
-    Under no limit the first is the best of the graph, and the only one where that is exact. Under a limit there is a
-    best for every bound on a step, the widest first, and last of the paths the one with the smallest steps.
+    The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        allowed, tiled = p.legal(request.bound)
+        allowed, tiled, extents = p.legal(request.bound)
         # between even types the graph prices even types exactly, but not the uneven ones that may lie between them
         priced = priced_on_graph(s, t)
         whole = not priced or bool(np.array_equal(allowed, tiled))
@@ -85,49 +82,24 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         budget = _EXPANSIONS if len(p.graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
-        others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-        if timed or not whole:
-            others.insert(0, base)
+        states = tiled if priced else allowed
+        path = shortest(p.graph, a, b, first, states, budget=budget)
+        settled = path is not None and path.exact and p.countable and priced and whole and not timed
+        if path is not None:
+            yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
+        if not settled:
+            others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
+            for objective in others if whole and not timed else [base, *others]:
+                found = shortest(p.graph, a, b, objective, allowed, budget=min(budget, _EXPANSIONS_VARIANT))
+                if found is not None:
+                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable)))
+        elif not request.narrow:
+            return
         # Where the graph does not price what lies between the ends, a search under a bound may find what is cheaper.
-        bounded = request.limit is not None or not (whole or len(p.graph.types) > _SMALL)
-        limits: list[float | None] = [None] if request.limit is None else []
-        for limit in limits + (_limits(p, a, b, allowed, request.limit) if bounded else []):
-            path = shortest(p.graph, a, b, first, tiled if priced else allowed, limit, budget=budget)
-            if path is not None:
-                settled = path.exact and p.countable and priced and whole and not timed
-                yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)), settled and p.fine)
-                if settled:
-                    if limit is None:
-                        return
-                    continue
-            few = min(budget, _EXPANSIONS_VARIANT)
-            for objective in others:
-                path = shortest(p.graph, a, b, objective, allowed, limit, budget=few)
-                if path is not None:
-                    yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable)))
-        if request.limit is not None:
-            yield from _tightest(p, request.bound, request.portable)
+        if path is not None and a != b and (request.narrow or not (whole or len(p.graph.types) > _SMALL)):
+            ways = Narrowing(p, base, allowed, extents, request.keep, budget)
+            yield from (Candidate(ops) for ops in ways.paths(path))
     yield from plain(s, t, request.portable)
-
-
-@lru_cache(maxsize=64)
-def _tightest(p: Problem, bound: int, portable: bool) -> tuple[Candidate, ...]:
-    """The path with the smallest steps, which no limit changes: it walks most of a graph, so it is remembered."""
-    path = tightest(p.graph, p.node(p.source), p.node(p.target), p.legal(bound)[0], portable)
-    return () if path is None else (Candidate(tuple(ops_of_path(p, path.nodes, portable))),)
-
-
-def _limits(p: Problem, a: int, b: int, allowed: np.ndarray, limit: int | None) -> list[float]:
-    """Bounds on the operand and result of a step, as fractions of the graph's array: every sum of two sizes that fits.
-
-    Staging comes on top of the two, so the cheapest path that fits without it may not fit with it; all the smaller
-    bounds are tried as well, which also makes more memory never cost more.
-    """
-    sizes = np.unique(p.graph.size[allowed])
-    sums = np.unique((sizes[:, None] + sizes[None, :]).round(_DIGITS))
-    least = float(max(p.graph.size[a], p.graph.size[b]))
-    most = math.inf if limit is None else limit / p.nbytes * _SLACK
-    return [float(x) for x in sums[::-1] if least < x <= most]
 
 
 def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:

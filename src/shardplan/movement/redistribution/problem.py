@@ -102,15 +102,15 @@ class Problem:
         )
         return self.source.with_layout(layout)
 
-    def legal(self, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    def legal(self, bound: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which states are types of this shape with local bytes of at most `bound`, and which of them are even.
 
-        Two bool arrays [states].
+        Two bool arrays [states]; and the elements of a shard along each dim, [states, ndim].
         """
         graph = self.graph
         rigid = sum(1 << r for r, whole in enumerate(self.rigid) if whole)
         ok, tiled = np.ones(len(graph.types), dtype=bool), np.ones(len(graph.types), dtype=bool)
-        local = np.full(len(graph.types), float(self.source.itemsize))
+        extents = np.zeros(graph.types.shape)
         for d, n in enumerate(self.source.shape):
             if self.fixed:
                 n //= math.prod(self.source.mesh.atoms[a].size for a in self.fixed[d])
@@ -127,9 +127,9 @@ class Problem:
                     chunk[i] = size
                 ok &= (even | whole)[ids]
                 tiled &= even[ids]
-            local = local * chunk[ids]
-        ok &= local <= bound * _SLACK
-        return ok, ok & tiled
+            extents[:, d] = chunk[ids]
+        ok &= extents.prod(axis=1) * self.source.itemsize <= bound * _SLACK
+        return ok, ok & tiled, extents
 
 
 def problem(source: TensorType, target: TensorType) -> Problem | None:

@@ -7,7 +7,7 @@ it brings). Pure functions on a `Space`; nothing here knows devices, dtypes or p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +26,10 @@ from shardplan.movement.redistribution.space import (
 
 # Ties go to fewer steps: far below what a round costs (0.002), far above the rounding of a sum. In units of the bound.
 STEP = 1e-7
-# The same for a path whose largest sum of two shards is asked for, a fraction of the array.
-_TIGHTEST_STEP = 1e-9
+# Bytes of a need that break ties, for all bytes of the array: needs are whole bytes.
+_TIE = 0.2
 # Costs are sums of some ten terms of at most about 1: what differs by less than this is equal.
 _ROUNDING = 1e-15
-# A sum of two fractions may exceed a limit that it meets exactly by a rounding error.
-_SLACK = 1 + 1e-12
 # The least rate is no lower bound on what a missing byte costs: a rate may be per byte held before, of which a gather
 # delivers several. A share of it is nearer to one, without proof: of 150 random problems on two clusters one search
 # ended dearer than without any heuristic, with the whole rate too. No path under rates is claimed to be exact.
@@ -108,6 +106,51 @@ class Path:
     exact: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What steps need, in bytes: operand, result, the source where it is kept, and staging as nearly as a graph says.
+
+    `known` holds what was counted exactly, by the two ends of a step.
+    """
+
+    types: np.ndarray  # the list of each dim of every type [types, ndim]
+    extents: np.ndarray  # the elements of a shard along each dim of every type [types, ndim]
+    local: np.ndarray  # the bytes of a shard of every type
+    itemsize: int
+    kept: int | None  # the type that lives to the end
+    arriving: float  # how much of what a step receives is staged, in bytes for a fraction of the array
+    known: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+
+    def between(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Return what the steps of edges need, from one type to all or to one of all; inf where there is none.
+
+        Of every peer an element is staged at the least. A gather may arrive in place, and what comes from one peer:
+        where no dim changes behind one that is longer than 1. Ties go to what receives less.
+        """
+        local = self.local
+        behind, scattered = np.zeros(np.shape(e.bytes), dtype=bool), np.zeros(np.shape(e.bytes), dtype=bool)
+        for d in range(self.types.shape[1]):
+            scattered |= behind & (self.types[a, d] != self.types[b, d])
+            behind |= np.maximum(self.extents[a, d], self.extents[b, d]) > 1
+        whole = ~scattered & (e.kind == GATHER) | (e.rounds <= 1) & (~scattered | (local[a] == local[b]))
+        staged = np.where(whole, 0.0, np.maximum(e.bytes * max(self.arriving, _TIE), e.rounds * self.itemsize))
+        need = local[a] + local[b] + staged + e.bytes * _TIE
+        if self.kept is not None:
+            need = need + np.where(a == self.kept, 0.0, local[self.kept])
+        for (x, y), exact in self.known.items():
+            if a.ndim == 0 and x == a:
+                need[y] = exact
+            elif b.ndim == 0 and y == b:
+                need[x] = exact
+        return need
+
+    def along(self, graph: Space, path: Path) -> list[float]:
+        """Return what every step of a path needs."""
+        everyone = np.arange(len(graph.types))
+        pairs = zip(path.nodes, path.nodes[1:], strict=False)
+        return [float(self.between(graph.row(a), np.array(a), everyone)[b]) for a, b in pairs]
+
+
 def lacking(graph: Space, t: int) -> np.ndarray:
     """Return, for every type, the fraction of the array that the worst device still lacks of `t`: a lower bound.
 
@@ -128,14 +171,14 @@ def shortest(
     t: int,
     objective: Objective,
     allowed: np.ndarray,
-    limit: float | None = None,
+    within: tuple[Needs, float] | None = None,
     *,
     budget: int,
 ) -> Path | None:
     """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]), or None.
 
-    `limit` bounds the sum of a step's operand and result (fraction of the array). After `budget` expansions the best
-    path found so far is returned, marked inexact.
+    `within` says what steps need, and the most that one may need. After `budget` expansions the best path found so far
+    is returned, marked inexact.
 
     Nearly every type has an edge to `t`, so each expansion completes the paths to its neighbours by those: `last` is
     the type before `t` on the best path so far, and there is a path to return long before the search ends. The frontier
@@ -144,9 +187,12 @@ def shortest(
     everyone = np.arange(len(graph.types))
     rate = objective.byte if objective.rates is None else objective.byte * _least_rate(objective)
     bound = lacking(graph, t) * rate
-    column = objective.price(graph.column(t), graph, everyone, np.array(t))
-    if limit is not None:
-        column = np.where(graph.size + graph.size[t] <= limit * _SLACK, column, np.inf)
+
+    def price(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        cost = objective.price(e, graph, a, b)
+        return cost if within is None else np.where(within[0].between(e, a, b) <= within[1], cost, np.inf)
+
+    column = price(graph.column(t), everyone, np.array(t))
     reach = np.full(len(graph.types), np.inf)
     parent = np.full(len(graph.types), -1, dtype=np.int64)
     closed = ~allowed
@@ -157,10 +203,7 @@ def shortest(
         if reach[node] + column[node] < best - _ROUNDING:
             best, last = float(reach[node] + column[node]), node
         closed[node] = True
-        e = graph.row(node)
-        cost = objective.price(e, graph, np.array(node), everyone) + reach[node]
-        if limit is not None:
-            cost = np.where(graph.size[node] + graph.size <= limit * _SLACK, cost, np.inf)
+        cost = price(graph.row(node), np.array(node), everyone) + reach[node]
         better = (cost < reach) & ~closed & (cost + bound < best)
         reach[better] = cost[better]
         parent[better] = node
@@ -176,12 +219,15 @@ def shortest(
             break
     if not np.isfinite(best):
         return None
-    nodes = [t]
-    while last != -1:  # back to `s`, whose parent is none
-        nodes.append(last)
-        last = int(parent[last]) if last != s else -1
-    nodes.reverse()
-    return Path(tuple(nodes), best, bool(exact))
+    return Path(_back(parent, s, last, t), best, bool(exact))
+
+
+def _back(parent: np.ndarray, s: int, last: int, t: int) -> tuple[int, ...]:
+    """The path that ends in `last` and `t`, by the type before each."""
+    nodes = [t, last]
+    while nodes[-1] != s:
+        nodes.append(int(parent[nodes[-1]]))
+    return tuple(reversed(nodes))
 
 
 def _least_rate(objective: Objective) -> float:
@@ -191,30 +237,44 @@ def _least_rate(objective: Objective) -> float:
     return float(min(positive, default=0.0)) * _RATE_SHARE
 
 
-def tightest(graph: Space, s: int, t: int, allowed: np.ndarray, portable: bool) -> Path | None:
-    """Return the path whose largest (operand + result) is least: what a memory limit asks for at the very least.
+def narrowest(
+    graph: Space, s: int, t: int, needs: Needs, allowed: np.ndarray, portable: bool, *, budget: int
+) -> Path | None:
+    """Return the path, of other types, whose largest step needs least; its cost is that need.
 
-    Dijkstra's algorithm with the maximum for the sum.
+    Dijkstra's algorithm with the maximum for the sum. Every path leaves `s` and enters `t`, so the narrowest steps that
+    do are a floor; of what is reached within it that comes first which completes the narrowest path. After `budget`
+    expansions the narrowest path found so far is returned.
     """
-    reach = np.full(len(graph.types), np.inf)
-    parent = np.full(len(graph.types), -1, dtype=np.int64)
-    closed = ~allowed
-    closed[t] = False
-    reach[s] = 0.0
-    for _ in range(len(graph.types)):
-        score = np.where(closed, np.inf, reach)
-        node = int(np.argmin(score))
-        if not np.isfinite(score[node]) or node == t:
-            break
+    everyone = np.arange(len(graph.types))
+
+    def need(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        legal = np.isfinite(e.portable if portable else e.bytes) & allowed[a] & allowed[b] & (a != b)
+        return np.where(legal, needs.between(e, a, b), np.inf)
+
+    column = need(graph.column(t), everyone, np.array(t))
+    floor = max(column.min(), need(graph.row(s), np.array(s), everyone).min())
+    reach, closed = np.where(everyone == s, floor, np.inf), np.zeros(len(everyone), dtype=bool)
+    parent = np.full(len(everyone), -1, dtype=np.int64)
+    best, last, node, expansions = float(column[s]), s, s, 0
+    # Needs are whole bytes, what arrives aside.
+    while max(floor, reach[node]) <= best - 1 and (expansions < budget or best == np.inf):
         closed[node] = True
-        e = graph.row(node)
-        legal = np.isfinite(e.portable if portable else e.bytes)
-        cost = np.where(legal, np.maximum(reach[node], graph.size[node] + graph.size), np.inf) + _TIGHTEST_STEP
-        better = (cost < reach) & ~closed
-        reach[better], parent[better] = cost[better], node
-    if not np.isfinite(reach[t]):
-        return None
-    nodes = [t]
-    while nodes[-1] != s:
-        nodes.append(int(parent[nodes[-1]]))
-    return Path(tuple(reversed(nodes)), float(reach[t]), True)
+        expansions += 1
+        out = np.maximum(need(graph.row(node), np.array(node), everyone), reach[node])
+        better = (out < reach) & ~closed
+        reach[better], parent[better] = out[better], node
+        through = np.where(better, np.maximum(out, column), np.inf)
+        k = _first(through, column)
+        if through[k] < best:
+            best, last = float(through[k]), k
+        node = _first(np.where(closed, np.inf, reach), column)
+        if closed[node]:
+            break
+    return Path(_back(parent, s, last, t), best, expansions < budget) if np.isfinite(best) else None
+
+
+def _first(key: np.ndarray, tie: np.ndarray) -> int:
+    """Where the key is least, and of these the tie."""
+    least = np.flatnonzero(key == key.min())
+    return int(least[np.argmin(tie[least])])

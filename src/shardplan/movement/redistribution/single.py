@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.accounting import account, bound_bytes
+from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes
 from shardplan.core.messages import tabled
 from shardplan.core.ops import Exchange, Send
-from shardplan.core.program import Program
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
@@ -22,7 +22,8 @@ from shardplan.hardware.prices.cost import Fabric, linear_cost
 from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
-from shardplan.movement.redistribution.choice import Choice, Chosen, Rules, consider, offer, price, too_little
+from shardplan.movement.redistribution.choice import Chosen, Rules, cheapest, keeping, programs, too_little
+from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
 from shardplan.movement.redistribution.search import Rates
@@ -44,116 +45,101 @@ def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Whe
         yield where
 
 
+def _rules(s: TensorType, t: TensorType, where: Where | None, portable: bool) -> Iterator[tuple[Rules, Where | None]]:
+    """Yield the rules on each of `priced_on`."""
+    for one in priced_on(where, s, t):
+        fabric = None if one is None else fabric_of(one, (s.mesh, t.mesh))
+        yield Rules(bound_bytes((s,), (t,)), portable, fabric, one if isinstance(one, Placement) else None), one
+
+
 @lru_cache(maxsize=4096)
 def best_program(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool = False
 ) -> tuple[Chosen, Where | None]:
     """Return the cheapest program and the placement it was priced on; raises `Infeasible`.
 
-    Of programs of more than 64 chunks a step only where none of fewer keeps the limit.
+    Under a limit it is the best without one if that keeps the limit as it is. Else programs are cut into chunks, and of
+    those with more than 64 a step one is only taken where none of fewer keeps the limit.
     """
-    few, many = _on_all(s, t, where, limit, portable, keep)
-    if few.best is not None:
-        return few.best
-    least = None if limit is None else least_workspaces(s, t, where, portable, keep)
-    if limit is None or least is None:
-        raise _infeasible(s, t, portable)
-    for best, (low, tightest) in zip((None, many.best), least, strict=True):
-        if best is not None:
-            return best
-        if low <= limit:
-            return tightest
-    raise too_little(f"redistribute {s} to {t}", limit, *(low for low, _ in least))
-
-
-@dataclass(slots=True)
-class _Found:
-    """The best of a pick over placements, the least workspace, and the program that has it; each with its placement."""
-
     best: tuple[Chosen, Where | None] | None = None
-    least_bytes: float = math.inf
-    least: tuple[Chosen, Where | None] | None = None
+    if limit is None:
+        for rules, one in _rules(s, t, where, portable):
+            new = choose(s, t, rules)
+            if new is not None and (best is None or new.price < best[0].price):
+                best = new, one
+        if best is None:
+            raise _infeasible(s, t, portable)
+        return best
+    free, one = best_program(s, t, where, None, portable)
+    program = keeping(free.program, ("0",)) if keep else free.program
+    if (books := account(program)).workspace_bytes <= limit:
+        return replace(free, program=program, books=books), one
+    narrow = _narrow(s, t, where, portable, keep)
+    most = next((most for most, least in narrow.least if least <= limit), None)
+    if most is None:
+        raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
+    fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
+    cut = [(program, account(program), False) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
+    for rules, one in _rules(s, t, where, portable):
+        found = cheapest(None, cut, rules)
+        if found is not None and (best is None or found.price < best[0].price):
+            best = found, one
+    assert best is not None
+    return best
 
 
-def _on_all(
-    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool
-) -> tuple[_Found, _Found]:
-    """Return what is found with few chunks a step, and with many, on all that `priced_on` yields."""
-    bound = bound_bytes((s,), (t,))
-    out = _Found(), _Found()
-    for one in priced_on(where, s, t):
-        fabric = None if one is None else fabric_of(one, (s.mesh, t.mesh))
-        rules = Rules(bound, limit, portable, fabric, one if isinstance(one, Placement) else None, keep)
-        choice = choose(s, t, rules)
-        for found, pick in zip(out, (choice.few, choice.many), strict=True):
-            if pick.best is not None and (found.best is None or pick.best.price < found.best[0].price):
-                found.best = pick.best, one
-            if pick.least is not None and pick.least_bytes < found.least_bytes:
-                books = account(pick.least)
-                found.least_bytes = pick.least_bytes
-                found.least = Chosen(pick.least, books, False, price(pick.least, books, rules)), one
-    return out
+class _Narrow(NamedTuple):
+    """The programs that a limit chooses among, and the least workspace of any in few chunks a step, and in many."""
 
-
-Least = tuple[int, tuple[Chosen, Where | None]]
+    ways: tuple[Cuts, ...]
+    least: tuple[tuple[float, int], tuple[float, int]]  # the most chunks, bytes
 
 
 @lru_cache(maxsize=1024)
-def least_workspaces(
-    s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool = False
-) -> tuple[Least, Least] | None:
-    """Return the least workspace of plans with few chunks a step, and of any, each with its plan; None: no plan at all.
+def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool) -> _Narrow:
+    """Return what every limit chooses among.
 
-    A limit decides which candidates there are, so each is searched again just below until nothing is left.
+    The rates are those of the placement that is best without a limit: what a program needs does not depend on it.
     """
-    known: dict[int, tuple[_Found, _Found]] = {}
-
-    def lowest(kind: int) -> Least | None:
-        low: Least | None = None
-        limit = 1
-        while True:
-            if limit not in known:
-                known[limit] = _on_all(s, t, where, limit, portable, keep)
-            found = known[limit][kind]
-            if found.least is None or (low is not None and found.least_bytes >= low[0]):
-                return low
-            low = int(found.least_bytes), found.least
-            limit = max(1, low[0] - 1)
-
-    few, many = lowest(0), lowest(1)
-    return None if few is None or many is None else (few, many)
+    free, one = best_program(s, t, where, None, portable)
+    rules = next(rules for rules, place in _rules(s, t, where, portable) if place == one)
+    rules = replace(rules, narrow=True, keep=keep)
+    found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
+    every = [(free.program, free.books), *(way[:2] for way in programs(found, s, t, rules))]
+    ways: list[Cuts] = []
+    for program, books in every:
+        if keep:
+            program = keeping(program, ("0",))
+            books = account(program)
+        ways.append(Cuts.of(program, books))
+    few, many = ((most, min(x.workspace(x.chunks(0, most)) for x in ways)) for most in (MANY_CHUNKS, math.inf))
+    return _Narrow(tuple(ways), (few, many))
 
 
-def choose(s: TensorType, t: TensorType, rules: Rules) -> Choice:
+def choose(s: TensorType, t: TensorType, rules: Rules) -> Chosen | None:
     """Return the cheapest of all candidates under the rules."""
-    choice = _searched(s, t, rules)
-    if not same(s, t) and not rules.portable:
-        consider(choice, offered(s, t, rules, choice.few.best), s, t, rules)
-    return choice
+    best = cheapest(None, programs(_reductions(s, t, rules), s, t, rules), rules)
+    if best is None or not settled(s):
+        best = cheapest(best, programs(_ways(s, t, rules), s, t, rules), rules)
+    return cheapest(best, programs(offered(s, t, rules, best), s, t, rules), rules)
 
 
-def _searched(s: TensorType, t: TensorType, rules: Rules) -> Choice:
-    """The cheapest of the candidates that a search finds."""
-    choice = Choice()
-    if same(s, t):
-        offer(choice, Program({"0": s}, (), ("0",)), True, rules)
-        return choice
-    if tabled(s, t):  # no other op takes a table
-        direct = Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh)
-        consider(choice, [Candidate((direct,))], s, t, rules)
-        return choice
-    if rules.fabric is not None:
-        consider(choice, reducing(s, t, rules.fabric, rules.placement), s, t, rules)
-        if choice.few.best is not None and settled(s):
-            return choice
-    consider(choice, _ways(s, t, rules), s, t, rules)
-    return choice
+def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    """Yield the reductions that are cut at the levels of the hardware."""
+    if rules.fabric is None or same(s, t) or tabled(s, t):
+        return iter(())
+    return reducing(s, t, rules.fabric, rules.placement)
 
 
 def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    """Yield the candidates that a search finds."""
+    if same(s, t):
+        return iter([Candidate((), exact=True)])
+    if tabled(s, t):  # no other op takes a table
+        return iter([Candidate((Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh),))])
     if s.mesh == t.mesh:
         return on_one_mesh(s, t, rules)
-    return crossings(s, t, partial(on_one_mesh, rules=rules))
+    return crossings(s, t, partial(on_one_mesh, rules=rules), rules.fabric)
 
 
 def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
@@ -161,6 +147,8 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
 
     It comes first, or behind any step of the best program found; the way that is left behind it is searched.
     """
+    if same(s, t) or rules.portable:
+        return
     steps = () if best is None else best.program.steps
     ops = tuple(step.op for step in steps)
     kinds, heres = every_op().values(), [s]
@@ -172,15 +160,14 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
                 (there,) = op.infer(here)
             except (TypingError, LayoutError):  # candidates are proposed without regard to whether they type
                 continue
-            ways = [Candidate(())] if same(there, t) else _ways(there, t, rules)
-            yield from (Candidate((*ops[:k], op, *way.ops)) for way in ways)
+            yield from (Candidate((*ops[:k], op, *way.ops)) for way in _ways(there, t, rules))
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
     """Yield the candidates of one mesh, in the order of `candidates`."""
     p = make_problem(s, t)
     rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
-    found = candidates(s, t, Request(rules.bound, rules.limit, rules.portable, rates), p)
+    found = candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
     return found if rules.fabric is None else with_levels(found, s, rules.fabric, rules.placement)
 
 
