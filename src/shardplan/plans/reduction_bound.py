@@ -62,9 +62,27 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> B
     return Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)
 
 
+def _keys(rows: Ints) -> Ints:
+    """Numbers that are equal for equal rows and stand in their order: [rows]. Sorting those is far less work."""
+    keys, room = np.zeros(len(rows), dtype=np.int64), 1
+    for column in rows.reshape(len(rows), -1).T if len(rows) else ():
+        width = int(column.max() - column.min()) + 1
+        if room * width >= 2**62:
+            keys, column = (np.unique(x, return_inverse=True)[1] for x in (keys, column))
+            room, width = len(rows), len(rows)
+        keys, room = keys * width + (column - column.min()), room * width
+    return keys
+
+
 def _number(rows: Ints) -> Ints:
     """Numbers of rows, equal for equal rows: [rows]."""
-    return np.unique(rows.reshape(len(rows), -1), axis=0, return_inverse=True)[1].reshape(-1)
+    return np.unique(_keys(rows), return_inverse=True)[1]
+
+
+def _distinct(*columns: Ints) -> Ints:
+    """The distinct rows of some columns, in order: [rows, columns]."""
+    rows = np.stack(columns, axis=1)
+    return rows[np.unique(_keys(rows), return_index=True)[1]]
 
 
 def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept: tuple[str, ...], at: Ints) -> _Demand:
@@ -73,15 +91,15 @@ def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept:
     # One class: equal boxes, and equal coordinates along what stays partial.
     label = _number(np.stack([_number(source.boxes()), mesh.index(kept)], axis=1))
     held = at_root(source)
-    addends = np.unique(np.stack([label, mesh.index(gone), at], axis=1)[held], axis=0)
+    addends = _distinct(label[held], mesh.index(gone)[held], at[held])
     ours, theirs = source.boxes(), target.boxes()
     part = np.stack([np.maximum(ours[..., 0], theirs[..., 0]), np.minimum(ours[..., 1], theirs[..., 1])], axis=-1)
     volume = np.maximum(part[..., 1] - part[..., 0], 0).prod(axis=1) * source.itemsize
     wanting = np.flatnonzero(at_root(target) & (volume > 0))
     number = _number(np.stack([label, _number(part)], axis=1)[wanting])
     _, first = np.unique(number, return_index=True)
-    wants = np.unique(np.stack([number, at[wanting]], axis=1), axis=0)
-    need = np.bincount(np.unique(addends[:, :2], axis=0)[:, 0], minlength=int(label.max()) + 1)
+    wants = _distinct(number, at[wanting])
+    need = np.bincount(_distinct(*addends[:, :2].T)[:, 0], minlength=int(label.max()) + 1)
     return _Demand(addends, wants, label[wanting][first], volume[wanting][first].astype(np.float64), need)
 
 
@@ -89,16 +107,16 @@ def _cut(d: _Demand, stride: int, units: int) -> Floats:
     """Bytes that must enter or leave every unit, the larger: [units]."""
     classes = len(d.need)
     # (unit, class) pairs as numbers, with how many of the class's addends the unit holds; then what it wants of it.
-    pairs = np.unique(np.stack([d.wants[:, 0], d.wants[:, 1] // stride], axis=1), axis=0)
+    pairs = _distinct(d.wants[:, 0], d.wants[:, 1] // stride)
     part, unit = pairs[:, 0], pairs[:, 1]
-    holds = np.unique(np.stack([d.addends[:, 2] // stride, d.addends[:, 0], d.addends[:, 1]], axis=1), axis=0)
+    holds = _distinct(d.addends[:, 2] // stride, d.addends[:, 0], d.addends[:, 1])
     key, present = np.unique(holds[:, 0] * classes + holds[:, 1], return_counts=True)
     asked = unit * classes + d.label[part]
     found = np.minimum(np.searchsorted(key, asked), len(key) - 1)
     there = np.where(key[found] == asked, present[found], 0)
     enter = np.bincount(unit, np.where(there < d.need[d.label[part]], d.nbytes[part], 0.0), units)
     # A unit that alone holds an addend gives out what is wanted, but for parts that only it wants.
-    _, first, owners = np.unique(holds[:, 1:], axis=0, return_index=True, return_counts=True)
+    _, first, owners = np.unique(_keys(holds[:, 1:]), return_index=True, return_counts=True)
     alone = np.unique(holds[first[owners == 1], 0] * classes + holds[first[owners == 1], 1])
     total = np.bincount(d.label, d.nbytes, classes)
     leave = np.bincount(alone // classes, total[alone % classes], units)
@@ -110,9 +128,9 @@ def _cut(d: _Demand, stride: int, units: int) -> Floats:
 def _count(d: _Demand, j: int, fabric: Fabric) -> float:
     """Seconds of what crosses level j in total over the summed capacity of the units concerned."""
     stride = fabric.wires[j].stride
-    holds = np.unique(np.stack([d.addends[:, 0], d.addends[:, 2] // stride], axis=1), axis=0)
+    holds = _distinct(d.addends[:, 0], d.addends[:, 2] // stride)
     spans = np.bincount(holds[:, 0], minlength=len(d.need))
-    pairs = np.unique(np.stack([d.wants[:, 0], d.wants[:, 1] // stride], axis=1), axis=0)
+    pairs = _distinct(d.wants[:, 0], d.wants[:, 1] // stride)
     times = np.bincount(pairs[:, 0], minlength=len(d.label)) + spans[d.label] - 2
     crossing = float((np.maximum(times, 0) * d.nbytes).sum())
     if crossing <= 0:
