@@ -187,7 +187,7 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
             if math.isfinite(row.portable[b]):
                 least = sum(oracle.moved(op, x) for op, x in zip(small, along(small, t), strict=True))
                 most = row.portable[b] * t.nbytes
-                assert least == pytest.approx(most, abs=1e-6) if one_prime(sizes) else least <= most + 1e-6, where
+                assert least == pytest.approx(most, abs=1e-6) if one_prime(sizes) else least >= most - 1e-6, where
 
 
 def along(ops: list[Op], t: sp.TensorType) -> list[sp.TensorType]:

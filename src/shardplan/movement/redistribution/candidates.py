@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
+from shardplan.errors import LayoutError, TypingError
 from shardplan.movement.redistribution.closed_form import closed_form
-from shardplan.movement.redistribution.emit import direct, ops_of_path
+from shardplan.movement.redistribution.emit import direct, edge, ops_of_path
 from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest
-from shardplan.movement.redistribution.tiled import priced
+from shardplan.movement.redistribution.tiled import Graph, priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -30,6 +32,8 @@ _STEP_SECONDS = 1e-9
 # that each search takes at most some 0.15 s. Most end long before with a proof; what is cut off is not claimed exact.
 _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
+# Edges whose price is counted where the graph estimates it: mostly the path stays, or the next one is right.
+_CORRECTED = 24
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
 
@@ -76,10 +80,20 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
-        path = shortest(graph, a, b, first, allowed, budget=budget)
-        settled = path is not None and path.exact and countable and whole and not timed
-        if path is not None:
+        path, settled = None, False
+        known: dict[tuple[int, int], float] = {}
+        while True:
+            found = shortest(graph, a, b, first, allowed, budget=budget, known=known)
+            if found is None:
+                break
+            path, settled = found, found.exact and countable and whole and not timed
             yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable, graph)), settled and p.fine)
+            new = [pair for pair in pairwise(path.nodes) if pair not in known]
+            if timed or (p.countable and graph is p.graph) or not new or len(known) > _CORRECTED:
+                break
+            # With several primes, or uneven dims, one sender may have more to do than the graph says: the cheapest path
+            # is counted, and searched again.
+            known |= {pair: _counted(p, pair, first, graph) for pair in new}
         # What is legal at estimated prices, where those of the graph are; for the variants, and for limits.
         legal, _, extents = p.legal(request.bound)
         cheapest = [] if path is None or graph is not p.graph else [(first, path)]
@@ -104,6 +118,20 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     yield from plain(s, t, request.portable)
 
 
+def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:
+    """What an edge costs by its ops; inf where they do not type."""
+    t, total = p.type(pair[0]), 0.0
+    for op in edge(p, *pair, objective.portable, graph):
+        try:
+            (u,) = op.infer(t)
+        except (TypingError, LayoutError):
+            return math.inf
+        moved = max(int(op.received(t).max(initial=0)), int(op.sent(t)[1].max(initial=0)))
+        total += moved / p.nbytes * objective.byte + op.rounds(t) * objective.turn
+        t = u
+    return total + objective.step
+
+
 def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
@@ -117,7 +145,7 @@ def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Cand
         if s.all_even and t.all_even:
             yield Candidate(tuple(closed_form(s, t)))
             yield from _swap_then_exchange(s, t, portable)
-        yield Candidate(tuple(_gather_then_slice(s, t)))
+        yield from map(Candidate, _gather_then_slice(s, t))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
 
@@ -140,23 +168,22 @@ def _swap_then_exchange(s: TensorType, t: TensorType, portable: bool) -> Iterato
             yield Candidate((Permute(middle.layout), *direct(middle, t, portable)))
 
 
-def _gather_then_slice(s: TensorType, t: TensorType) -> list[Op]:
-    """Gather what the target does not name, then slice what it names more: types by names, so of uneven dims too."""
-    ops: list[Op] = []
-    mesh = s.mesh
-    dims: list[int] = []
-    axes: list[str] = []
+def _gather_then_slice(s: TensorType, t: TensorType) -> Iterator[tuple[Op, ...]]:
+    """Gather what the target does not name, then slice what it names more: types by names, so of uneven dims too.
+
+    In one gather, in one for each dim, and in one for each axis: what is large is then sent to few, who pass it on.
+    """
+    gone: list[tuple[int, tuple[str, ...]]] = []
     grown: list[Op] = []
     for d, (a, b) in enumerate(zip(s.layout.dims, t.layout.dims, strict=True)):
         stay = len(common(a, b))
-        gone, new = (tuple(x for x in names[stay:] if mesh.span(x).size > 1) for names in (a, b))
-        dims += [d] * len(gone)
-        axes += gone
-        if new:
-            grown.append(Slice(d, new))
-    if axes:
-        ops.append(AllGather(dims[0] if len(set(dims)) == 1 else tuple(dims), tuple(axes)))
-    return ops + grown
+        left, new = (tuple(x for x in names[stay:] if s.mesh.span(x).size > 1) for names in (a, b))
+        gone += [(d, left)] if left else []
+        grown += [Slice(d, new)] if new else []
+    dims, axes = [d for d, names in gone for _ in names], tuple(a for _, names in gone for a in names)
+    yield (*([AllGather(dims[0] if len(gone) == 1 else tuple(dims), axes)] if axes else []), *grown)
+    yield (*(AllGather(d, names) for d, names in gone), *grown)
+    yield (*(AllGather(d, (a,)) for d, names in gone for a in reversed(names)), *grown)
 
 
 def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from shardplan.core.layout import Layout
-from shardplan.core.mesh import Mesh, primes
+from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.movement.redistribution.pool import Dims, pool
 from shardplan.movement.redistribution.space import Space, space
@@ -71,7 +71,7 @@ class Problem:
     @property
     def countable(self) -> bool:
         """Whether the graph's rounds are exact: with one prime, every box meets equally many tiles."""
-        return len({p for size in self.graph.sizes for p in primes(size)}) <= 1
+        return self.graph.alike
 
     @property
     def heads(self) -> tuple[int, ...]:

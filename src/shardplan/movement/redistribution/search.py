@@ -7,7 +7,9 @@ it brings). Pure functions on a graph; nothing here knows devices, dtypes or pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -175,11 +177,12 @@ def shortest(
     *,
     budget: int,
     below: float = np.inf,
+    known: Mapping[tuple[int, int], float] = MappingProxyType({}),
 ) -> Path | None:
     """Return the cheapest path from `s` to `t` through `allowed` types (bool [types]) that costs less than `below`.
 
-    `within` says what steps need, and the most that one may need. After `budget` expansions the best path found so far
-    is returned, marked inexact.
+    `within` says what steps need, and the most that one may need; `known` what some edges cost, by their ends. After
+    `budget` expansions the best path found so far is returned, marked inexact.
 
     Nearly every type has an edge to `t`, so each expansion completes the paths to its neighbours by those: `last` is
     the type before `t` on the best path so far, and there is a path to return long before the search ends. The frontier
@@ -191,6 +194,11 @@ def shortest(
 
     def price(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         cost = objective.price(e, graph, a, b)
+        for (x, y), exact in known.items():
+            if a.ndim == 0 and x == a:
+                cost[y] = exact
+            elif b.ndim == 0 and y == b:
+                cost[x] = exact
         return cost if within is None else np.where(within[0].between(e, a, b) <= within[1], cost, np.inf)
 
     column = price(graph.column(t), everyone, np.array(t))

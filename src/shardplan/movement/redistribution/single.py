@@ -121,6 +121,9 @@ def choose(s: TensorType, t: TensorType, rules: Rules) -> Chosen | None:
     best = cheapest(None, programs(_reductions(s, t, rules), s, t, rules), rules)
     if best is None or not settled(s):
         best = cheapest(best, programs(_ways(s, t, rules), s, t, rules), rules)
+        if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
+            # Of uneven types the search is no proof, and under other rules it finds other ways.
+            best = cheapest(best, programs(_ways(s, t, replace(rules, portable=True)), s, t, rules), rules)
     return cheapest(best, programs(offered(s, t, rules, best), s, t, rules), rules)
 
 

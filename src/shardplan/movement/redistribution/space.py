@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.mesh import primes
+
 # The op of an edge: Slice or ToPartial; AllGather; AllToAll; Exchange; ReduceScatter; AllReduce; Permute; Reduce;
 # Broadcast.
 LOCAL, GATHER, ALL_TO_ALL, MOVE, SCATTER, REDUCE_ALL, RENAME, ROOT, SPREAD = range(9)
@@ -100,6 +102,8 @@ class Space:
             self.types = np.array([[self.list_index[p] for p in t] for t in only], dtype=np.int32).reshape(-1, ndim)
             self.partial = self.root = np.zeros(len(only), dtype=np.int64)
         self._count()
+        # Whether all sub-axes are of one prime: else what a holder sends may lie above the costs of edges.
+        self.alike = len({p for n in sizes for p in primes(n)}) <= 1
         # Of every set of runs the devices of a group over it.
         self.group_size = np.array(
             [math.prod(sizes[r] for r in range(count) if mask >> r & 1) for mask in range(1 << count)]
@@ -217,7 +221,7 @@ class Space:
         fits, narrow = (self.group_size[group] * 2 <= self.devices for group in (moved | new, moved))
         # Of the tile that is wanted its holder wants its part, but where a run that it cuts by stands elsewhere.
         kept = np.where(turned & before.used, 0.0, 1.0 / larger)
-        crowded = after.size * self.group_size[new] - kept
+        crowded = after.size * self.group_size[new] - kept if self.alike else nbytes
         # Where tiles nest, MOVE is a permute.
         portable = np.where(fits | refines, nbytes, np.where(narrow, crowded, np.inf))
         # It hears from one sender for each old tile that it meets, itself among them where it holds one of them.
