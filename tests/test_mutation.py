@@ -192,8 +192,8 @@ def sys_module(name: str) -> Any:
 
 def wrong_holder(patch: Set) -> None:
     """Messages from the wrong holder."""
-    old = messages._offsets  # pyright: ignore[reportPrivateUsage]
-    patch(messages, "_offsets", lambda t, dim: old(t, dim)[::-1])
+    old = messages.choose
+    patch(messages, "choose", lambda want, *rest: old(want[::-1], *rest))
 
 
 def floor_tiles(patch: Set) -> None:

@@ -66,7 +66,7 @@ def test_the_makespan_is_the_price(drawn: tuple[Program, Where | None]) -> None:
     program, where = drawn
     line, books = predict(program, where), account(program)
     if where is None:
-        costs = [n * LATENCY + b / BANDWIDTH for n, b in zip(books.latencies, books.step_received, strict=True)]
+        costs = [n * LATENCY + b / BANDWIDTH for n, b in zip(books.latencies, books.step_moved, strict=True)]
         assert line.seconds == nominal_seconds(program, books)
     else:
         fabric = fabric_of(where, program.meshes)

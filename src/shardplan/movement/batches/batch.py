@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account, bound_bytes, holds
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import Op, Send, Together
-from shardplan.core.ops.collective import moving
+from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.movement.batches.packing import Group, BatchItem, grouped, packed, shard_bytes
+from shardplan.movement.batches.schedules import FEW_PACKS, assembled, schedules, sharing, side_by_side, waves
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
-from shardplan.movement.redistribution.choice import TIE, Rules, keeping, price, too_little
+from shardplan.movement.redistribution.choice import TIE, Rules, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct
 from shardplan.movement.redistribution.single import best_program, priced_on
@@ -40,62 +38,19 @@ from shardplan.plans.pricing import Where, fabric_of
 # there is only the spare. How much of it staging takes depends on the ops, so smaller rooms are tried too; each more is
 # a program to assemble and to price.
 _PARTS_OF_LIMIT, _PARTS_OF_SPARE = (2, 3, 4, 6, 8), (1, 2, 4)
-# In how many waves packs may run: beside the last of them runs nothing, which of eight is an eighth. Each number is a
-# program to price.
-_WAVES = (2, 4, 8, 16)
-# Packs of which every schedule, and other tiles, are priced: more are posted together where they share devices.
-_FEW_PACKS = 64
 # Tensors that are tried side by side, and in the best order, for every room under a limit; of more the cheapest of the
 # first that fit is taken.
 _FEW_TENSORS, _MOST_FITTING = 256, 3
 # Ways to cut the tiles of all tensors of which every schedule is priced: the best side by side.
 _MOST_WAYS = 2
-Thing = TypeVar("Thing")
 Booked = tuple[Program, Account]
-
-
-@lru_cache(maxsize=1 << 14)  # asked for again for every room
-def _shards(s: TensorType, t: TensorType) -> tuple[int, int]:
-    return s.local_bytes(), t.local_bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One tensor: its ends, and the ops planned for it alone."""
-
-    index: int  # in the caller's lists
-    source: TensorType
-    target: TensorType
-    ops: tuple[Op, ...]
-    keep: bool  # the source is the caller's: it counts to the end
-
-    @property
-    def kind(self) -> tuple[TensorType, tuple[Op, ...], bool]:
-        """What decides what it holds: equal for tensors that are interchangeable."""
-        return self.source, self.ops, self.keep
-
-    @property
-    def growth(self) -> int:
-        """Bytes that the largest shard adds to what is live."""
-        before, after = _shards(self.source, self.target)
-        return after - before * (not self.keep)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the larger of its two shards."""
-        return max(_shards(self.source, self.target))
-
-
-_Pack = Sequence[_Item]  # tensors that the same collectives move
-_Group = Sequence[_Pack]  # packs that run side by side
-_Slot = Sequence[tuple[_Pack, int]]  # steps that are posted together: of which packs, and their numbers there
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """The tensors with the moves planned for each, and what the plan must satisfy."""
 
-    items: tuple[_Item, ...]
+    items: tuple[BatchItem, ...]
     rules: Rules
 
     @property
@@ -104,19 +59,19 @@ class _Batch:
         return tuple(sorted({d for i in self.items for t in (i.source, i.target) for d in t.mesh.devices}))
 
     @property
-    def moving(self) -> list[_Item]:
+    def moving(self) -> list[BatchItem]:
         """The tensors that have steps."""
         return [i for i in self.items if i.ops]
 
     @property
-    def ordered(self) -> list[_Item]:
+    def ordered(self) -> list[BatchItem]:
         """Shrinking tensors first, large ones before small ones, then growing ones, small before large.
 
         So that live bytes fall as early and rise as late as they can.
         """
 
-        def turn(i: _Item) -> tuple[bool, int, int]:
-            return i.growth > 0, i.growth if i.growth > 0 else -_shards(i.source, i.target)[0], i.index
+        def turn(i: BatchItem) -> tuple[bool, int, int]:
+            return i.growth > 0, i.growth if i.growth > 0 else -shard_bytes(i.source, i.target)[0], i.index
 
         return sorted(self.moving, key=turn)
 
@@ -131,12 +86,12 @@ def plan_batch(
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
     where = _one_place(sources, destinations, where)
-    items, exact = list[_Item](), limit is None and len(sources) == 1
+    items, exact = list[BatchItem](), limit is None and len(sources) == 1
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
         chosen, _ = best_program(s, t, where, None, portable)
         ops = tuple(step.op for step in chosen.program.steps)
         exact = exact and chosen.exact
-        items.append(_Item(k, s, t, ops, kept))
+        items.append(BatchItem(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, fabric))
     program, books = _unlimited(batch) if limit is None else _within(batch, limit)
@@ -168,28 +123,28 @@ class _Best:
 def _unlimited(batch: _Batch) -> Booked:
     """The cheapest of the programs that keep the bound, else the one with the least peak found."""
     best = _Best(batch.rules)
-    ways = [(way, _packs(way.ordered, None)) for way in _tiled(batch)]
+    ways = [(way, packed(way.ordered, None)) for way in _tiled(batch)]
     packs = ways[0][1]
-    if len(packs) > _FEW_PACKS or (batch.rules.fabric is None and len(batch.items) > _FEW_TENSORS):
+    if len(packs) > FEW_PACKS or (batch.rules.fabric is None and len(batch.items) > _FEW_TENSORS):
         for late in (False, True):
-            slots = _side_by_side(_sharing(packs), late=late)
-            best.offer(_assemble(slots, batch.items), priced=len(packs) <= _FEW_PACKS)
+            slots = side_by_side(sharing(packs), late=late)
+            best.offer(assembled(slots, batch.items), priced=len(packs) <= FEW_PACKS)
         ways = [] if best.cheapest else ways
     if len(ways) > 1:
-        costs = [best.offer(_assemble(_side_by_side([packs]), way.items)) for way, packs in ways]
+        costs = [best.offer(assembled(side_by_side([packs]), way.items)) for way, packs in ways]
         ways = [ways[k] for k in sorted(range(len(ways)), key=lambda k: costs[k])[:_MOST_WAYS]]
     for way, packs in ways:
-        for slots in _schedules(packs):
-            best.offer(_assemble(slots, way.items))
+        for slots in schedules(packs):
+            best.offer(assembled(slots, way.items))
         last = math.inf
-        for slots in _waves(packs, batch.rules.fabric):
-            cost = best.offer(_assemble(slots, way.items))
+        for slots in waves(packs, batch.rules.fabric):
+            cost = best.offer(assembled(slots, way.items))
             if cost >= last:  # more waves mean more rounds
                 break
             last = cost
     if best.cheapest is None:
         for way in _straightened(batch):
-            best.offer(_assemble(_side_by_side([_packs(way.ordered, None)]), way.items))
+            best.offer(assembled(side_by_side([packed(way.ordered, None)]), way.items))
     found = best.cheapest or best.least
     assert found is not None  # the first is offered whatever there is
     return found
@@ -245,13 +200,13 @@ def _candidates(batch: _Batch, limit: int, most: float) -> Iterator[Cuts]:
     """
     seen: set[Program] = set()
     for way, groups in _limited(batch, limit, most):
-        program = _assemble(_side_by_side(groups), way.items)
+        program = assembled(side_by_side(groups), way.items)
         if program not in seen:
             seen.add(program)
             yield Cuts.of(program, account(program))
 
 
-def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, Sequence[_Group]]]:
+def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, Sequence[Group]]]:
     """Yield groups for every room: of packs alone, of packs and of tensors as far as there is room; each in two orders.
 
     Tensors side by side need the rounds of a pack, and none of its buffers.
@@ -261,14 +216,14 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
     ordered = batch.ordered
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
 
-    def alone(room: int | None) -> list[_Group]:
-        return [[pack] for pack in _packs(ordered, room)]
+    def alone(room: int | None) -> list[Group]:
+        return [[pack] for pack in packed(ordered, room)]
 
-    def beside(room: int | None) -> list[_Group]:
-        return _groups(_packs(ordered, room), room)
+    def beside(room: int | None) -> list[Group]:
+        return grouped(packed(ordered, room), room)
 
-    def single(room: int | None) -> list[_Group]:
-        return _groups([[i] for i in ordered], room)
+    def single(room: int | None) -> list[Group]:
+        return grouped([[i] for i in ordered], room)
 
     for way, room in itertools.product((alone, beside, single) if few else (beside, alone), (None, *rooms, 0)):
         groups = way(room)
@@ -301,11 +256,11 @@ def _tiled(batch: _Batch) -> Iterator[_Batch]:
     yield batch
     ends = {(i.source, i.target) for i in batch.items if i.ops and i.source.mesh != i.target.mesh}
     marks = (s.layout.partial + s.layout.root + t.layout.partial + t.layout.root for s, t in ends)
-    if not 0 < len(ends) <= _FEW_PACKS or any(marks):
+    if not 0 < len(ends) <= FEW_PACKS or any(marks):
         return
     ways = {(s, t): _sends(s, t, batch.rules.fabric) for s, t in ends}
     for rank in range(max(map(len, ways.values()))):
-        items: list[_Item] = []
+        items: list[BatchItem] = []
         for i in batch.items:
             found = ways.get((i.source, i.target), [i.ops])
             items.append(replace(i, ops=found[min(rank, len(found) - 1)]))
@@ -319,7 +274,7 @@ def _sends(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[tuple[Op
     return [tuple(op.nearest(blocks) for op in ops) for ops in found]
 
 
-def _straight(item: _Item) -> tuple[Op, ...]:
+def _straight(item: BatchItem) -> tuple[Op, ...]:
     """One direct move, of a tensor that is partial at neither end."""
     if not item.ops:
         return ()
@@ -328,13 +283,13 @@ def _straight(item: _Item) -> tuple[Op, ...]:
     return tuple(direct(item.source, item.target))
 
 
-def _least_first(batch: _Batch, most: float, groups: Sequence[_Group]) -> list[_Group]:
+def _least_first(batch: _Batch, most: float, groups: Sequence[Group]) -> list[Group]:
     """The groups in the order of the least workspace found with `most` chunks a step."""
     devices = batch.devices
     base = np.zeros(len(devices), dtype=np.int64)
     for item in batch.items:
         if not item.ops:
-            base = base + holds(_assemble([], [item]), devices)[0]
+            base = base + holds(assembled([], [item]), devices)[0]
     known: dict[Hashable, OrderedMove] = {}
     moves: list[OrderedMove] = []
     for group in groups:
@@ -345,9 +300,9 @@ def _least_first(batch: _Batch, most: float, groups: Sequence[_Group]) -> list[_
     return [groups[k] for k in least_order(moves, base)]
 
 
-def _move(group: _Group, devices: tuple[int, ...], most: float) -> OrderedMove:
+def _move(group: Group, devices: tuple[int, ...], most: float) -> OrderedMove:
     """What the move of a group holds on each device, with the staging of its steps."""
-    program = _assemble(_side_by_side([group]), [i for pack in group for i in pack])
+    program = assembled(side_by_side([group]), [i for pack in group for i in pack])
     start, found = holds(program, devices)
     cuts = Cuts.of(program, account(program))
     staged = (x.staged(k) for x, k in zip(cuts.stages, cuts.chunks(0, most), strict=True))
@@ -370,143 +325,3 @@ def _one_place(
         return where
     largest = max(range(len(sources)), key=lambda k: sources[k].nbytes)
     return best_program(sources[largest], destinations[largest], where, None, False)[1]
-
-
-class _PackKey(NamedTuple):
-    """What tensors have in common that are moved by the same collectives."""
-
-    ops: tuple[Op, ...]
-    dtype: str
-    ndim: int
-    source_mesh: Mesh
-    target_mesh: Mesh
-    grows: bool  # shrinking tensors go first: no pack holds both
-
-
-def _packs(ordered: Sequence[_Item], room: int | None) -> list[list[_Item]]:
-    """Group tensors that can share collectives, for their largest shards."""
-
-    def key(i: _Item) -> _PackKey:
-        return _PackKey(i.ops, i.source.dtype, i.source.ndim, i.source.mesh, i.target.mesh, i.growth > 0)
-
-    return _first_fit(ordered, room, key, lambda i: i.size)
-
-
-def _groups(packs: Sequence[_Pack], room: int | None) -> list[_Group]:
-    """Group packs that may run side by side: shrinking ones, and growing ones behind them."""
-    return [*_first_fit(packs, room, lambda pack: pack[0].growth > 0, lambda pack: sum(i.size for i in pack))]
-
-
-def _first_fit(
-    things: Iterable[Thing], room: int | None, key: Callable[[Thing], Hashable], size: Callable[[Thing], int]
-) -> list[list[Thing]]:
-    """Group things of equal key, in their order each into the first group with room for it; None: room for all."""
-    groups: list[list[Thing]] = []
-    index: dict[Hashable, list[int]] = {}
-    sizes: list[int] = []
-    for thing in things:
-        mine, bytes_ = index.setdefault(key(thing), []), size(thing)
-        for k in mine:
-            if room is None or sizes[k] + bytes_ <= room:
-                groups[k].append(thing)
-                sizes[k] += bytes_
-                break
-        else:
-            mine.append(len(groups))
-            groups.append([thing])
-            sizes.append(bytes_)
-    return groups
-
-
-def _schedules(packs: Sequence[_Pack]) -> Iterator[list[_Slot]]:
-    """Yield when the steps of packs may run, the simplest first: of equal prices the first is taken."""
-    yield _one_after_another(packs)
-    if len(packs) > _FEW_PACKS:
-        return
-    if len(packs) > 1:
-        yield _side_by_side([packs])
-    lengths = _first_fit(packs, None, lambda pack: len(pack[0].ops), len)
-    if len(lengths) > 1:
-        yield _side_by_side([packs], late=True)
-    for groups in (lengths, _sharing(packs)):
-        if 1 < len(groups) < len(packs):
-            yield _side_by_side(groups)
-
-
-def _waves(packs: Sequence[_Pack], fabric: Fabric | None) -> Iterator[list[_Slot]]:
-    """Yield ever more waves, where steps of one tensor may load links of several levels."""
-    if fabric is not None and len(fabric.wires) > 1 and any(len(pack[0].ops) > 1 for pack in packs):
-        longest = max(map(len, packs))
-        yield from (_in_waves(packs, count) for count in _WAVES if count <= longest)
-
-
-def _sharing(packs: Sequence[_Pack]) -> list[list[_Pack]]:
-    """Group packs that share devices, also by way of others: the groups do not wait for each other."""
-    groups: list[tuple[set[int], list[_Pack]]] = []
-    for pack in packs:
-        devices, mine = {d for t in (pack[0].source, pack[0].target) for d in t.mesh.devices}, [pack]
-        for other in [g for g in groups if not devices.isdisjoint(g[0])]:
-            groups.remove(other)
-            devices, mine = devices | other[0], [*other[1], *mine]
-        groups.append((devices, mine))
-    return [mine for _, mine in groups]
-
-
-def _one_after_another(packs: Iterable[_Pack]) -> list[_Slot]:
-    return _side_by_side([[pack] for pack in packs])
-
-
-def _side_by_side(groups: Iterable[_Group], *, late: bool = False) -> list[_Slot]:
-    """Group after group, the first steps of its packs in one slot, then the second ones; `late`: the last in one."""
-    slots: list[_Slot] = []
-    for group in groups:
-        longest = max(len(pack[0].ops) for pack in group)
-        starts = [longest - len(pack[0].ops) if late else 0 for pack in group]
-        for k in range(longest):
-            here = zip(group, starts, strict=True)
-            slots.append([(pack, k - start) for pack, start in here if 0 <= k - start < len(pack[0].ops)])
-    return slots
-
-
-def _in_waves(packs: Sequence[_Pack], count: int) -> list[_Slot]:
-    """Every pack in so many parts, each of which starts a slot after the one before."""
-    slots: list[list[tuple[_Pack, int]]] = [[] for _ in range(count + max(len(pack[0].ops) for pack in packs) - 1)]
-    for pack in packs:
-        for wave in range(count):
-            if part := pack[wave * len(pack) // count : (wave + 1) * len(pack) // count]:
-                for k in range(len(pack[0].ops)):
-                    slots[wave + k].append((part, k))
-    return [slot for slot in slots if slot]
-
-
-def _assemble(slots: Iterable[_Slot], items: Sequence[_Item]) -> Program:
-    """One program: in every slot each pack runs one of its ops on all of its tensors."""
-    current = {i.index: f"in{i.index}" for i in items}
-    types = {f"in{i.index}": i.source for i in items}
-    steps: list[Step] = []
-    slots = list(slots)
-    several = any(len(slot) > 1 for slot in slots)
-    for slot in slots:
-        found: list[Step] = []
-        for pack, number in slot:
-            results = tuple(f"t{i.index}.{number}" for i in pack)
-            step = Step(pack[0].ops[number], tuple(current[i.index] for i in pack), results)
-            found.append(step)
-            if several:
-                types |= zip(results, step.op.infer(*(types[o] for o in step.operands)), strict=True)
-            current |= zip((i.index for i in pack), results, strict=True)
-        steps += found if len(found) == 1 else _together(found, types)
-    order = sorted(items, key=lambda i: i.index)
-    program = Program([(f"in{i.index}", i.source) for i in order], steps, [current[i.index] for i in order])
-    return keeping(program, (f"in{i.index}" for i in order if i.keep))
-
-
-def _together(steps: list[Step], types: dict[str, TensorType]) -> list[Step]:
-    """Steps that do not depend on each other, those that send in one."""
-    sending = [s for s in steps if moving(s.op) is not None and s.op.rounds(*(types[o] for o in s.operands))]
-    if len(sending) < 2:
-        return steps
-    given = tuple(o for s in sending for o in s.operands)
-    made = tuple(r for s in sending for r in s.results)
-    body = Program([(o, types[o]) for o in given], sending, made)
-    return [*(s for s in steps if s not in sending), Step(Together(body), given, made)]
