@@ -41,7 +41,7 @@ DROP_INS = {
 }  # fmt: skip
 PLAN = ("program", "certificate", "seconds", "save", "load")
 CERTIFICATE = (
-    "program", "peak_bytes", "bound_bytes", "workspace_bytes", "received_bytes", "lower_bound_bytes", "level_bytes",
+    "program", "peak_bytes", "bound_bytes", "workspace_bytes", "sent_bytes", "received_bytes", "lower_bound_bytes", "level_bytes",
     "lower_bound_seconds", "status", "types", "check",
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_the_first_lines_of_the_surface() -> None:
     assert c.check() is None and c.status in ("floor", "exact", "heuristic")
     for name in ("peak_bytes", "bound_bytes", "workspace_bytes"):
         assert type(getattr(c, name)) is int
-    for name in ("received_bytes", "lower_bound_bytes"):
+    for name in ("sent_bytes", "received_bytes", "lower_bound_bytes"):
         value = getattr(c, name)
         assert type(value) is tuple and len(value) == 8 and all(type(n) is int for n in value)
     assert c.level_bytes == () and isinstance(c.lower_bound_seconds, float)

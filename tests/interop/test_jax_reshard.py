@@ -62,8 +62,8 @@ ERRORS = {
     "of axes, since a plan needs to know both ends",
     "uneven": "LayoutError: f32[7@y, 2@x] on the mesh x=2, y=4: dim 0 of size 7 is uneven over 4 devices; JAX shards "
     "evenly: legal are sizes that 4 divides",
-    "limit": "Infeasible: redistribute f32[48@x, 24@y] to f32[48, 24] within 1000 bytes a device: no plan; the least "
-    "that works is 5324 bytes, or 5244 bytes with more than 64 chunks a step",
+    "limit": "Infeasible: reshard f32[48@x, 24@y] to f32[48, 24] within 1000 bytes a device, where the source is kept: "
+    "the least found is 5324 bytes; legal is a larger limit, or donate=True",
     "unreduced": "BackendError: reshard: P(unreduced={'x'}) is unreduced over x; legal is a reduced array",
     "no dtype": "LayoutError: type_of: the shape (4, 4) has no dtype; pass dtype=",
 }

@@ -251,7 +251,7 @@ def test_the_least_limit_of_a_batch_is_the_least_of_all_orders() -> None:
     with pytest.raises(sp.Infeasible) as error:
         sp.redistribute(sources, targets, memory_limit=1)
     assert error.value.least_bytes == 6_553_600
-    one_by_one, by_threes = (sp.redistribute(sources, targets, memory_limit=n) for n in (6_553_600, 7_000_000))
+    one_by_one, by_threes = (sp.redistribute(sources, targets, memory_limit=n) for n in (6_553_600, 7_600_000))
     assert len(one_by_one.program.steps) == 9 and by_threes.certificate.rounds == 4
     for plan in (one_by_one, by_threes):
         plan.certificate.check()

@@ -63,6 +63,7 @@ def plan_kept(
     *,
     mesh: Mesh | str | None = None,
     keep: bool | Sequence[bool] = True,
+    even: bool = False,
 ) -> Plan:
     """Return the plan of `redistribute` for a caller who keeps sources: under a limit they count to the end.
 
@@ -77,7 +78,7 @@ def plan_kept(
     if isinstance(src, (TensorType, str)):
         source, destination = type_of("the source", src, mesh), type_of("the destination", dst, mesh)
         check_pair(source, destination)
-        return _cached(source, destination, where, limit, portable, _each(keep, 1)[0])
+        return _cached(source, destination, where, limit, portable, _each(keep, 1)[0], even)
     sources = tuple(type_of(f"source {k}", t, mesh) for k, t in enumerate(border.items("src", src, "types")))
     destinations = tuple(type_of(f"destination {k}", t, mesh) for k, t in enumerate(border.items("dst", dst, "types")))
     if len(sources) != len(destinations):
@@ -86,7 +87,7 @@ def plan_kept(
         )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
-    return _cached_batch(sources, destinations, where, limit, portable, _each(keep, len(sources)))
+    return _cached_batch(sources, destinations, where, limit, portable, _each(keep, len(sources)), even)
 
 
 def _each(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
@@ -105,8 +106,9 @@ def _cached_batch(
     limit: int | None,
     portable: bool,
     keep: tuple[bool, ...],
+    even: bool,
 ) -> Plan:
-    return plan_batch(sources, destinations, where, limit, portable, keep)
+    return plan_batch(sources, destinations, where, limit, portable, keep, even)
 
 
 def check_pair(s: TensorType, t: TensorType) -> None:
@@ -123,6 +125,8 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _cached(s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool) -> Plan:
-    chosen, where = best_program(s, t, where, limit, portable, keep)
+def _cached(
+    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool, even: bool
+) -> Plan:
+    chosen, where = best_program(s, t, where, limit, portable, keep, even)
     return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))

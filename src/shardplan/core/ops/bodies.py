@@ -188,9 +188,21 @@ class Together(Nested):
         return max(books_of(self.body).rounds)
 
     def staging(self, *operands: TensorType) -> int:
-        """The buffers of all moves, which exist at once."""
-        return sum(step.op.staging(*self.body.step_types(step)[0]) for step in self.body.steps)
+        """The buffers of all moves, which exist at once; messages of two moves between two devices are one."""
+        total = 0
+        for number, step in enumerate(self.body.steps):
+            move, types = moving(step.op), self.body.step_types(step)
+            assert move is not None  # checked when it was made
+            others = (self.body.step_types(s) for k, s in enumerate(self.body.steps) if k != number)
+            shared = any(all(_meet(a[0], b[0]) for a, b in zip(types, other, strict=True)) for other in others)
+            total += move.staged(*types[0], shared=shared)(move.chunks)
+        return total
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of all moves, at once."""
         return AtOnce(step_patterns(self.body))
+
+
+def _meet(t: TensorType, u: TensorType) -> bool:
+    """Say whether two types have a device in common."""
+    return t.mesh is u.mesh or not set(t.mesh.devices).isdisjoint(u.mesh.devices)

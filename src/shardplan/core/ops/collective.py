@@ -128,8 +128,11 @@ class Collective(Op):
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
         return self.staged(*operands)(self.chunks)
 
-    def staged(self, *operands: TensorType) -> Callable[[int], int]:
-        """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises."""
+    def staged(self, *operands: TensorType, shared: bool = False) -> Callable[[int], int]:
+        """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises.
+
+        `shared` says that other moves share its messages, so that nothing goes straight from or into an operand.
+        """
         pairs = [(t, typed(self, t)) for t in operands]
         known = {t: self.packed(t, u) for t, u in dict(pairs).items()}  # thousands of a batch are of a few types
         packed = [known[t] for t in operands]
@@ -137,7 +140,9 @@ class Collective(Op):
 
         def nbytes(chunks: int) -> int:
             if chunks == 1:
-                alone = len(operands) == 1  # only a single operand is sent from, or received into, its own array
+                alone = (
+                    len(operands) == 1 and not shared
+                )  # only a single operand is sent from, or received into, its own array
                 return sum(
                     p.sent * (not (alone and p.sent_contiguous)) * t.itemsize
                     + p.received * (not (alone and p.received_contiguous)) * t.itemsize

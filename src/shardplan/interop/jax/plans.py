@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from shardplan.core.accounting import account
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible
 from shardplan.execution.jax.bits import carrier
 from shardplan.interop.jax.types import common_mesh, type_of
-from shardplan.movement.redistribute import redistribute
+from shardplan.movement.redistribute import plan_kept
 from shardplan.plans.plan import Plan
 
 MOST_PLANS = 4096  # remembered
-MOST_SMALLEST = 1024  # plans of the least bytes that are remembered: asked for only where a limit is tight
-MOST_TRIES = 16  # plans within less and less room, before the smallest is taken
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def plan_of(source: TensorType, destination: TensorType, memory_limit: int | None = None) -> Plan:
     """Return the plan that `reshard` runs: a portable one, else any."""
-    try:
-        return redistribute(source, destination, memory_limit=memory_limit, portable=True)
-    except Infeasible:
-        return redistribute(source, destination, memory_limit=memory_limit)
+    return _plan((source,), (destination,), memory_limit)
 
 
 Types = tuple[TensorType, ...]
@@ -42,45 +35,21 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     """
     if memory_limit is None or not any(kept):
         return _plan(sources, targets, memory_limit).program
-    room = memory_limit
-    failed: Infeasible | None = None
-    for _ in range(MOST_TRIES):
-        try:
-            program = _plan(sources, targets, room).program
-        except Infeasible as error:
-            failed = error
-            break
-        over = held_bytes(program, kept) - memory_limit
-        if over <= 0:
-            return program
-        room -= over
-        if room < 1:
-            break
-    program = _smallest(sources, targets)
-    held = held_bytes(program, kept)
-    if held <= memory_limit:
-        return program
-    if failed is not None and room == memory_limit and failed.least_bytes == held:
-        raise failed
-    raise _too_much(sources, targets, memory_limit, held)
-
-
-@lru_cache(maxsize=MOST_SMALLEST)
-def _smallest(sources: Types, targets: Types) -> Program:
-    """The plan of the least bytes that is said, whatever was asked."""
     try:
-        return _plan(sources, targets, 1).program
+        program = _plan(sources, targets, memory_limit, kept).program
     except Infeasible as error:
-        if error.least_bytes is None:
-            raise
-        return _plan(sources, targets, error.least_bytes).program
+        if error.least_bytes is None or error.least_bytes == _least(sources, targets):
+            raise  # to donate would not help
+        raise _too_much(sources, targets, memory_limit, error.least_bytes) from None
+    return Program(program.inputs, program.steps, program.outputs[: len(targets)])
 
 
-def held_bytes(program: Program, kept: Sequence[bool]) -> int:
-    """Return the workspace of a program, bytes on the worst device, where the inputs that are `kept` outlive it."""
-    names = [name for (name, _), k in zip(program.inputs, kept, strict=True) if k]
-    outputs = tuple(dict.fromkeys((*program.outputs, *names)))
-    return account(Program(program.inputs, program.steps, outputs)).workspace_bytes
+def _least(sources: Types, targets: Types) -> int | None:
+    """The least limit that works where nothing is kept."""
+    try:
+        return _plan(sources, targets, 1).certificate.workspace_bytes
+    except Infeasible as error:
+        return error.least_bytes
 
 
 def _too_much(sources: Types, targets: Types, limit: int, least: int) -> Infeasible:
@@ -92,14 +61,13 @@ def _too_much(sources: Types, targets: Types, limit: int, least: int) -> Infeasi
     )
 
 
-def _plan(sources: Types, targets: Types, limit: int | None) -> Plan:
+def _plan(sources: Types, targets: Types, limit: int | None, kept: tuple[bool, ...] | bool = False) -> Plan:
     """The plan of one array or of a batch: a portable one, else any."""
-    if len(sources) == 1:
-        return plan_of(sources[0], targets[0], limit)
+    ends = (sources[0], targets[0]) if len(sources) == 1 else (sources, targets)
     try:
-        return redistribute(sources, targets, memory_limit=limit, portable=True)
+        return plan_kept(*ends, None, limit, True, keep=kept, even=True)
     except Infeasible:
-        return redistribute(sources, targets, memory_limit=limit)
+        return plan_kept(*ends, None, limit, keep=kept, even=True)
 
 
 def ends(shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any) -> tuple[TensorType, TensorType]:

@@ -21,7 +21,7 @@ from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.batches.packing import Group, BatchItem, grouped, packed, shard_bytes
+from shardplan.movement.batches.packing import BatchItem, Group, grouped, packed, shard_bytes
 from shardplan.movement.batches.schedules import FEW_PACKS, assembled, schedules, sharing, side_by_side, waves
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
@@ -83,17 +83,18 @@ def plan_batch(
     limit: int | None,
     portable: bool,
     keep: tuple[bool, ...],
+    even: bool = False,
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
     where = _one_place(sources, destinations, where)
     items, exact = list[BatchItem](), limit is None and len(sources) == 1
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
-        chosen, _ = best_program(s, t, where, None, portable)
+        chosen, _ = best_program(s, t, where, None, portable, False, even)
         ops = tuple(step.op for step in chosen.program.steps)
         exact = exact and chosen.exact
         items.append(BatchItem(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
-    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, fabric))
+    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, even, fabric))
     program, books = _unlimited(batch) if limit is None else _within(batch, limit)
     return Plan(program, issue(program, sources, destinations, where, limit, exact, books))
 

@@ -14,7 +14,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.batches.packing import Group, BatchItem, Pack, Slot, first_fit
+from shardplan.movement.batches.packing import BatchItem, Group, Pack, Slot, first_fit
 from shardplan.movement.redistribution.choice import keeping
 
 # In how many waves packs may run: beside the last of them runs nothing, which of eight is an eighth. Each number is a

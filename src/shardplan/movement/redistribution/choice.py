@@ -31,6 +31,7 @@ class Rules:
 
     bound: int  # bytes of live shards between steps, on every device
     portable: bool = False
+    even: bool = False  # no type on the way is uneven
     fabric: Fabric | None = None
     placement: Placement | None = None  # what the fabric was made of, where it was one
     narrow: bool = False  # candidates that keep memory limits are asked for, too
@@ -113,6 +114,8 @@ def programs(found: Iterable[Candidate], source: TensorType, target: TensorType,
             except (TypingError, LayoutError):
                 continue
             if not same(program.output_types[0], target):
+                continue
+            if rules.even and not all(t.all_even for t in program.types.values()):
                 continue
             if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
                 continue

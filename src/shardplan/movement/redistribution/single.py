@@ -45,16 +45,25 @@ def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Whe
         yield where
 
 
-def _rules(s: TensorType, t: TensorType, where: Where | None, portable: bool) -> Iterator[tuple[Rules, Where | None]]:
+def _rules(
+    s: TensorType, t: TensorType, where: Where | None, portable: bool, even: bool
+) -> Iterator[tuple[Rules, Where | None]]:
     """Yield the rules on each of `priced_on`."""
     for one in priced_on(where, s, t):
         fabric = None if one is None else fabric_of(one, (s.mesh, t.mesh))
-        yield Rules(bound_bytes((s,), (t,)), portable, fabric, one if isinstance(one, Placement) else None), one
+        placement = one if isinstance(one, Placement) else None
+        yield Rules(bound_bytes((s,), (t,)), portable, even, fabric, placement), one
 
 
 @lru_cache(maxsize=4096)
 def best_program(
-    s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool = False
+    s: TensorType,
+    t: TensorType,
+    where: Where | None,
+    limit: int | None,
+    portable: bool,
+    keep: bool = False,
+    even: bool = False,
 ) -> tuple[Chosen, Where | None]:
     """Return the cheapest program and the placement it was priced on; raises `Infeasible`.
 
@@ -63,24 +72,24 @@ def best_program(
     """
     best: tuple[Chosen, Where | None] | None = None
     if limit is None:
-        for rules, one in _rules(s, t, where, portable):
+        for rules, one in _rules(s, t, where, portable, even):
             new = choose(s, t, rules)
             if new is not None and (best is None or new.price < best[0].price):
                 best = new, one
         if best is None:
             raise _infeasible(s, t, portable)
         return best
-    free, one = best_program(s, t, where, None, portable)
+    free, one = best_program(s, t, where, None, portable, False, even)
     program = keeping(free.program, ("0",)) if keep else free.program
     if (books := account(program)).workspace_bytes <= limit:
         return replace(free, program=program, books=books), one
-    narrow = _narrow(s, t, where, portable, keep)
+    narrow = _narrow(s, t, where, portable, keep, even)
     most = next((most for most, least in narrow.least if least <= limit), None)
     if most is None:
         raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
     fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
     cut = [(program, account(program), False) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
-    for rules, one in _rules(s, t, where, portable):
+    for rules, one in _rules(s, t, where, portable, even):
         found = cheapest(None, cut, rules)
         if found is not None and (best is None or found.price < best[0].price):
             best = found, one
@@ -96,13 +105,13 @@ class _Narrow(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool) -> _Narrow:
+def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool, even: bool) -> _Narrow:
     """Return what every limit chooses among.
 
     The rates are those of the placement that is best without a limit: what a program needs does not depend on it.
     """
-    free, one = best_program(s, t, where, None, portable)
-    rules = next(rules for rules, place in _rules(s, t, where, portable) if place == one)
+    free, one = best_program(s, t, where, None, portable, False, even)
+    rules = next(rules for rules, place in _rules(s, t, where, portable, even) if place == one)
     rules = replace(rules, narrow=True, keep=keep)
     found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
     every = [(free.program, free.books), *(way[:2] for way in programs(found, s, t, rules))]
