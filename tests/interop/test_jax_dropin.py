@@ -37,11 +37,10 @@ def test_a_limit_holds_for_the_whole_pytree(seen: dict[str, Any]) -> None:
     assert found["host"] == ("Infeasible: reshard within 200 bytes a device: the arrays placed from the host take 260")
     assert found["host, moved"] == (
         "Infeasible: reshard f32[8@x, 8@y] to f32[8@y, 8@x] within 44 bytes a device, where the source is kept: the "
-        "least found is 108 bytes; legal is a larger limit, or donate=True"
+        "least found is 80 bytes; legal is a larger limit, or donate=True"
     )
     assert found["too little"] == (
-        "Infeasible: reshard 2 arrays within 300 bytes a device, where the source is kept: the least found is 376 "
-        "bytes; legal is a larger limit, or donate=True"
+        "Infeasible: redistribute 2 tensors within 300 bytes a device: no plan; the least that works is 376 bytes"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracle
@@ -236,8 +236,19 @@ def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
         sp.Plan.load(tmp_path / "missing.json")
 
 
+# One device holds all of which each of four wants a part; and two hold what fifteen want, so that one sends eight parts.
+SQUARE = sp.Mesh(x=2, y=2)
+ONE_HOLDER = sp.TensorType.parse("i8[1@(x,y), 4]", SQUARE), sp.TensorType.parse("i8[1, 4@(x,y)]", SQUARE)
+TWO_HOLDERS = (
+    sp.TensorType.parse("i8[15]", sp.Mesh(a=2)),
+    sp.TensorType.parse("i8[15@y]", sp.Mesh({"y": 15}, devices=range(2, 17))),
+)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(some.pairs(("even", "uneven", "partial", "rooted")), some.cross_pairs()))
+@example(ONE_HOLDER)
+@example(TWO_HOLDERS)
 def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
     c = sp.redistribute(*pair).certificate
     ops = [(s.op, [c.program.types[o] for o in s.operands]) for s in c.program.steps]
@@ -278,7 +289,7 @@ def test_senders_count_to_the_floor() -> None:
     here, there = sp.Mesh(x=2), sp.Mesh({"y": 8}, devices=range(2, 10))
     c = sp.redistribute(sp.TensorType.parse("i8[32@x]", here), sp.TensorType.parse("i8[32@y]", there)).certificate
     assert c.sent_bytes == (16, 16, *[0] * 8) and c.received_bytes == (0, 0, *[4] * 8) and c.status == "floor"
-    assert c.lower_bound_seconds == 16 / 50e9 + 5e-6
+    assert c.seconds == c.lower_bound_seconds == 16 / 50e9 + 5e-6
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
