@@ -41,8 +41,8 @@ DROP_INS = {
 }  # fmt: skip
 PLAN = ("program", "certificate", "seconds", "save", "load")
 CERTIFICATE = (
-    "program", "peak_bytes", "bound_bytes", "workspace_bytes", "sent_bytes", "received_bytes", "lower_bound_bytes", "level_bytes",
-    "lower_bound_seconds", "status", "types", "check",
+    "program", "peak_bytes", "bound_bytes", "workspace_bytes", "sent_bytes", "received_bytes", "lower_bound_bytes",
+    "level_bytes", "lower_bound_seconds", "status", "types", "check",
 )  # fmt: skip
 
 

@@ -236,7 +236,7 @@ def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
         sp.Plan.load(tmp_path / "missing.json")
 
 
-# One device holds all of which each of four wants a part; and two hold what fifteen want, so that one sends eight parts.
+# One device holds all of which each of four wants a part; two hold what fifteen want, so that one sends eight parts.
 SQUARE = sp.Mesh(x=2, y=2)
 ONE_HOLDER = sp.TensorType.parse("i8[1@(x,y), 4]", SQUARE), sp.TensorType.parse("i8[1, 4@(x,y)]", SQUARE)
 TWO_HOLDERS = (
