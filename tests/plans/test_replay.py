@@ -16,7 +16,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
 from shardplan.hardware import Fabric, Level, Topology
 from shardplan.hardware.level import DeviceSpec
-from shardplan.plans.pricing import priced, step_prices
+from shardplan.plans.pricing import priced, step_prices, step_windows
 
 DEVICE = DeviceSpec(flops=(("*", 1e12),), memory_bandwidth=1e11, launch=3e-6)
 SWITCH = Level("gpu", 4, "switch", 1e11, 1e-6)
@@ -74,6 +74,7 @@ def test_a_step_waits_for_what_it_reads() -> None:
     fabric = Fabric(TOPOLOGIES["ring-switch"])
     first, second = step_prices(program, fabric)
     assert priced(program, fabric).seconds == first.seconds + second.seconds
+    assert [window.start for window in step_windows(program, fabric)[1]] == [0.0, first.seconds]
 
 
 if __name__ == "__main__":

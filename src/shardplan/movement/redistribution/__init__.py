@@ -3,12 +3,18 @@
 Reading order:
 
 - `space`        the state graph: every type over runs of prime sub-axes, and the cost of one op between any two
+- `pool`         the types around a few others, where all are too many
 - `problem`      two types on one mesh as a state graph and two of its states, and states as types again
+- `tiled`        the same graph with the costs of its true tiles, where dims are uneven
 - `search`       shortest paths over a state graph: the cheapest, and the one with the smallest steps
 - `emit`         a path as ops, and the direct exchange
 - `closed_form`  the ops that always lead from one even type to another, without a search
-- `candidates`   the op sequences that compete: paths under several objectives and bounds, and what needs no search
+- `orders`       the same move on meshes that order the prime factors of an axis otherwise
+- `further`      what is searched beside the graph: wider pools, coarser runs, other orders
+- `cuts`         steps in chunks: what a program needs by how many
+- `limits`       paths that keep memory limits, found once for a problem
+- `candidates`   the op sequences that compete: paths under several objectives, and what needs no search
 - `reduced`      candidates that reduce, cut at the levels of the hardware
-- `choice`       the price of a program, the cheapest of the candidates, and its chunks under a memory limit
-- `single`       the cheapest program of one tensor on the best placement, and the least limit that works
+- `choice`       what candidates must satisfy, the price of a program, and the cheapest of them
+- `single`       the cheapest program of one tensor on the best placement, within a limit or without
 """

@@ -81,7 +81,8 @@ class Objective:
         assert rates is not None
         gone = graph.used[sources] & ~graph.used[targets]
         reduced = graph.partial[sources] & ~graph.partial[targets]
-        held = graph.size[sources] * self.byte
+        size = graph.size[sources]
+        held = np.where(np.isfinite(size), size, 0.0) * self.byte  # to types that are not priced no op leads
         moved = np.where(np.isfinite(e.bytes), e.bytes, 0.0) * self.byte
         cost = np.full(np.shape(e.bytes), np.inf)
         for kind, (fixed, rate), mask, amount in (
