@@ -263,9 +263,11 @@ def test_the_end_of_a_move_is_a_layout_or_a_table() -> None:
     for near, message in (
         ((1,), r"a block of near is 1; legal is a whole number of at least 2"),
         ((4, 6), "multiples"),
+        (8, "near is 8; legal is a list"),
     ):
         with pytest.raises(TypingError, match=message):
             Exchange(boxes=TABLE, near=near)
+    assert hash(Exchange(boxes=TABLE, near=[4, 8])) == hash(Exchange(boxes=TABLE, near=(4, 8)))  # pyright: ignore
     assert "near" not in str(direct(CUT, BOXED))
 
 

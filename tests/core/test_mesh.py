@@ -78,6 +78,8 @@ def test_a_mesh_line_says_the_order_of_factors() -> None:
     assert Mesh.parse("data=12(2,2,3)") == Mesh(data=12) == Mesh(data=12).ordered("data", 2, 2, 3)
     with pytest.raises(LayoutError, match=r"cannot order 'data' as \(4, 3\): legal are the factors \(2, 2, 3\)"):
         Mesh(data=12).ordered("data", 4, 3)
+    with pytest.raises(LayoutError, match="a factor of data is 'x'; legal is a whole number of at least 2"):
+        Mesh(data=12).ordered("data", 3, "x")  # type: ignore[arg-type]
     with pytest.raises(ParseError, match="expected the prime factors of 12, in any order"):
         Mesh.parse("data=12(4,3)")
 

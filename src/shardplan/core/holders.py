@@ -16,13 +16,13 @@ from shardplan.core import border
 from shardplan.errors import TypingError
 
 
-def checked_near(op: str, near: tuple[int, ...]) -> None:
-    """Raise `TypingError` unless these are sizes of nested blocks, smallest first."""
-    for inner, outer in pairwise(
-        (1, *(border.whole(f"{op}: a block of near", size, 2, kind=TypingError) for size in near))
-    ):
-        if outer % inner or outer == inner:
-            raise TypingError(f"{op}: near={near}; legal are multiples of the one before, like (8, 32)")
+def checked_near(op: str, near: object) -> tuple[int, ...]:
+    """Return sizes of nested blocks, smallest first; raises `TypingError` for any other value."""
+    given = border.items(f"{op}: near", near, "sizes of blocks", TypingError)
+    sizes = tuple(border.whole(f"{op}: a block of near", size, 2, kind=TypingError) for size in given)
+    if any(outer % inner or outer == inner for inner, outer in pairwise((1, *sizes))):
+        raise TypingError(f"{op}: near={sizes}; legal are multiples of the one before, like (8, 32)")
+    return sizes
 
 
 def choose(

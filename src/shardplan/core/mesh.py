@@ -146,6 +146,7 @@ class Mesh:
     def ordered(self, axis: str, /, *factors: int) -> Mesh:
         """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
         legal = primes(self.span(axis).size)
+        factors = tuple(border.whole(f"a factor of {axis}", n, 2) for n in factors)
         if axis not in self.axes or legal != tuple(sorted(factors)):
             raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
         splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}

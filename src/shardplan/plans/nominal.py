@@ -6,11 +6,13 @@ A step takes the larger of what a device sends and receives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from shardplan.core.accounting import Account, books_of
+from shardplan.core.pattern import StepPattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns, walk
@@ -41,12 +43,17 @@ def nominal_windows(program: Program, books: Account) -> list[Window]:
     return windows(step_patterns(program), nominal_steps(program, books))
 
 
+@lru_cache(maxsize=2)  # asked for with and without latencies, and with the price of the planner
+def _patterns(program: Program) -> tuple[StepPattern, ...]:
+    return step_patterns(program)
+
+
 def longest_path(program: Program, lengths: Sequence[float]) -> float:
     """Return the length of the longest chain of steps that wait for each other, or share a device."""
     if all(not set(before.results).isdisjoint(step.operands) for before, step in pairwise(program.steps)):
         # Each waits for the one before, whoever takes part: messages of 65,536 devices need not be listed.
         return sum(lengths, 0.0)
-    return longest(step_patterns(program), lengths)
+    return longest(_patterns(program), lengths)
 
 
 def nominal_seconds(program: Program, books: Account) -> float:

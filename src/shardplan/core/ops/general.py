@@ -119,6 +119,15 @@ def _nth(places: Ints, ends: Ints, others: Ints) -> Iterator[Ints]:
         yield others[np.where((first + k < last) & (places >= 0), first + k, -1)]
 
 
+def _carried(t: TensorType, u: TensorType, end: int) -> np.ndarray:
+    """Bytes of the pairs of a permute, for every device at end 0, that of senders, or 1: int64 [devices]."""
+    out = np.zeros(t.mesh.size, dtype=counter(t))
+    pairs = permutation(t, u)
+    if pairs is not None:
+        out[pairs[end]] = u.elements()[pairs[1]] * u.itemsize
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Permute(Collective):
     """Every device sends one tile (or a part it cuts out of its tile) to one device: the type becomes `layout`.
@@ -142,19 +151,11 @@ class Permute(Collective):
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """The whole new tile where sender and receiver differ."""
-        out = np.zeros(t.mesh.size, dtype=counter(t))
-        pairs = permutation(t, u)
-        if pairs is not None:
-            out[pairs[1]] = u.elements()[pairs[1]] * u.itemsize
-        return out
+        return _carried(t, u, 1)
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """The receiver's tile."""
-        out = np.zeros(t.mesh.size, dtype=counter(t))
-        pairs = permutation(t, u)
-        if pairs is not None:
-            out[pairs[0]] = u.elements()[pairs[1]] * u.itemsize
-        return out
+        return _carried(t, u, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver each pair's tile; the rest keep theirs."""
@@ -292,7 +293,7 @@ class General(Collective):
 
 def _set_end(op: Exchange | Send) -> None:
     """Check where an op moves to; a layout that has a table stands for the table."""
-    checked_near(op.name, op.near)
+    object.__setattr__(op, "near", checked_near(op.name, op.near))
     if op.layout is not None and op.layout.boxes is not None and op.boxes is None:
         object.__setattr__(op, "boxes", op.layout.boxes)
         object.__setattr__(op, "layout", None)

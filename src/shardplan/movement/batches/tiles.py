@@ -20,6 +20,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.hardware.prices.cost import Fabric, linear_cost
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE
+from shardplan.movement.redistribution.emit import dims_and_axes
 
 # Smaller tiles that are typed and priced exactly. The estimate that ranks them knows neither what a device holds
 # already nor how messages share ports; of 222 random pairs the cheapest tile was among the first six in all but one.
@@ -122,9 +123,7 @@ def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[in
 
 def _gather(mesh: Mesh, runs: dict[int, Atoms]) -> Op:
     """The gather of these atoms of each dim."""
-    pairs = [(d, name) for d in sorted(runs) for name in mesh.fold(runs[d])]
-    dims = tuple(d for d, _ in pairs)
-    return AllGather(dims[0] if len(set(dims)) == 1 else dims, tuple(name for _, name in pairs))
+    return AllGather(*dims_and_axes(mesh, {d: runs[d] for d in sorted(runs) if runs[d]}))
 
 
 def _seconds(

@@ -62,11 +62,6 @@ def is_portable(op: Op, t: TensorType) -> bool:
     return op.peers < 2 or 2 * math.prod(t.mesh.span(a).size for a in op.members(t)) <= t.mesh.size
 
 
-def priced_on_graph(s: TensorType, t: TensorType) -> bool:
-    """Say whether the graph's costs are exact: even dims only."""
-    return s.all_even and t.all_even
-
-
 def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None) -> Iterator[Candidate]:
     """Yield candidates from `s` to `t`: first the paths of the graph, then what needs no search.
 
@@ -94,6 +89,8 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             # With several primes, or uneven dims, one sender may have more to do than the graph says: the cheapest path
             # is counted, and searched again.
             known |= {pair: _counted(p, pair, first, graph) for pair in new}
+        if settled and not request.narrow and not p.pool:
+            return
         # What is legal at estimated prices, where those of the graph are; for the variants, and for limits.
         legal, _, extents = p.legal(request.bound)
         cheapest = [] if path is None or graph is not p.graph else [(first, path)]
@@ -105,8 +102,6 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 if found is not None:
                     yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
                     cheapest += [(base, found)] if objective == base and graph is p.graph else []
-        elif not request.narrow and not p.pool:
-            return
         if not timed:
             yield from map(Candidate, further(p, first, request.bound, path))
         if request.narrow and a != b:

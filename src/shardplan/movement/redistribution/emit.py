@@ -40,7 +40,7 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return a[len(b) :]
 
 
-def _dims(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int, ...], tuple[str, ...]]:
+def dims_and_axes(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | tuple[int, ...], tuple[str, ...]]:
     """One dim and its axes, or one dim per axis."""
     names = {d: mesh.fold(run) for d, run in runs.items()}
     if len(names) == 1:
@@ -63,13 +63,13 @@ def edge(p: Problem, a: int, b: int, portable: bool = False, priced: Graph | Non
     if kind == LOCAL:
         return _local(p, a, b, changed, reduction)
     if kind == GATHER:
-        return [AllGather(*_dims(mesh, {d: _minus(before[d], after[d]) for d in changed}))]
+        return [AllGather(*dims_and_axes(mesh, {d: _minus(before[d], after[d]) for d in changed}))]
     if kind == ALL_TO_ALL:
         src, dst = sorted(changed, key=lambda d: len(before[d]) < len(after[d]))
         axes, order = mesh.fold(_minus(before[src], after[src])), mesh.fold(_minus(after[dst], before[dst]))
         return [AllToAll(src, dst, axes, () if axes == order else order)]
     if kind == SCATTER:
-        return [ReduceScatter(*_dims(mesh, {d: _minus(after[d], before[d]) for d in changed}), reduction)]
+        return [ReduceScatter(*dims_and_axes(mesh, {d: _minus(after[d], before[d]) for d in changed}), reduction)]
     if kind == REDUCE_ALL:
         return [AllReduce(reduced, reduction)]
     if kind == ROOT:
