@@ -1,8 +1,8 @@
 """A program replayed as flows, by plain loops: what every port carries, and who waits for whom.
 
-It shares nothing with the price but the patterns of ops and the tables of libraries: routes are those of
-`hardware.topologies`, rings, trees and messages are written out here, and time is a clock for each device, each port
-and each value.
+It shares nothing with the price but the groups of collectives and the tables of libraries: messages are those that
+lowerings put, routes are those of `hardware.topologies`, rings, trees and switches are written out here, and time is a
+clock for each device, each port and each value.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from shardplan.hardware import Topology
 from shardplan.hardware.prices.library import Library, LibraryRow, library
 
 PASSES = {"all_reduce": 2}
+SWITCHED = ("nvls", "nvls_tree")
+NOMINAL = 50e9, 5e-6  # bytes a second, seconds a round
 
 
 class Weight(NamedTuple):
@@ -35,6 +37,22 @@ class Weight(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.alpha + self.transfer
+
+
+def messages_of(op: Any, operands: Any, results: Any) -> Counter[tuple[int, int]]:
+    """The bytes from device to device that an op's lowering puts."""
+    types = (*operands, *results)
+    ids = np.array(sorted({d for t in types for d in t.mesh.devices}))
+    sizes = {f"x{k}": t.itemsize for k, t in enumerate(operands)} | {f"y{k}": t.itemsize for k, t in enumerate(results)}
+    sizes |= {"x": operands[0].itemsize, "y": results[0].itemsize}
+    sent: Counter[tuple[int, int]] = Counter()
+    for one in op.lowering(operands, ids).rounds():
+        for put in one.puts:
+            size = sizes.get(put.source.buffer, operands[0].itemsize)
+            for a, b, n in zip(ids.tolist(), put.peer.tolist(), put.source.elements().tolist(), strict=True):
+                if n:
+                    sent[a, b] += n * size
+    return sent
 
 
 class Replay:
@@ -91,14 +109,14 @@ class Replay:
             busy = max(pattern.flops / flops, pattern.nbytes / device.memory_bandwidth)
             return Weight(0.0, busy, {}, everyone, busy)
         if isinstance(pattern, Messages):
-            sent = zip(pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True)
-            return self._messages([(self.place[a], self.place[b], n) for a, b, n in sent if n], pattern)
+            sent = messages_of(op, operands, results)
+            if not sent:
+                return Weight(0.0, 0.0, {}, everyone)
+            placed = [(self.place[a], self.place[b], n) for (a, b), n in sent.items()]
+            return self._messages(placed, pattern, {d for pair in sent for d in pair})
         return self._groups(pattern)
 
-    def _messages(self, sent: list[tuple[int, int, float]], pattern: Messages) -> Weight:
-        devices = {int(d) for d in (*pattern.sender, *pattern.receiver)}
-        if not sent:
-            return Weight(0.0, 0.0, {}, devices)
+    def _messages(self, sent: list[tuple[int, int, float]], pattern: Messages, devices: set[int]) -> Weight:
         hops = self._message_hops([(a, b) for a, b, _ in sent])
         loads = {row: self._loaded(sent, row) for row in self.library.serving("messages")}
         return self._best("messages", hops, loads, pattern.chunks, devices, 0.0)
@@ -122,11 +140,15 @@ class Replay:
             elif row.algorithm == "tree":
                 hops = [self._tree_hops(g) for g in groups]
                 chained = 2 * (k - 1) / k  # no member sends less
-                shares = [(max(chained, min(2.0, self._most(g) - 1)), self._double(g)) for g in groups]
+                shares = [(max(chained, min(2.0, max(self._inside(g).values()) - 1)), self._double(g)) for g in groups]
+                load = self._spread(groups, shares, nbytes, row)
+            elif row.algorithm in SWITCHED and all(self._reduces(g, row) for g in groups):
+                hops = [self._switch_hops(g) for g in groups]
+                shares = [(self._switch_share(g, row), self._double(g)) for g in groups]
                 load = self._spread(groups, shares, nbytes, row)
             else:
-                continue  # what switches do is not replayed
-            copied = 0.0 if row.algorithm == "tree" else own
+                continue
+            copied = 0.0 if row.algorithm in ("tree", *SWITCHED) else own
             if (weight := self._row(row, hops, load, pattern.chunks, devices, copied)) is not None:
                 found.append(weight)
         return min(found, key=lambda w: w.seconds)
@@ -184,9 +206,6 @@ class Replay:
         units = self._units(group)
         return [b - a for a, b in zip(units, units[1:], strict=False)]
 
-    def _most(self, group: list[int]) -> int:
-        return max(Counter(d // self.topology.strides[self.far - 1] for d in group).values())
-
     def _ring(self, kind: str, groups: list[list[int]], nbytes: list[float], row: LibraryRow) -> dict[Any, float]:
         k = len(groups[0])
         volume = {"all_reduce": 2 * (k - 1) / k, "reduce_scatter": (k - 1) / k, "all_gather": k - 1}.get(kind, 1)
@@ -206,6 +225,23 @@ class Replay:
         """Two passes over the chain inside a node, and up and down a binary tree of nodes; one level each."""
         _, nodes, members = self._units(group)
         return [2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0, 2 * (math.ceil(members / nodes) - 1)]
+
+    def _inside(self, group: list[int]) -> Counter[int]:
+        return Counter(d // self.topology.strides[self.far - 1] for d in group)
+
+    def _reduces(self, group: list[int], row: LibraryRow) -> bool:
+        """Whether switches reduce inside nodes, and the group has enough members in each of its own."""
+        reduces = all(level.reduces for level in self.topology.levels[self.far :])
+        return reduces and min(self._inside(group).values()) >= row.members
+
+    def _switch_share(self, group: list[int], row: LibraryRow) -> float:
+        """What a member sends its switch: all of it once, its part of the sum, and something for every member."""
+        inside = self._inside(group).values()
+        return 1 + 1 / min(inside) + row.per_member * max(inside)
+
+    def _switch_hops(self, group: list[int]) -> list[int]:
+        _, nodes, members = self._units(group)
+        return [2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0, math.ceil(members / nodes) - 1]
 
     def _double(self, group: list[int]) -> float:
         """What the busiest node of two mirrored binary trees sends, each with half of the bytes up and down."""
@@ -250,3 +286,44 @@ class Replay:
 def replayed(program: Program, topology: Topology, place: np.ndarray | None = None) -> float:
     """The seconds of a program whose device ids lie at these topology ids; by default their own."""
     return Replay(topology, list(range(topology.size)) if place is None else place.tolist()).seconds(program)
+
+
+def nominal(program: Program) -> float:
+    """The seconds of a program on no topology in particular: bytes of its busiest devices, and rounds."""
+    clock: dict[Any, float] = defaultdict(float)
+    for step in program.steps:
+        operands, results = program.step_types(step)
+        devices, length = _nominal_step(step.op, operands, results)
+        waits = [*(("device", d) for d in devices), *(("value", o) for o in step.operands)]
+        end = max((clock[w] for w in waits), default=0.0) + length
+        clock |= dict.fromkeys([*(("device", d) for d in devices), *(("value", r) for r in step.results)], end)
+    return max(clock.values(), default=0.0)
+
+
+def _nominal_step(op: Any, operands: Any, results: Any) -> tuple[set[int], float]:
+    """Who takes part in a step, and how long it takes."""
+    everyone = {int(d) for d in op.devices(*results)}
+    if isinstance(op, Nested) and not op.at_once:
+        return everyone, op.times * nominal(op.body)
+    moves = [(op, operands, results)]
+    if isinstance(op, Nested):
+        moves = [(step.op, *op.body.step_types(step)) for step in op.body.steps]
+    carried: Counter[tuple[str, int]] = Counter()
+    rounds, devices = 0, set[int]()
+    for move, before, after in moves:
+        pattern = move.pattern(*before)
+        if isinstance(pattern, Local | Work):
+            devices |= {int(d) for d in move.devices(*after)}
+            continue
+        sent = messages_of(move, before, after)
+        peers = Counter(b for _, b in sent)
+        many = max(peers.values(), default=0)
+        if isinstance(pattern, Groups):
+            devices |= set(pattern.members.reshape(-1).tolist())
+            many = many if pattern.kind == "all_to_all" else math.ceil(math.log2(pattern.members.shape[1]))
+        devices |= {d for pair in sent for d in pair} or {int(d) for d in move.devices(*after)}
+        rounds = max(rounds, many * move.chunks)
+        for (a, b), n in sent.items():
+            carried["out", a] += n
+            carried["in", b] += n
+    return devices, max(carried.values(), default=0) / NOMINAL[0] + rounds * NOMINAL[1]

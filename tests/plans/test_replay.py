@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ TOPOLOGIES = {
     "ring-full": cluster("ring", Level("node", 4, "switch", 2e10, 5e-6), Level("gpu", 4, "full", 5e10, 1e-6)),
     "ring-deep": cluster("ring", Level("rack", 2, "full", 1e10, 9e-6), Level("node", 2, "ring", 2e10, 5e-6, 3), SWITCH),
     "nccl-nodes": cluster("nccl", NODES, SWITCH),
+    "nccl-nvls": cluster("nccl", replace(NODES, size=2), replace(SWITCH, size=8, reduces=True)),
     "nccl-rails": cluster("nccl", Level("node", 2, "switch", 5e10, 9e-6, 8), Level("gpu", 8, "switch", 4e11, 1e-6)),
 }
 
@@ -46,7 +48,7 @@ MIXES = {"plain": (False, False), "together": (True, False), "repeat": (False, T
 @pytest.mark.parametrize("mixed", MIXES)
 @pytest.mark.parametrize("where", TOPOLOGIES)
 def test_the_price_is_the_time_of_the_flows(where: str, mixed: str, programs: int = 5) -> None:
-    """36 x 5 programs; `python -m tests.plans.test_replay` replays 36 x 30."""
+    """40 x 5 programs; `python -m tests.plans.test_replay` replays 40 x 30."""
     topology = TOPOLOGIES[where]
     for seed in range(programs):
         rng = random.Random(f"{where} {mixed} {seed}")
