@@ -27,6 +27,7 @@ from shardplan.core.ops import Exchange, Op, Permute, Slice
 from shardplan.core.pattern import Groups, Local, Messages, Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.plans.nominal import longest_path
 from shardplan.plans.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,8 +194,8 @@ class Facts:
     """A plan in numbers, as the peers' `Moves` give them; bytes of the worst device."""
 
     received: int  # over all steps
-    charged: float  # worst device of each step, summed, and the charge of the rounds
-    rounds: int
+    charged: float  # the larger of sent and received of each step, on the longest path, and the charge of the rounds
+    rounds: int  # those of every chunk
     peers: int  # devices that one device hears from, over all steps
     largest: int  # largest local tensor
     family: str
@@ -212,14 +213,21 @@ def facts(plan: Plan) -> Facts:
     books = account(program)
     return Facts(
         received=int(books.received.max(initial=0)),
-        charged=sum(books.step_received) + CHARGE_PER_ROUND * certificate.bound_bytes * sum(books.rounds),
-        rounds=sum(books.rounds),
+        charged=charged(plan),
+        rounds=sum(books.latencies),
         peers=distinct_peers(program),
         largest=max(t.local_bytes() for t in program.types.values()),
         family=family(program),
         ops=tuple(described(step.op, *program.step_types(step)) for step in program.steps),
         status=certificate.status,
     )
+
+
+def charged(plan: Plan) -> float:
+    """The planner's objective without a topology, on the longest path; a chunk is a round."""
+    books, charge = account(plan.program), CHARGE_PER_ROUND * plan.certificate.bound_bytes
+    lengths = [moved + charge * n for moved, n in zip(books.step_moved, books.latencies, strict=True)]
+    return longest_path(plan.program, lengths)
 
 
 def distinct_peers(program: Program) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 import replay
 import strategies as some
+from benchmarks import claimed_seconds, suites
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Send
 from shardplan.core.program import Program
@@ -56,6 +57,30 @@ def test_the_price_is_the_time_of_the_flows(where: str, mixed: str, programs: in
         place = np.array(rng.sample(range(16), 16))
         seconds = priced(program, Fabric(topology, place)).seconds
         assert seconds == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
+
+
+def test_claimed_seconds_are_those_of_the_flows() -> None:
+    """40 plans; `python -m benchmarks.claimed_seconds` replays 1,000."""
+    found = claimed_seconds.claims(seed=1, count=40)
+    assert found["exceptions"] == [] and found["equal"] == found["count"] >= 38
+
+
+@pytest.mark.parametrize("how", claimed_seconds.WRITTEN)
+def test_the_same_boxes_cost_the_same_however_the_mesh_is_written(how: str) -> None:
+    rng, seen = random.Random(how), 0
+    for seed, (suite, where) in enumerate(itertools.product(("U", "M"), (None, *TOPOLOGIES.values()))):
+        for s, t, _ in suites.problems(suite, seed, 12, most_devices=12):
+            assert isinstance(s, TensorType) and isinstance(t, TensorType)
+            same = 0 if s.mesh == t.mesh else 1
+            state = rng.random()
+            u, v = (claimed_seconds.rewritten(how, random.Random(state + k * same), x) for k, x in enumerate((s, t)))
+            if u is None or v is None or (u, v) == (s, t) or max(*s.mesh.devices, *t.mesh.devices) > 15:
+                continue
+            for near in ((), (4,), (2, 8)):
+                one, other = (claimed_seconds.direct_seconds(*pair, where, near) for pair in ((s, t), (u, v)))
+                assert one is other is None or one == pytest.approx(other, rel=1e-12), (s, t, u, v)
+                seen += one is not None
+    assert seen >= 30
 
 
 def test_the_programs_replayed_overlap() -> None:
