@@ -1,17 +1,20 @@
-"""Bytes, rounds and memory of our plans against the lower bound and against the peers, on the suites s8 and s16.
+"""Bytes, rounds and memory of our plans against the lower bound and against the peers.
 
 `python -m benchmarks.bytes_vs_peers [--count 300] [--seed 0]`: `--count` problems of s8, two thirds as many of s16.
-Every peer plans every problem; XLA compiles in child processes. The measure is the specification's: bytes received by
-the device that receives most, over the largest lower bound; the cost that no peer may undercut is the worst device's
-bytes summed over steps, plus 0.2 % of the memory bound a round.
+Every peer plans every problem; XLA compiles in child processes. Then Shardy's pass alone: the inputs of its own tests,
+and a third of `--count` problems on each of several larger meshes. The measure is the specification's: bytes received
+by the device that receives most, over the largest lower bound; the cost that no peer may undercut is the larger of what
+a device sends and receives in each step, along the longest chain, plus 0.2 % of the memory bound a round (a chunk is a
+round). Peers' plans are chains without chunks, of ops in which the worst device sends as much as the worst receives.
 """
 
 from __future__ import annotations
 
 import collections
 import math
+import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +24,7 @@ from benchmarks.common import (
     Facts,
     Progress,
     arguments,
+    charged,
     facts,
     geomean,
     record,
@@ -32,6 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.peers import dtensor, shardy, xla
 from benchmarks.peers.problem import Moves, Problem, lower_bound, memory_bound
+from benchmarks.peers.shardy import TESTS
 
 import shardplan as sp
 from benchmarks import suites
@@ -47,6 +52,12 @@ PEERS: dict[str, Callable[[Problem], Moves | None]] = {
     "dtensor min-cost x64": lambda p: dtensor.plan(p, "min-cost", scale=64),
 }
 NAMES = (XLA, *PEERS)
+SHARDY = "shardy pass"
+OWN_TESTS = "shardy's own tests"
+LARGER: dict[str, tuple[int, ...]] = {
+    "2^6": (2,) * 6, "2^8": (2,) * 8, "8 x 8 x 8": (8, 8, 8), "12 x 12 x 12": (12, 12, 12), "20 x 10": (20, 10),
+    "24 x 6": (24, 6),
+}  # fmt: skip
 TIE = 1e-9
 TWO_NODES = """
 name = "two nodes"
@@ -162,6 +173,71 @@ def _agree(certificate: Certificate, problem: Problem) -> None:
     found = max(certificate.lower_bound_bytes), certificate.bound_bytes
     if found != (wanted := (lower_bound(problem), memory_bound(problem))):
         raise ValueError(f"{problem}: the certificate states the bounds {found}, the peers' accounting finds {wanted}")
+
+
+# Shardy's pass alone.
+
+
+def larger(sizes: Sequence[int], seed: int, count: int) -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
+    """Even problems of 2 or 3 dims on a mesh of these sizes; half of the layouts leave out few axes, half any."""
+    rng, mesh, found = random.Random(f"larger {sizes} {seed}"), suites.make_mesh(sizes), 0
+    while found < count:
+        keep = rng.choice((suites.KEEP, None))
+        s, t = suites.even_pair(rng, mesh, rng.choice((2, 3)), most_multiple=2, keep=keep)
+        if s != t:
+            found += 1
+            yield s, t
+
+
+def own_tests() -> Iterator[tuple[sp.TensorType, sp.TensorType]]:
+    """The inputs of the tests of Shardy's pass."""
+    for line in TESTS.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            mesh, ends = line.split(": ", 1)
+            source, target = ends.split(" -> ")
+            yield sp.TensorType.parse(source, mesh), sp.TensorType.parse(target, mesh)
+
+
+def against_shardy(name: str, pairs: Sequence[tuple[sp.TensorType, sp.TensorType]]) -> dict[str, Any]:
+    """What Shardy's pass and our plans cost on the problems that it solves."""
+    progress = Progress(name, len(pairs))
+    rows: list[dict[str, Any]] = []
+    for s, t in pairs:
+        problem = to_peer(s, t)
+        if problem is None:
+            raise ValueError(f"the peers cannot say {told(s, t)}")
+        moves, bound, row = shardy.plan(problem), memory_bound(problem), {"problem": told(s, t)}
+        if moves.correct:
+            row[SHARDY] = moves.charged(bound)
+        for mode in OURS:
+            row[mode] = charged(sp.redistribute(s, t, portable=mode == "portable"))
+        rows.append(row)
+        progress.add()
+    solved = [row for row in rows if SHARDY in row]
+    out: dict[str, Any] = {"problems": len(rows), "solved by shardy": len(solved)}
+    for mode in OURS:
+        ratios = [row[SHARDY] / row[mode] for row in solved if row[mode]]
+        dearer = [row for row in solved if row[mode] > row[SHARDY] * (1 + TIE)]
+        out[mode] = {
+            "shardy over ours, geomean": geomean(ratios),
+            "max": max(ratios, default=math.nan),
+            "ours costs less": sum(row[mode] < row[SHARDY] * (1 - TIE) for row in solved),
+            "ours costs more": len(dearer),
+            "examples": sorted(dearer, key=lambda row: row[SHARDY] / row[mode])[:20],
+        }
+    return out
+
+
+def show_shardy(found: dict[str, dict[str, Any]]) -> None:
+    """Print the table of Shardy's pass."""
+    heads = ("set, ours", "problems", "solved by shardy", "shardy over ours, geomean", "max", "ours less", "ours more")
+    lines = [[f"{name}, {mode}", one["problems"], one["solved by shardy"], *list(one[mode].values())[:-1]]
+             for name, one in found.items() for mode in OURS]  # fmt: skip
+    print(table(heads, lines, "Shardy's pass: what its plans cost over ours"))
+    for one in found.values():
+        for mode in OURS:
+            for example in one[mode]["examples"][:3]:
+                print(f"  {mode} costs more: {example}")
 
 
 # Summaries.
@@ -317,6 +393,10 @@ def main() -> None:
         solved[suite] = solve(suite, options.seed, count)
         result[suite] = summary(solved[suite])
         show(suite, result[suite])
+    sets = {OWN_TESTS: list(own_tests())}
+    sets |= {name: list(larger(sizes, options.seed, options.count // 3)) for name, sizes in LARGER.items()}
+    result[SHARDY] = {name: against_shardy(name, pairs) for name, pairs in sets.items()}
+    show_shardy(result[SHARDY])
     result["shardy failures"] = shardy_failures()
     show_failures(result["shardy failures"])
     result["rows"] = {suite: [r.to_json() for r in rows] for suite, rows in solved.items()}

@@ -300,13 +300,32 @@ def _kind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType])
 
 
 def to_peer(s: TensorType, t: TensorType) -> Problem | None:
-    """The problem as the peers take it; None for what they cannot say (sub-axes, partial, other meshes)."""
+    """The problem as the peers take it; None for what they cannot say (partial, other meshes).
+
+    Sub-axes are Shardy's alone.
+    """
     mesh = s.mesh
     plain = not (s.layout.partial or t.layout.partial or s.layout.root or t.layout.root)
-    whole = all(a in mesh.axes for x in (s, t) for d in x.layout.dims for a in d)
-    if not (plain and whole and mesh == t.mesh and mesh.devices == tuple(range(mesh.size))):
+    if not (plain and mesh == t.mesh and mesh.devices == tuple(range(mesh.size))):
         return None
-    return Problem(tuple(zip(mesh.axes, mesh.sizes, strict=True)), s.shape, s.itemsize, s.layout.dims, t.layout.dims)
+
+    ends = (tuple(_parts(mesh, dim) for dim in x.layout.dims) for x in (s, t))
+    return Problem(tuple(zip(mesh.axes, mesh.sizes, strict=True)), s.shape, s.itemsize, *ends)
+
+
+def _parts(mesh: Mesh, names: Sequence[str]) -> tuple[str, ...]:
+    """Axes as the peers write them: a run of sub-axes is one part, such as `x:(2)4`."""
+    out: list[str] = []
+    end = None
+    for name in names:
+        span, axis = mesh.span(name), mesh.span(name.split(".")[0])
+        major, size = axis.size * axis.stride // (span.size * span.stride), span.size
+        if end == (axis.name, span.size * span.stride):
+            major, size = (int(x) for x in out.pop().partition("(")[2].split(")"))
+            size *= span.size
+        out.append(axis.name if size == axis.size else f"{axis.name}:({major}){size}")
+        end = axis.name, span.stride
+    return tuple(out)
 
 
 def listed(ends: TensorType | Sequence[TensorType]) -> list[TensorType]:

@@ -30,6 +30,13 @@ class Factor:
     major: int
     size: int
 
+    @staticmethod
+    def parse(text: str, sizes: dict[str, int]) -> Factor:
+        """Read an axis of a mesh of these sizes, or a part of one."""
+        axis, _, part = text.partition(":")
+        major, size = part.strip("(").split(")") if part else (1, sizes[axis])
+        return Factor(axis, int(major), int(size))
+
 
 Cuts = tuple[tuple[Factor, ...], ...]
 """Per dim the factors that cut it, major first."""
@@ -40,7 +47,7 @@ class Problem:
     """A sharded array and the sharding it shall get.
 
     `mesh` holds the ordered axes with their sizes (devices 0..N-1 row-major), `shape` the global shape, `itemsize` the
-    bytes of an element, `src` and `dst` per dim the axes, major first.
+    bytes of an element, `src` and `dst` per dim the axes, major first; `x:(2)4` is a part of an axis, as in `Factor`.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -59,15 +66,15 @@ class Problem:
         """Whether every dim is divisible by the product of its axes, in source and destination."""
         sizes = dict(self.mesh)
         return all(
-            n % math.prod(sizes[axis] for axis in axes) == 0
+            n % math.prod(Factor.parse(axis, sizes).size for axis in axes) == 0
             for layout in (self.src, self.dst)
             for n, axes in zip(self.shape, layout, strict=True)
         )
 
     def cuts(self, layout: Sequence[Sequence[str]]) -> Cuts:
-        """`layout` (per dim whole axes) as factors."""
+        """`layout` (per dim axes) as factors."""
         sizes = dict(self.mesh)
-        return tuple(tuple(Factor(axis, 1, sizes[axis]) for axis in axes) for axes in layout)
+        return tuple(tuple(Factor.parse(axis, sizes) for axis in axes) for axes in layout)
 
     def to_json(self) -> dict[str, Any]:
         """The problem as lists, strings and numbers."""
@@ -116,7 +123,11 @@ class Moves:
     seconds_planning: float = 0.0
 
     def bytes_worst(self) -> int:
-        """Bytes received at the worst device of each step, summed over steps: the objective without its charge."""
+        """Bytes at the worst device of each step, summed over steps: the objective without its charge.
+
+        The objective asks for the larger of sent and received. In every op of a peer, on even dims, what the worst
+        device sends is what the worst receives: groups are symmetric, and a permute is one to one.
+        """
         return sum(max(step, default=0) for step in self.received)
 
     def received_total_worst(self) -> int:

@@ -15,11 +15,13 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.peers.problem import Cuts, Factor, Kind, Moves, Problem, Step, replay
 
-__all__ = ["module_text", "plan", "run_pass", "steps_of_text", "versions"]
+__all__ = ["TESTS", "module_text", "plan", "run_pass", "steps_of_text", "versions"]
 
+TESTS = Path(__file__).with_name("shardy_tests.txt")
 PIPELINE = "builtin.module(func.func(sdy-reshard-to-collectives))"
 _DTYPES = {1: "i8", 2: "bf16", 4: "f32", 8: "f64"}
 _KINDS: dict[str, Kind] = {
@@ -99,7 +101,11 @@ def versions() -> dict[str, str]:
 
 
 def _layout(dims: Sequence[Sequence[str]]) -> str:
-    return "[" + ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims) + "]"
+    def name(axis: str) -> str:
+        whole, _, part = axis.partition(":")
+        return f'"{whole}":{part}' if part else f'"{whole}"'
+
+    return "[" + ", ".join("{" + ", ".join(map(name, axes)) + "}" for axes in dims) + "]"
 
 
 def _factors(problem: Problem, text: str) -> tuple[Factor, ...]:
