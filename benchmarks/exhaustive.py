@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from benchmarks.common import Progress, arguments, record, table, told, use_tests, write
-from benchmarks.peers.problem import CHARGE_PER_ROUND
+from benchmarks.common import Progress, arguments, charged, record, table, told, use_tests, write
 
 import shardplan as sp
 from benchmarks import suites
-from shardplan.core.accounting import account, bound_bytes
+from shardplan.core.accounting import bound_bytes
 
 MESHES: tuple[tuple[int, ...], ...] = (
     (2,), (3,), (4,), (6,), (2, 2), (2, 3), (3, 3), (5, 2),
@@ -125,9 +124,7 @@ def ours(s: sp.TensorType, t: sp.TensorType) -> dict[str, tuple[float, str, str]
         except sp.Infeasible:
             out[name] = math.inf, "infeasible", ""
             continue
-        books = account(plan.program)
-        cost = sum(books.step_received) + CHARGE_PER_ROUND * plan.certificate.bound_bytes * sum(books.rounds)
-        out[name] = cost, plan.certificate.status, " | ".join(step.op.name for step in plan.program.steps)
+        out[name] = charged(plan), plan.certificate.status, " | ".join(step.op.name for step in plan.program.steps)
     return out
 
 

@@ -113,6 +113,26 @@ def groups(mesh: Mesh) -> list[tuple[str, ...]]:
 TYPED, PORTABLE, ALL = range(3)  # no Exchange, no cutting Permute; Exchange over at most half of the devices; any
 
 
+def dijkstra(start: int, goal: int, out: Callable[[int, float], Iterator[tuple[int, float]]]) -> float:
+    """The least cost of any path; inf if there is none. `out` says where one leads on from a state, and at what cost.
+
+    Costs never fall on the way.
+    """
+    best = {start: 0.0}
+    queue = [(0.0, start)]
+    while queue:
+        cost, k = heapq.heappop(queue)
+        if k == goal:
+            return cost
+        if cost > best[k]:
+            continue
+        for to, total in out(k, cost):
+            if total < best.get(to, math.inf) - 1e-12:
+                best[to] = total
+                heapq.heappush(queue, (total, to))
+    return math.inf
+
+
 class Graph:
     """All types and ops over one array and mesh, priced once; `cheapest` asks within a bound and a set of moves."""
 
@@ -165,24 +185,14 @@ class Graph:
 
         `even` leaves out the types with an uneven dim.
         """
-        start, goal = self.index[s], self.index[t]
-        best = {start: 0.0}
-        queue = [(0.0, start)]
-        while queue:
-            cost, k = heapq.heappop(queue)
-            if k == goal:
-                return cost
-            if cost > best[k]:
-                continue
+
+        def out(k: int, cost: float) -> Iterator[tuple[int, float]]:
             for to, nbytes, rounds, least in self.out(k):
                 u = self.types[to]
-                if least > moves or u.local_bytes() > bound or (even and not u.all_even):
-                    continue
-                total = cost + nbytes + ROUND_CHARGE * bound * rounds
-                if total < best.get(to, math.inf) - 1e-12:
-                    best[to] = total
-                    heapq.heappush(queue, (total, to))
-        return math.inf
+                if least <= moves and u.local_bytes() <= bound and (u.all_even or not even):
+                    yield to, cost + nbytes + ROUND_CHARGE * bound * rounds
+
+        return dijkstra(self.index[s], self.index[t], out)
 
 
 class Cut(NamedTuple):
@@ -215,34 +225,22 @@ class CutGraph:
 
     def least(self, s: TensorType, t: TensorType, bound: int, most: float) -> float:
         """The least that any path needs with at most `most` chunks a step."""
-        return self._search(
-            s, t, bound, lambda cost, e: max(cost, e.stage.base + e.stage.staged(e.stage.chunks(0, most)))
-        )
+
+        def out(k: int, cost: float) -> Iterator[tuple[int, float]]:
+            for e in self.edges[k]:
+                if self.graph.types[e.to].local_bytes() <= bound:
+                    yield e.to, max(cost, e.stage.base + e.stage.staged(e.stage.chunks(0, most)))
+
+        return dijkstra(self.graph.index[s], self.graph.index[t], out)
 
     def cheapest(self, s: TensorType, t: TensorType, bound: int, limit: int, most: float) -> float:
         """The charged bytes of the cheapest path that keeps the limit; a chunk is a round."""
 
-        def price(cost: float, e: Cut) -> float:
-            chunks = e.stage.chunks(limit, most)
-            if e.stage.base + e.stage.staged(chunks) > limit:
-                return math.inf
-            return cost + e.moved + ROUND_CHARGE * bound * e.rounds * chunks
-
-        return self._search(s, t, bound, price)
-
-    def _search(self, s: TensorType, t: TensorType, bound: int, price: Callable[[float, Cut], float]) -> float:
-        start, goal = self.graph.index[s], self.graph.index[t]
-        best = {start: 0.0}
-        queue = [(0.0, start)]
-        while queue:
-            cost, k = heapq.heappop(queue)
-            if k == goal:
-                return cost
-            if cost > best[k]:
-                continue
+        def out(k: int, cost: float) -> Iterator[tuple[int, float]]:
             for e in self.edges[k]:
-                total = price(cost, e)
-                if self.graph.types[e.to].local_bytes() <= bound and total < best.get(e.to, math.inf):
-                    best[e.to] = total
-                    heapq.heappush(queue, (total, e.to))
-        return math.inf
+                chunks = e.stage.chunks(limit, most)
+                fits = e.stage.base + e.stage.staged(chunks) <= limit
+                if fits and self.graph.types[e.to].local_bytes() <= bound:
+                    yield e.to, cost + e.moved + ROUND_CHARGE * bound * e.rounds * chunks
+
+        return dijkstra(self.graph.index[s], self.graph.index[t], out)

@@ -185,13 +185,16 @@ def uncovered(program: Program) -> str | None:
 def unsound(program: Program, destinations: Sequence[TensorType], seed: int = 0) -> str | None:
     """T1: why a program does not deliver every destination box on every device, or None.
 
-    The types of the outputs are not trusted: what counts is what the destination says, device id by device id.
+    The types of the outputs are not trusted: what counts is what the destination says, device id by device id. Outputs
+    behind those of the inputs are inputs that are kept, and `destinations` names their types too.
     """
     if reason := uncovered(program):
         return reason
     rng = np.random.default_rng(seed)
     arrays = [content(t) for _, t in program.inputs]
-    for shards, t, array, name in zip(run(program, arrays, rng), destinations, arrays, program.outputs, strict=True):
+    kept = [dict(program.inputs)[name] for name in program.outputs[len(arrays) :]]
+    wanted = [*arrays, *map(content, kept)]
+    for shards, t, array, name in zip(run(program, arrays, rng), destinations, wanted, program.outputs, strict=True):
         found = program.types[name]
         if found.mesh.devices != t.mesh.devices:
             where = {d: k for k, d in enumerate(found.mesh.devices)}
