@@ -122,8 +122,9 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
 
 
 @pytest.mark.parametrize(("text", "ndim", "shape"), UNEVEN)
-def test_there_is_a_plan_between_uneven_types_where_one_exists(text: str, ndim: int, shape: tuple[int, ...]) -> None:
-    """Every op on every type is tried; what a plan costs beyond the least are senders, which `Tiled` does not price."""
+def test_plans_between_uneven_types_against_exhaustive_search(text: str, ndim: int, shape: tuple[int, ...]) -> None:
+    """Every op on every type is tried. By default the least (260 of 260 pairs drawn); portable 255 of 260, at most
+    1.23 times it (`python -m benchmarks.exhaustive` has other meshes)."""
     mesh = sp.Mesh.parse(text)
     graph = Graph(TensorType("f32", shape, (None,) * ndim, mesh))
     for s, t in random.Random(text).sample(list(itertools.permutations(graph.types, 2)), 12):
@@ -134,4 +135,30 @@ def test_there_is_a_plan_between_uneven_types_where_one_exists(text: str, ndim: 
                 with pytest.raises(sp.Infeasible):
                     sp.redistribute(s, t, portable=portable)
             else:
-                assert charged(sp.redistribute(s, t, portable=portable)) <= 1.5 * least
+                most = least * (1.23 if portable else 1 + 1e-9)
+                assert charged(sp.redistribute(s, t, portable=portable)) <= most, (s, t, portable)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "least", "ratio"),
+    [
+        ("a=8", "f32[4@a, 1, 1]", "f32[4, 1, 1]", 16.096, 1.75),  # an axis in an uneven dim is searched whole
+        ("a=12", "f32[1, 1@a, 2]", "f32[1, 1, 2]", 32.048, 1.5),
+        ("a=2, b=6", "f32[3, 13@(b,a)]", "f32[3, 13@a]", 105.176, 1.27),
+        ("a=6", "f32[1, 2@a]", "f32[1, 2]", 16.032, 1.25),
+    ],
+)
+def test_the_dearest_plans_between_uneven_types_that_are_known(
+    mesh: str, source: str, target: str, least: float, ratio: float
+) -> None:
+    s, t = (TensorType.parse(text, mesh) for text in (source, target))
+    whole = TensorType(s.dtype, s.shape, (None,) * s.ndim, s.mesh)
+    assert Graph(whole).cheapest(s, t, max(s.local_bytes(), t.local_bytes())) == pytest.approx(least)
+    assert charged(sp.redistribute(s, t)) <= ratio * least
+
+
+@pytest.mark.xfail(raises=sp.Infeasible, strict=True, reason="factors out of order on a dim that some types cut evenly")
+def test_a_portable_plan_that_is_not_found() -> None:
+    """Two exchanges in halves of the mesh: to [1, 30@(a,b.1), 14@b.0], and to the end."""
+    plan = sp.redistribute("f32[1, 30@(b,a), 14]", "f32[1, 30@a, 14@b]", mesh="a=2, b=6", portable=True)
+    assert charged(plan) <= 330.53
