@@ -140,21 +140,23 @@ def test_plans_between_uneven_types_against_exhaustive_search(text: str, ndim: i
 
 
 @pytest.mark.parametrize(
-    ("mesh", "source", "target", "least", "ratio"),
+    ("mesh", "source", "target", "portable", "least", "ratio"),
     [
-        ("a=8", "f32[4@a, 1, 1]", "f32[4, 1, 1]", 16.096, 1.75),  # an axis in an uneven dim is searched whole
-        ("a=12", "f32[1, 1@a, 2]", "f32[1, 1, 2]", 32.048, 1.5),
-        ("a=2, b=6", "f32[3, 13@(b,a)]", "f32[3, 13@a]", 105.176, 1.27),
-        ("a=6", "f32[1, 2@a]", "f32[1, 2]", 16.032, 1.25),
+        ("a=3, b=2, c=3", "f32[17, 1@a, 1@b]", "f32[17@(a,b), 1@c, 1]", True, 24.272, 2.32),
+        ("a=8", "f32[4@a, 1, 1]", "f32[4, 1, 1]", False, 16.096, 1.75),
+        ("a=12", "f32[1, 1@a, 2]", "f32[1, 1, 2]", False, 32.048, 1.5),
+        ("a=2, b=6", "f32[3, 13@(b,a)]", "f32[3, 13@a]", False, 105.176, 1.27),
     ],
 )
 def test_the_dearest_plans_between_uneven_types_that_are_known(
-    mesh: str, source: str, target: str, least: float, ratio: float
+    mesh: str, source: str, target: str, portable: bool, least: float, ratio: float
 ) -> None:
+    """Of 180 pairs on 17 meshes 9 are above the least by default, and 8 portable: axes of an uneven dim stay whole."""
     s, t = (TensorType.parse(text, mesh) for text in (source, target))
-    whole = TensorType(s.dtype, s.shape, (None,) * s.ndim, s.mesh)
-    assert Graph(whole).cheapest(s, t, max(s.local_bytes(), t.local_bytes())) == pytest.approx(least)
-    assert charged(sp.redistribute(s, t)) <= ratio * least
+    graph = Graph(TensorType(s.dtype, s.shape, (None,) * s.ndim, s.mesh))
+    bound = max(s.local_bytes(), t.local_bytes())
+    assert graph.cheapest(s, t, bound, PORTABLE if portable else ALL) == pytest.approx(least)
+    assert charged(sp.redistribute(s, t, portable=portable)) <= ratio * least
 
 
 @pytest.mark.xfail(raises=sp.Infeasible, strict=True, reason="factors out of order on a dim that some types cut evenly")
