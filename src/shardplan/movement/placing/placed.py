@@ -18,7 +18,7 @@ from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
-from shardplan.movement.reductions.shortest_path import least_seconds
+from shardplan.movement.reductions.type_graph import cheapest_path
 from shardplan.plans.plan import Plan
 
 SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
@@ -112,5 +112,8 @@ def _prices(
     if programs == "stock" or demand.letters is None:
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
-    best = least_seconds(found, topology, amount, *demand.letters, algorithm)
+    best: list[float] = []
+    for one in found:
+        before, after = (letter * len(one) for letter in demand.letters)
+        best.append(cheapest_path(tuple(f.strides for f in one), amount, topology, before, after, algorithm)[0])
     return [demand.count * s for s in best], stock
