@@ -22,7 +22,7 @@ from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.payload import ELEMENT, payload
 from shardplan.movement.reductions.reduce import checked_path
-from shardplan.movement.reductions.type_graph import path_of
+from shardplan.movement.reductions.type_graph import letters, path_of
 from shardplan.plans.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
@@ -69,8 +69,7 @@ def demand_plan(
     members = math.prod(placement.mesh.span(a).size for a in demand.axes)
     if demand.shifts:
         return None
-    letters = demand.letters
-    if letters is None:  # an all-to-all, as one of a matrix from its rows to its columns
+    if not all(demand.letters):  # an all-to-all, as one of a matrix from its rows to its columns
         mesh = placement.mesh_split()
         each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
         others = tuple(a for a in mesh.axes if a not in demand.axes)
@@ -82,7 +81,7 @@ def demand_plan(
         ends = (source,), program.output_types
         return Plan.later(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
     view = payload(placement, demand.axes, demand.payload(members))
-    before, after = (letter * len(view.factors) for letter in letters)
+    before, after = letters(demand.op, len(view.factors))
     if programs == "stock":
         every = Grouping(tuple(range(len(view.factors))))
         path = path_of([Instruction(every, demand.op)] if view.factors else [], before) or ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from shardplan.core.op import Op, results_of
 from shardplan.core.ops import Send
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, TypingError
-from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.redistribution.candidates import Candidate
@@ -36,25 +35,18 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    digits = atom_digits(s, fabric)
-    if digits is not None:
-        found = _reduction(s, t, digits, fabric)
-        ops = None if found is None else found.even()
+    for levelled in (False, True):
+        mesh = _levelled(s, fabric, placement) if levelled else s.mesh
+        here, there = (None if mesh is None else _renamed(x, mesh) for x in (s, t))
+        found = None if here is None or there is None else _reduction(here, there, fabric)
+        if mesh is None or here is None or found is None:
+            continue
+        even = found.even()
+        ops = found.flat() if levelled and even is None else even
         if ops is not None:
-            yield Candidate(tuple(ops), exact=settled(s))
-        if found is None or ops is not None:
+            ops = [Send(here.layout, mesh), *ops, Send(t.layout, t.mesh)] if levelled else ops
+            yield Candidate(tuple(ops), exact=even is not None and settled(s))
             return
-    mesh = _levelled(s, fabric, placement, digits)
-    s_there, t_there = (None if mesh is None else _renamed(x, mesh) for x in (s, t))
-    if mesh is None or s_there is None or t_there is None or (digits := atom_digits(s_there, fabric)) is None:
-        return
-    found = _reduction(s_there, t_there, digits, fabric)
-    even = None if found is None else found.even()
-    ops = even if even is not None or found is None else found.flat()
-    if ops is not None:
-        yield Candidate(
-            (Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None and settled(s)
-        )
 
 
 def settled(s: TensorType) -> bool:
@@ -86,14 +78,14 @@ def with_levels(
                 yield Candidate(tuple(ops))
 
 
-def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
-    """Return, by atom, the digits of the topology that the partial and root axes of a type are; None where one is none.
+def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, tuple[int, int, int]] | None:
+    """Return, by atom, the digits of the topology that the partial and root axes of a type are: level, size, stride.
 
-    That takes a mesh of all devices.
+    None where an atom is no digit. That takes a mesh of all devices.
     """
     mesh, topology = s.mesh, fabric.topology
     ids = fabric.topology_ids(mesh.ids)
-    found: dict[int, Digit] = {}
+    found: dict[int, tuple[int, int, int]] = {}
     for a in mesh.expand((*s.layout.partial, *s.layout.root)) if len(ids) == topology.size else ():
         atom = mesh.atoms[a]
         stride = int(ids[atom.stride] - ids[0])
@@ -101,15 +93,13 @@ def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
         fits = stride > 0 and topology.strides[level] * topology.levels[level].size % (atom.size * stride) == 0
         if not fits or not np.array_equal(ids // stride % atom.size, mesh.coordinate(atom.name)):
             return None
-        found[a] = Digit(atom.name, "", level, atom.size, stride)
+        found[a] = level, atom.size, stride
     return found or None
 
 
-def _levelled(
-    s: TensorType, fabric: Fabric, placement: Placement | None, digits: Mapping[int, Digit] | None
-) -> Mesh | None:
+def _levelled(s: TensorType, fabric: Fabric, placement: Placement | None) -> Mesh | None:
     """The mesh of the same devices on which what a reduced axis has on a level is an axis."""
-    mesh = s.mesh
+    mesh, digits = s.mesh, atom_digits(s, fabric)
     cut = set(mesh.expand((*s.layout.partial, *s.layout.root)))
     axes: dict[str, int] = {}
     for k, axis in enumerate(mesh.axes):
@@ -117,7 +107,7 @@ def _levelled(
         parts: list[tuple[int, int]] = [(-1, span.size)]  # level and size
         if cut & set(span.atoms):
             if digits is not None and set(span.atoms) <= set(digits):
-                parts = [(digits[a].level, mesh.atoms[a].size) for a in span.atoms]
+                parts = [digits[a][:2] for a in span.atoms]
             elif placement is not None and (mesh.shape, mesh.devices) == (placement.mesh.shape, placement.mesh.devices):
                 parts = list(enumerate(placement.matrix[k]))
             else:
@@ -151,22 +141,23 @@ def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
     return u if same(t, u) else None
 
 
-def _reduction(s: TensorType, t: TensorType, digits: Mapping[int, Digit], fabric: Fabric) -> TypedPath | None:
+def _reduction(s: TensorType, t: TensorType, fabric: Fabric) -> TypedPath | None:
     """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors."""
     held, left = ([set(x.mesh.expand(names)) for names in (x.layout.partial, x.layout.root)] for x in (s, t))
     reduced = (held[0] | held[1]) - left[0]
     scattered = {a for old, new in zip(s.atoms, t.atoms, strict=True) for a in new[len(old) :]}
     kept = left[0] <= held[0] and (not left[0] or s.layout.reduction == t.layout.reduction)
     nested = all(new[: len(old)] == old for old, new in zip(s.atoms, t.atoms, strict=True))
-    if not (kept and nested and scattered | left[1] <= reduced and (t.all_even or not scattered)):
+    digits = atom_digits(s, fabric)
+    if not (kept and nested and scattered | left[1] <= reduced and (t.all_even or not scattered)) or digits is None:
         return None
     factors: dict[tuple[int, str, str], list[int]] = {}
-    for a in sorted(reduced, key=lambda a: -digits[a].stride):
+    for a in sorted(reduced, key=lambda a: -digits[a][2]):
         after = "S" if a in scattered else "R" if a in left[1] else "U"
-        factors.setdefault((digits[a].level, "P" if a in held[0] else "R", after), []).append(a)
+        factors.setdefault((digits[a][0], "P" if a in held[0] else "R", after), []).append(a)
     if not 0 < len(factors) <= MOST_FACTORS:
         return None
     before, after = "".join(key[1] for key in factors), "".join(key[2] for key in factors)
-    levels = tuple(tuple((digits[a].size, digits[a].stride) for a in atoms) for atoms in factors.values())
+    levels = tuple(tuple(digits[a][1:] for a in atoms) for atoms in factors.values())
     seconds, path = cheapest_path(levels, s.local_bytes(), fabric.topology, before, after)
     return TypedPath(s, t, tuple(map(tuple, factors.values())), path) if math.isfinite(seconds) else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardplan.core import border
 from shardplan.core.pattern import Groups
@@ -139,40 +138,30 @@ def reductions(
         return [Reduction((), 0.0, view, placement, algorithm)]
     graph, sizes = state_graph(len(view.factors)), checked_sizes(view.sizes)
     costs = instruction_costs(graph, view, placement.topology, algorithm)
+
+    def seconds(path: Path) -> float:
+        return math.fsum(costs[e] for e in path)
+
     if limit is None:
         ranked = _without_limit(graph, costs, sizes, DEFAULT_TOP if top is None else top)
     else:
-        ranked = _ranked(limit, costs, sizes)[:top]
-    return [Reduction(graph.instructions(p), float(costs[list(p)].sum()), view, placement, algorithm) for p in ranked]
+        # Of equal prices the shorter first: the rounding of a sum, in its last few of 16 digits, must not decide.
+        ranked = sorted(_programs(sizes, limit), key=lambda path: (float(f"{seconds(path):.12g}"), len(path)))[:top]
+    return [Reduction(graph.instructions(p), seconds(p), view, placement, algorithm) for p in ranked]
 
 
 @lru_cache(maxsize=64)
-def _programs(sizes: tuple[int, ...], limit: int) -> tuple[list[Path], NDArray[np.int64]]:
-    """All programs up to a length that are valid at some sizes, and the same as a table [programs, limit].
-
-    The table is padded with the number of edges.
-    """
+def _programs(sizes: tuple[int, ...], limit: int) -> list[Path]:
+    """All programs up to a length that are valid at some sizes."""
     graph = state_graph(len(sizes))
-    found = valid(graph, graph.programs(limit), sizes)
-    table = np.full((len(found), limit), len(graph.edges), dtype=np.int64)
-    for row, path in zip(table, found, strict=True):
-        row[: len(path)] = path
-    return found, table
+    return valid(graph, graph.programs(limit), sizes)
 
 
-def _ranked(limit: int, costs: NDArray[np.float64], sizes: tuple[int, ...]) -> list[Path]:
-    """All programs up to a length that are valid at these sizes, cheapest first."""
-    found, table = _programs(sizes, limit)
-    totals = np.append(costs, 0.0)[table].sum(axis=1)
-    # Of equal prices the shorter program first: the rounding of a sum, in its last few of 16 digits, must not decide.
-    rounded = np.array([float(f"{x:.12g}") for x in totals.tolist()])
-    return [found[k] for k in np.lexsort(((table < len(costs)).sum(axis=1), rounded)).tolist()]
-
-
-def _without_limit(graph: StateGraph, costs: NDArray[np.float64], sizes: tuple[int, ...], top: int) -> list[Path]:
+def _without_limit(graph: StateGraph, costs: list[float], sizes: tuple[int, ...], top: int) -> list[Path]:
     """The `top` cheapest programs of any length that are valid at these sizes; of equal prices the shorter first."""
     asked = top  # doubled while too few of the cheapest are valid at these sizes
-    charged = (costs + STEP * float(costs.max())).tolist()
+    charge = STEP * max(costs)
+    charged = [cost + charge for cost in costs]
     while True:
         found = graph.best(charged, asked)
         kept = valid(graph, found, sizes)
@@ -199,14 +188,14 @@ def valid(graph: StateGraph, paths: Iterable[Path], sizes: tuple[int, ...]) -> l
     return [path for path in paths if np.array_equal(after(path), goal)]
 
 
-def instruction_costs(graph: StateGraph, view: Payload, topology: Topology, algorithm: str) -> NDArray[np.float64]:
-    """Return the price of every edge of the state graph in seconds, float64 [edges]."""
+def instruction_costs(graph: StateGraph, view: Payload, topology: Topology, algorithm: str) -> list[float]:
+    """Return the price of every edge of the state graph in seconds."""
     known: dict[tuple[Instruction, tuple[int, ...]], float] = {}
     for edge in graph.edges:
         key = edge.instruction, edge.scattered
         if key not in known:
             known[key] = _edge_seconds(edge, view, topology, algorithm)
-    return np.array([known[edge.instruction, edge.scattered] for edge in graph.edges])
+    return [known[edge.instruction, edge.scattered] for edge in graph.edges]
 
 
 def _edge_seconds(edge: InstructionEdge, view: Payload, topology: Topology, algorithm: str) -> float:

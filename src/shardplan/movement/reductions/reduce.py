@@ -21,18 +21,14 @@ from shardplan.movement.redistribution.reduced import MOST_FACTORS
 from shardplan.movement.reductions.instructions import instruction_list_text
 from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.state_matrix import check
-from shardplan.movement.reductions.type_graph import TypeEdge, cheapest_path
+from shardplan.movement.reductions.type_graph import TypeEdge, cheapest_path, letters
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
 
 Target = Literal["replicated", "sharded", "root"]
-# The letter of every factor at the end, and the one collective that leads there.
-TARGETS: dict[str, tuple[str, str]] = {
-    "replicated": ("U", "all_reduce"),
-    "sharded": ("S", "reduce_scatter"),
-    "root": ("R", "reduce"),
-}
+# The one collective that leads there.
+TARGETS: dict[str, str] = {"replicated": "all_reduce", "sharded": "reduce_scatter", "root": "reduce"}
 
 
 def reduce(
@@ -76,7 +72,7 @@ def reduce(
     checked_algorithm(algorithm, library(placement.topology.library))
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view = payload(placement, axes, bytes_of("nbytes", nbytes), uncollapsed)
-    ends = "P" * len(view.factors), _letter(target) * len(view.factors)
+    ends = letters(stock_op(target), len(view.factors))
     path = checked_path(view, placement, *ends, algorithm, subsets)
     source, wanted = map(view.type, ends)
     if algorithm == "auto" and not subsets and not uncollapsed and len(view.factors) <= MOST_FACTORS:
@@ -96,20 +92,16 @@ def instructions_text(
 ) -> str:
     """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
     view = payload(placement, axes, nbytes)
-    before, after = (letter * len(view.factors) for letter in ("P", _letter(target)))
-    path = checked_path(view, placement, before, after, algorithm, subsets)
+    ends = letters(stock_op(target), len(view.factors))
+    path = checked_path(view, placement, *ends, algorithm, subsets)
     return instruction_list_text([edge.instruction for edge in path], len(view.factors), view.names)
 
 
-def stock_op(target: Target) -> str:
-    """Return the one collective that leads to a target."""
-    return TARGETS[target][1]
-
-
-def _letter(target: object) -> str:
+def stock_op(target: object) -> str:
+    """Return the one collective that leads to a target; raises `LayoutError` for one that is unknown."""
     if not isinstance(target, str) or target not in TARGETS:
         raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
-    return TARGETS[target][0]
+    return TARGETS[target]
 
 
 def checked_path(

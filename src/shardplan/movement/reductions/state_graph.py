@@ -166,9 +166,8 @@ def state_graph(depth: int) -> StateGraph:
         if np.array_equal(layer, deeper):
             break
         layer = deeper.copy()
-    number = np.empty(
-        found.count, dtype=np.int64
-    )  # of those found last first: of equal programs one that starts inside
+    number = np.empty(found.count, dtype=np.int64)
+    # Those found last first: of equal programs one that starts inside.
     number[np.lexsort((-np.arange(found.count), layer, ~alive))] = np.arange(found.count)
     cut = {0: np.zeros(2**depth, dtype=np.int64)}
     edges: list[InstructionEdge] = []

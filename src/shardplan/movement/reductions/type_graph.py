@@ -59,41 +59,34 @@ class TypeEdge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReductionSpace:
-    """All states over some factors and the edges between them, in the order of their targets."""
+    """All states over some factors and the edges between them."""
 
     states: tuple[State, ...]
     edges: tuple[TypeEdge, ...]
-    source: NDArray[np.int64]
-    first: NDArray[np.int64]  # of every state that has edges into it, where they begin
-    entered: NDArray[np.int64]  # these states
+    source: NDArray[np.int64]  # numbers of states, [edges]
+    target: NDArray[np.int64]
 
     def distances(self, start: State, costs: Floats) -> Floats:
         """Return the least cost from a state to every state, float64 [states]; inf where there is no way.
 
         Bellman and Ford's algorithm on arrays: paths have few edges, so it ends after a few rounds over all of them.
         """
-        reach = np.where(np.array(self.states) == start, 0.0, np.inf)
-        while True:
-            better = np.minimum(reach[self.entered], np.minimum.reduceat(reach[self.source] + costs, self.first))
-            if np.array_equal(better, reach[self.entered]):
-                return reach
-            reach[self.entered] = better
+        reach, before = np.where(np.array(self.states) == start, 0.0, np.inf), None
+        while before is None or not np.array_equal(before, reach):
+            before = reach.copy()
+            np.minimum.at(reach, self.target, before[self.source] + costs)
+        return reach
 
     def path(self, start: State, goal: State, costs: Floats) -> list[int] | None:
         """Return the edges of a cheapest path, of equal ones a shortest; None where there is no way."""
         charged = costs + STEP * float(costs.max(initial=0.0))
         reach = self.distances(start, charged)
-        through = reach[self.source] + charged
-        stops = np.append(self.first, len(self.edges))
         path: list[int] = []
         at = self.states.index(goal)
-        if not np.isfinite(reach[at]):
-            return None
-        while self.states[at] != start:
-            k = int(np.searchsorted(self.entered, at))
-            path.append(int(stops[k] + np.argmin(through[stops[k] : stops[k + 1]])))
+        while np.isfinite(reach[at]) and self.states[at] != start:
+            path.append(int(np.argmin(np.where(self.target == at, reach[self.source] + charged, np.inf))))
             at = int(self.source[path[-1]])
-        return path[::-1]
+        return path[::-1] if np.isfinite(reach[at]) else None
 
 
 @lru_cache(maxsize=32)
@@ -106,16 +99,15 @@ def reduction_space(depth: int, subsets: bool = False) -> ReductionSpace:
     states = tuple(map("".join, itertools.product("PRSU", repeat=depth)))
     alphabet = [Instruction(g, name) for g in groupings(depth, subsets) for name in COLLECTIVES]
     edges = [TypeEdge(s, *step, i) for s in states for i in alphabet if (step := step_state(s, i)) is not None]
-    edges.sort(key=lambda e: e.target)
     index = {s: k for k, s in enumerate(states)}
-    entered, first = np.unique([index[e.target] for e in edges], return_index=True)
-    return ReductionSpace(states, tuple(edges), np.array([index[e.source] for e in edges]), first, entered)
+    ends = np.array([(index[e.source], index[e.target]) for e in edges]).reshape(-1, 2)
+    return ReductionSpace(states, tuple(edges), ends[:, 0], ends[:, 1])
 
 
-def letters(collective: str) -> tuple[str, str] | None:
-    """Return what a device has of a factor before and after a collective; None where the language does not have it."""
+def letters(collective: str, factors: int = 1) -> tuple[State, State]:
+    """Return what all factors are before and after a collective over them; empty where the language has no such."""
     before, after = _LETTERS.get(collective, ("", ""))
-    return (before[0], after) if before else None
+    return before[:1] * factors, after * factors
 
 
 def step_state(state: State, instruction: Instruction) -> tuple[State, State] | None:
@@ -176,14 +168,10 @@ def edge_costs(
     space: ReductionSpace, factors: Sequence[Digits], nbytes: float, topology: Topology, algorithm: str = "auto"
 ) -> Floats:
     """Return the price of every edge in seconds, float64 [edges]; `nbytes` is the payload of a device."""
-    kinds, shares = _facets(space)
-    sizes = np.array([math.prod(n for n, _ in digits) for digits in factors], dtype=np.float64)
-    held = nbytes / np.prod(np.where(shares, sizes, 1.0), axis=1)
-    costs = np.zeros(len(space.edges))
-    for instruction, at in kinds.items():
-        lines = np.array(instruction_lines(instruction, factors, topology, algorithm))
-        costs[at] = (lines[:, :1] + lines[:, 1:] * held[at]).min(axis=0)
-    return costs
+    sizes = [math.prod(n for n, _ in digits) for digits in factors]
+    held = {s: nbytes / math.prod(n for n, x in zip(sizes, s, strict=True) if x == "S") for s in space.states}
+    lines = {i: instruction_lines(i, factors, topology, algorithm) for i in {e.instruction: None for e in space.edges}}
+    return np.array([min([a + b * held[e.source] for a, b in lines[e.instruction]]) for e in space.edges])
 
 
 def digits_of(grouping: Grouping, factors: Sequence[Digits]) -> tuple[Digits, Digits]:
@@ -213,12 +201,3 @@ def digit_lines(kind: str, varies: Digits, zero: Digits, topology: Topology, alg
         top = next(j for j, unit in enumerate(topology.strides) if unit < max(n * stride for n, stride in varies))
         looked_at = topology.strides[top] * (1 if topology.levels[top].link == "switch" else topology.levels[top].size)
     return offers(kind, groups_along(varies, zero, looked_at), Fabric(topology), algorithm)
-
-
-@lru_cache(maxsize=32)
-def _facets(space: ReductionSpace) -> tuple[dict[Instruction, list[int]], NDArray[np.bool_]]:
-    """The edges of every instruction, and which factors cut their rows, bool [edges, factors]."""
-    by: dict[Instruction, list[int]] = {}
-    for number, edge in enumerate(space.edges):
-        by.setdefault(edge.instruction, []).append(number)
-    return by, np.array([[letter == "S" for letter in edge.source] for edge in space.edges])
