@@ -2,24 +2,13 @@
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.hardware.topologies import any_topology, under_library
+from tests.hardware.topologies import placed
 
 from shardplan.core.mesh import Mesh
 from shardplan.errors import TopologyError
 from shardplan.hardware.level_factors import checked_axes, factors
-from shardplan.hardware.placement import Placement, orders, placements
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
-
-
-@st.composite
-def placed(draw):
-    topology = draw(under_library(draw(any_topology()), slow=True))
-    n = topology.size
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    a = draw(st.sampled_from(divisors))
-    found = draw(st.sampled_from(list(placements(Mesh(a=a, b=n // a), topology))))
-    return draw(st.sampled_from(list(orders(found))))
 
 
 @given(placed())

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.hardware.test_level_factors import placed
-from tests.hardware.topologies import switches
+from tests.hardware.topologies import placed, switches
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups

@@ -35,18 +35,21 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    for levelled in (False, True):
-        mesh = _levelled(s, fabric, placement) if levelled else s.mesh
-        here, there = (None if mesh is None else _renamed(x, mesh) for x in (s, t))
-        found = None if here is None or there is None else _reduction(here, there, fabric)
-        if mesh is None or here is None or found is None:
-            continue
-        even = found.even()
-        ops = found.flat() if levelled and even is None else even
-        if ops is not None:
-            ops = [Send(here.layout, mesh), *ops, Send(t.layout, t.mesh)] if levelled else ops
-            yield Candidate(tuple(ops), exact=even is not None and settled(s))
-            return
+    found = _reduction(s, t, fabric)
+    ops = None if found is None else found.even()
+    if ops is not None:
+        yield Candidate(tuple(ops), exact=settled(s))
+        return
+    mesh = _levelled(s, fabric, placement)
+    ends = [] if mesh is None else [u for x in (s, t) if (u := _renamed(x, mesh)) is not None]
+    found = _reduction(*ends, fabric) if len(ends) == 2 else None
+    if mesh is None or found is None:
+        return
+    even = found.even()
+    ops = found.flat() if even is None else even
+    if ops is not None:
+        sends = Send(found.source.layout, mesh), Send(t.layout, t.mesh)
+        yield Candidate((sends[0], *ops, sends[1]), exact=even is not None and settled(s))
 
 
 def settled(s: TensorType) -> bool:
@@ -148,8 +151,10 @@ def _reduction(s: TensorType, t: TensorType, fabric: Fabric) -> TypedPath | None
     scattered = {a for old, new in zip(s.atoms, t.atoms, strict=True) for a in new[len(old) :]}
     kept = left[0] <= held[0] and (not left[0] or s.layout.reduction == t.layout.reduction)
     nested = all(new[: len(old)] == old for old, new in zip(s.atoms, t.atoms, strict=True))
+    if not (kept and nested and scattered | left[1] <= reduced and (t.all_even or not scattered)):
+        return None
     digits = atom_digits(s, fabric)
-    if not (kept and nested and scattered | left[1] <= reduced and (t.all_even or not scattered)) or digits is None:
+    if digits is None:
         return None
     factors: dict[tuple[int, str, str], list[int]] = {}
     for a in sorted(reduced, key=lambda a: -digits[a][2]):
