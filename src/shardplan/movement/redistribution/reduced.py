@@ -41,15 +41,14 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
         yield Candidate(tuple(ops), exact=settled(s))
         return
     mesh = _levelled(s, fabric, placement)
-    ends = [] if mesh is None else [u for x in (s, t) if (u := _renamed(x, mesh)) is not None]
-    found = _reduction(*ends, fabric) if len(ends) == 2 else None
-    if mesh is None or found is None:
+    found = None if mesh is None else _reduction(_renamed(s, mesh), _renamed(t, mesh), fabric)
+    if found is None:
         return
     even = found.even()
     ops = found.flat() if even is None else even
     if ops is not None:
-        sends = Send(found.source.layout, mesh), Send(t.layout, t.mesh)
-        yield Candidate((sends[0], *ops, sends[1]), exact=even is not None and settled(s))
+        there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
+        yield Candidate((there, *ops, back), exact=even is not None and settled(s))
 
 
 def settled(s: TensorType) -> bool:
@@ -144,8 +143,10 @@ def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
     return u if same(t, u) else None
 
 
-def _reduction(s: TensorType, t: TensorType, fabric: Fabric) -> TypedPath | None:
+def _reduction(s: TensorType | None, t: TensorType | None, fabric: Fabric) -> TypedPath | None:
     """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors."""
+    if s is None or t is None:
+        return None
     held, left = ([set(x.mesh.expand(names)) for names in (x.layout.partial, x.layout.root)] for x in (s, t))
     reduced = (held[0] | held[1]) - left[0]
     scattered = {a for old, new in zip(s.atoms, t.atoms, strict=True) for a in new[len(old) :]}
