@@ -68,7 +68,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
+        graph, allowed, whole, countable = priced(p, request.bound)
         a, b = p.node(s), p.node(t)
         share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
         base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
