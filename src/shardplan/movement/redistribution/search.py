@@ -7,7 +7,7 @@ it brings). Pure functions on a graph; nothing here knows devices, dtypes or pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -28,6 +28,7 @@ from shardplan.movement.redistribution.space import (
     SCATTER,
     SPREAD,
     Edges,
+    doublings,
 )
 from shardplan.movement.redistribution.tiled import Graph
 
@@ -91,9 +92,21 @@ class Objective:
         fixed, rate = self.tables[:, e.kind, mask]
         return np.where(legal, fixed + rate * np.where(legal, amount, 0.0), np.inf)
 
-    def floor(self, lacking: np.ndarray) -> np.ndarray:
-        """Return what paths cost at the least that deliver a fraction of the array that is lacking."""
-        return lacking * self.least_byte + np.where(lacking > 0, self.turn, 0.0)
+    def floor(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return what paths between the ends of edges cost at the least.
+
+        What is lacking must come, and in rounds enough to hear of all tiles that it lies in: in one round a device
+        learns what one other knows. Where partial or root parts differ it may make its box of what it holds, so nothing
+        is claimed; but a partial source gives no element its value, so of it the whole box is lacking.
+        """
+        rooted = graph.root[sources] == graph.root[targets]
+        same = rooted & (graph.partial[sources] == graph.partial[targets]) & np.isfinite(e.bytes)
+        reduced = rooted & (graph.partial[sources] > 0) & (graph.partial[targets] == 0) & ~same
+        lacking = np.where(same, e.bytes, np.where(reduced, graph.size[targets], 0.0))
+        rounds = np.where(e.kind == GATHER, e.rounds, doublings(e.rounds + 1))
+        some = lacking > 0
+        steps = (some + 1) * (0.5 * self.step) + some * self.least
+        return lacking * self.least_byte + np.where(same, rounds, some) * self.turn + steps
 
     @cached_property
     def least_byte(self) -> float:
@@ -104,10 +117,15 @@ class Objective:
         return self.byte * float(min(positive, default=0.0)) * _RATE_SHARE
 
     @cached_property
+    def least(self) -> float:
+        """Seconds of any step at the least."""
+        return 0.0 if self.rates is None else float(min(table[0, 1:].min(initial=np.inf) for table in self.rates))
+
+    @cached_property
     def tables(self) -> np.ndarray:
         """By kind of edge and mask of runs: seconds, and seconds per byte [2, kinds, masks].
 
-        A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages.
+        A reduction to a root and its broadcast have no rate of their own: that of the dearest messages.
         """
         rates = self.rates
         assert rates is not None
@@ -117,7 +135,7 @@ class Objective:
         for kind in (ALL_TO_ALL, MOVE, RENAME):
             found[:, kind] = rates.messages
         for kind in (ROOT, SPREAD):
-            found[1, kind] = rates.messages[1].max()
+            found[:, kind] = [[rates.messages[0, 1:].min(initial=0.0)], [rates.messages[1].max()]]
         return found
 
 
@@ -178,19 +196,6 @@ def corrected(
     return found
 
 
-def lacking(graph: Graph, e: Edges, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the fraction of the array that the worst device lacks at the least of the targets, given the sources.
-
-    Where the partial or root parts differ a device may make its box of what it holds, so nothing is claimed; but a
-    partial source gives no element its value, so of it the whole box is lacking.
-    """
-    rooted = graph.root[sources] == graph.root[targets]
-    same = rooted & (graph.partial[sources] == graph.partial[targets]) & np.isfinite(e.bytes)
-    reduced = rooted & (graph.partial[sources] > 0) & (graph.partial[targets] == 0)
-    left = np.where(same, e.bytes, 0.0)
-    return np.where(reduced & ~same, np.broadcast_to(graph.size[targets], left.shape), left)
-
-
 def shortest(
     graph: Graph,
     s: int,
@@ -215,29 +220,30 @@ def shortest(
     """
     here = np.arange(len(graph.types))
 
-    def priced(end: int, out: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The costs from or to a type, and the least cost of any path."""
+    def priced(end: int, out: bool) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+        """The costs from or to a type, and what gives the least cost of any path."""
         e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
-        sources, targets = (np.array(end), here) if out else (here, np.array(end))
-        cost = corrected(objective.price(e, graph, sources, targets), known, sources, targets)
+        ends = (np.array(end), here) if out else (here, np.array(end))
+        cost = corrected(objective.price(e, graph, *ends), known, *ends)
         if within is not None:
-            cost = np.where(within[0].between(e, sources, targets) <= within[1], cost, np.inf)
-        return cost, objective.floor(lacking(graph, e, sources, targets))
+            cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
+        return cost, lambda: objective.floor(e, graph, *ends)
 
-    column, bound = priced(t, out=False)
-    cost, floor = priced(s, out=True)
+    column, behind = priced(t, out=False)
+    cost, before = priced(s, out=True)
     best, last = (float(column[s]), s) if column[s] < below - _ROUNDING else (below, -1)
     through = np.where(allowed, cost + column, np.inf)
     k = int(np.argmin(through))
     if through[k] < best - _ROUNDING:
         best, last = float(through[k]), k
-    keep = allowed & (floor + bound < best)
+    bound = behind()
+    keep = allowed & (before() + bound < best - _ROUNDING)
     keep[[s, t]] = False
     here = here[keep]
     column, bound, reach = column[keep], bound[keep], cost[keep]
     reach[reach + bound >= best] = np.inf
     parent, closed = np.full(len(here), s), np.zeros(len(here), dtype=bool)
-    before = dict[int, int]()  # of closed types the one before
+    way = dict[int, int]()  # to each type of a path the one before
     expansions = 1
     while True:
         score = np.where(closed, np.inf, reach + bound)
@@ -247,7 +253,7 @@ def shortest(
             break
         expansions += 1
         closed[at] = True
-        before[int(here[at])] = int(parent[at])
+        way[int(here[at])] = int(parent[at])
         cost = priced(int(here[at]), out=True)[0] + reach[at]
         better = (cost < reach) & ~closed & (cost + bound < best)
         reach[better], parent[better] = cost[better], here[at]
@@ -255,12 +261,12 @@ def shortest(
         k = int(np.argmin(through))
         if through[k] < best - _ROUNDING:
             best, last = float(through[k]), int(here[k])
-            before[last] = int(parent[k])
+            way[last] = int(parent[k])
     if last == -1:
         return None
     nodes = [t, last]
     while nodes[-1] != s:
-        nodes.append(before.get(nodes[-1], s))
+        nodes.append(way.get(nodes[-1], s))
     return Path(tuple(reversed(nodes)), best, bool(exact))
 
 

@@ -244,7 +244,7 @@ class Space:
         kind = np.where(refines, RENAME, MOVE)
         kind[(changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)] = ALL_TO_ALL
         kind[shrinks] = GATHER
-        rounds = np.where(shrinks, _doublings(before.parts / after.parts), rounds)
+        rounds = np.where(shrinks, doublings(before.parts / after.parts), rounds)
         kind[extends] = LOCAL
         nbytes, rounds = np.where(extends, 0.0, nbytes), np.where(extends, 0.0, rounds)
         paid = np.where((kind == MOVE) | (kind == RENAME), paid, nbytes)
@@ -278,14 +278,14 @@ class Space:
         gone, new = before.partial & ~after.partial, after.partial & ~before.partial
         freed, rooted = before.root & ~after.root, after.root & ~before.root
         q = devices[gone].astype(float)
-        reduced, turns = (gone > 0) & (new == 0), _doublings(q)
+        reduced, turns = (gone > 0) & (new == 0), doublings(q)
         unrooted = before.root == after.root
         put(reduced & unrooted & equal, 2 * before.size * (1 - 1 / q), turns, REDUCE_ALL)
         scattered = (after.used & ~before.used) == gone
         put(reduced & unrooted & relation.extends & scattered, before.size * (1 - 1 / q), turns, SCATTER)
         put(reduced & equal & (after.root == (before.root | gone)), before.size, turns, ROOT)
         summed = before.partial == after.partial
-        turns = _doublings(devices[freed].astype(float))
+        turns = doublings(devices[freed].astype(float))
         put(summed & (freed > 0) & (rooted == 0) & equal, before.size, turns, SPREAD)
         # ToPartial: an unused run becomes partial, or one that ends a dim (a single one does so for certain).
         left = before.used & ~after.used
@@ -295,8 +295,8 @@ class Space:
         return Edges(nbytes, paid, rounds, found.group, kind)
 
 
-def _doublings(q: np.ndarray) -> np.ndarray:
-    """Rounds of a collective over groups of q that doubles in every round what a member holds, or has summed."""
+def doublings(q: np.ndarray) -> np.ndarray:
+    """Return the rounds of a collective over groups of q that doubles in every round what a member holds, or has summed."""
     return np.ceil(np.log2(np.maximum(q, 1.0)) - _HAIR)
 
 
