@@ -161,9 +161,9 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
     for a, t in enumerate(types):
         assert p.node(t) == a
         assert graph.size[a] == t.local_bytes() / t.nbytes
-        row = graph.row(a)
+        row, small_row = graph.edges(a, out=True), graph.edges(a, out=True, portable=True)
         for b, u in enumerate(types):
-            column = graph.column(b)
+            column = graph.edges(b, out=False)
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             if a == b or not math.isfinite(row.bytes[b]):
                 continue
@@ -177,16 +177,16 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
             assert found == u, where
             assert received == pytest.approx(row.bytes[b] * t.nbytes, abs=1e-6), where
             small = edge(p, a, b, portable=True)
-            assert all(is_portable(op, t) for op in small) == math.isfinite(row.portable[b]), where
+            assert all(is_portable(op, t) for op in small) == math.isfinite(small_row.paid[b]), where
             assert row.kind[b] != LOCAL or received == rounds == 0, where
             if row.kind[b] == MOVE and not divides(t, u):
                 assert rounds <= row.rounds[b] <= rounds + 1, where
                 continue  # receivers of a tile want more of it or less, so that one of its holders may send more
             assert rounds == row.rounds[b], where
             assert moved == received, where
-            if math.isfinite(row.portable[b]):
+            if math.isfinite(small_row.paid[b]):
                 least = sum(oracle.moved(op, x) for op, x in zip(small, along(small, t), strict=True))
-                most = row.portable[b] * t.nbytes
+                most = small_row.paid[b] * t.nbytes
                 assert least == pytest.approx(most, abs=1e-6) if one_prime(sizes) else least >= most - 1e-6, where
 
 
@@ -212,7 +212,7 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
     graph = whole_axes(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
     every = np.arange(len(graph.types))
     objective = Objective(byte=1.0, turn=0.002, step=STEP)
-    edges = [graph.row(a) for a in every]
+    edges = [graph.edges(a, out=True) for a in every]
     best = cheapest(np.array([objective.price(e, graph, np.array(a), every) for a, e in enumerate(edges)]))
     legal = np.array([np.isfinite(e.bytes) for e in edges])
     both = graph.size[:, None] + graph.size[None, :]
