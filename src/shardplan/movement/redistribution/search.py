@@ -45,10 +45,7 @@ _RATE_SHARE = 0.25
 
 
 class Rates(NamedTuple):
-    """Of kinds of collectives seconds, and seconds per byte, by the mask of the runs that groups vary over [2, masks].
-
-    Bytes are those held before the op; of messages those received.
-    """
+    """Of kinds of collectives seconds, and seconds per byte received, by the mask of the runs of groups [2, masks]."""
 
     gather: np.ndarray
     scatter: np.ndarray
@@ -64,33 +61,18 @@ class Objective:
     turn: float
     step: float  # of every step, so that of equal paths the shortest is found
     portable: bool = False
-    direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
-    def price(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def price(self, e: Edges) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
             cost = e.paid * self.byte + e.rounds * self.turn
         else:
-            cost = self._timed(e, graph, sources, targets)
+            key = e.kind * self.tables.shape[2] + e.group
+            fixed, rate = self.tables.reshape(2, -1).take(key, axis=1)
+            cost = fixed + rate * (e.paid * self.byte)
         # A local op counts half: of paths that cost the same the one with fewer transfers is taken.
-        cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
-        if not self.direct:
-            cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
-        return cost
-
-    def _timed(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Seconds of every edge: what a gather costs goes by the bytes held, what messages cost by those received."""
-        rates = self.rates
-        assert rates is not None
-        legal = np.isfinite(e.paid)
-        mask = np.where(e.kind == GATHER, graph.used[sources] & ~graph.used[targets], e.group)
-        reduced = (e.kind == SCATTER) | (e.kind == REDUCE_ALL)
-        mask = np.where(reduced, graph.partial[sources] & ~graph.partial[targets], mask)
-        # To types that are not priced no op leads.
-        amount = np.where(reduced | (e.kind == GATHER), np.where(legal, graph.size[sources], 0.0), e.paid) * self.byte
-        fixed, rate = self.tables[:, e.kind, mask]
-        return np.where(legal, fixed + rate * np.where(legal, amount, 0.0), np.inf)
+        return cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
 
     def floor(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return what paths between the ends of edges cost at the least.
@@ -125,11 +107,13 @@ class Objective:
     def tables(self) -> np.ndarray:
         """By kind of edge and mask of runs: seconds, and seconds per byte [2, kinds, masks].
 
-        A reduction to a root and its broadcast have no rate of their own: that of the dearest messages.
+        A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages. What
+        is local receives nothing, or, where there is no op, endlessly much.
         """
         rates = self.rates
         assert rates is not None
         found = np.zeros((2, KINDS, rates.gather.shape[1]))
+        found[1] = 1.0
         for kind, table in ((GATHER, rates.gather), (SCATTER, rates.scatter), (REDUCE_ALL, rates.reduce_all)):
             found[:, kind] = table
         for kind in (ALL_TO_ALL, MOVE, RENAME):
@@ -224,7 +208,7 @@ def shortest(
         """The costs from or to a type, and what gives the least cost of any path."""
         e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
         ends = (np.array(end), here) if out else (here, np.array(end))
-        cost = corrected(objective.price(e, graph, *ends), known, *ends)
+        cost = corrected(objective.price(e), known, *ends)
         if within is not None:
             cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
         return cost, lambda: objective.floor(e, graph, *ends)
@@ -239,10 +223,10 @@ def shortest(
     bound = behind()
     keep = allowed & (before() + bound < best - _ROUNDING)
     keep[[s, t]] = False
-    here = here[keep]
-    column, bound, reach = column[keep], bound[keep], cost[keep]
-    reach[reach + bound >= best] = np.inf
-    parent, closed = np.full(len(here), s), np.zeros(len(here), dtype=bool)
+    if 2 * keep.sum() < len(here):  # rows of all types are kept for other searches
+        here, column, bound, cost, keep = (x[keep] for x in (here, column, bound, cost, keep))
+    reach = np.where(keep & (cost + bound < best), cost, np.inf)
+    parent, closed = np.full(len(here), s), ~keep
     way = dict[int, int]()  # to each type of a path the one before
     expansions = 1
     while True:

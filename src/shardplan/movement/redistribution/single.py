@@ -18,7 +18,7 @@ from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement, placements
-from shardplan.hardware.prices.cost import Fabric, linear_cost
+from shardplan.hardware.prices.cost import Fabric, affine
 from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
@@ -31,6 +31,7 @@ from shardplan.plans.pricing import Where, fabric_of
 
 # A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
 MOST_PLACEMENTS = 64
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # in the order of `Rates`
 
 
 def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
@@ -184,17 +185,24 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:
-    """Seconds and seconds per byte of every kind of collective over every set of runs."""
-    mesh = p.source.mesh
+    """Seconds and seconds per byte received of every kind of collective over every set of runs."""
     out = Rates(*np.zeros((len(Rates._fields), 2, 1 << len(p.runs))))
     held = float(p.source.elements().max()) * p.source.itemsize
-    for mask in range(1, 1 << len(p.runs)):
-        members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
-        for table, kind in zip(out, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True):
-            table[:, mask] = linear_cost(kind, members, fabric, held)
+    for mask, members in enumerate(_groups(p), start=1):
         q = members.shape[1]
-        out.messages[1, mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its q-th
+        share = 1 - 1 / q  # of what a member of an all-to-all holds it receives all but its q-th
+        received = q - 1, share, 2 * share, share
+        for table, lines, each in zip(out, affine(_COLLECTIVES, members, fabric), received, strict=True):
+            start, slope = min(lines, key=lambda line: line[0] + line[1] * held)
+            table[:, mask] = start, slope / each
     return out
+
+
+@lru_cache(maxsize=8)  # asked for again on every placement
+def _groups(p: Problem) -> list[np.ndarray]:
+    """The device ids of the groups over every set of runs but none, [groups, members]."""
+    mesh = p.source.mesh
+    return [mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))] for mask in range(1, 1 << len(p.runs))]
 
 
 def _infeasible(s: TensorType, t: TensorType, portable: bool) -> Infeasible:

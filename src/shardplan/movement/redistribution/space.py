@@ -43,7 +43,7 @@ class Edges:
     bytes: np.ndarray  # received on the worst device, fraction of the array; inf without an op
     paid: np.ndarray  # what is charged: more where a sender has more to do; inf where the op is not portable and must be
     rounds: np.ndarray
-    group: np.ndarray  # mask of the runs of the op's groups: those in which all holders of what is wanted send
+    group: np.ndarray  # mask of the runs of the op's groups; of messages those in which all holders of what is wanted send
     kind: np.ndarray  # the kinds above
 
 
@@ -261,7 +261,7 @@ class Space:
         Bytes, per shard held before and for groups of q: AllReduce 2 (q - 1) / q, ReduceScatter (q - 1) / q, Reduce and
         Broadcast 1.
         """
-        nbytes, paid, rounds, kind = found.bytes, found.paid, found.rounds, found.kind
+        nbytes, paid, rounds, kind, group = found.bytes, found.paid, found.rounds, found.kind, found.group
         equal = relation.extends & relation.shrinks
 
         def put(here: np.ndarray, cost: np.ndarray | float, turns: np.ndarray | float, what: int) -> None:
@@ -292,7 +292,8 @@ class Space:
         suffix = relation.shrinks & (left == new) & ((left & (left - 1)) == 0)
         put((gone == 0) & (new > 0) & unrooted & (equal | suffix), 0.0, 0.0, LOCAL)
         put(summed & (freed == 0) & (rooted > 0) & equal, 0.0, 0.0, LOCAL)
-        return Edges(nbytes, paid, rounds, found.group, kind)
+        group = np.where((kind == SCATTER) | (kind == REDUCE_ALL), gone, group)
+        return Edges(nbytes, paid, rounds, group, kind)
 
 
 def doublings(q: np.ndarray) -> np.ndarray:
