@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -97,31 +97,37 @@ Accounted = tuple[Program, Account, bool]  # a program, its account, and whether
 
 
 def programs(found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> Iterator[Accounted]:
-    """Yield the programs of `found` that type, end in `target`, and respect the rules.
-
-    Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
-    """
+    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once."""
     blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
         near = tuple(op.nearest(blocks) for op in candidate.ops)
         for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
-            if ops in seen:
-                continue
-            seen.add(ops)
-            try:
-                program = chain(ops, source)
-            except (TypingError, LayoutError):
-                continue
-            if not same(program.output_types[0], target):
-                continue
-            if rules.even and not all(t.all_even for t in program.types.values()):
-                continue
-            if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
-                continue
-            books = account(program)
-            if books.peak_bytes <= rules.bound:  # between steps, whatever the limit is
-                yield program, books, candidate.exact
+            if ops not in seen:
+                seen.add(ops)
+                booked = _booked(ops, source, target, rules.bound, rules.portable, rules.even)
+                if booked is not None:
+                    yield *booked, candidate.exact
+
+
+@lru_cache(maxsize=64)  # asked for again on every placement
+def _booked(
+    ops: tuple[Op, ...], source: TensorType, target: TensorType, bound: int, portable: bool, even: bool
+) -> tuple[Program, Account] | None:
+    """Return the program of ops and its account, None where it does not type, end in `target` or respect the rules.
+
+    Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
+    """
+    try:
+        program = chain(ops, source)
+    except (TypingError, LayoutError):
+        return None
+    if not same(program.output_types[0], target) or (even and not all(t.all_even for t in program.types.values())):
+        return None
+    if portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
+        return None
+    books = account(program)
+    return (program, books) if books.peak_bytes <= bound else None  # between steps, whatever the limit is
 
 
 def cheapest(best: Chosen | None, found: Iterable[Accounted], rules: Rules) -> Chosen | None:

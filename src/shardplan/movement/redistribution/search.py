@@ -38,10 +38,6 @@ STEP = 1e-7
 _TIE = 0.2
 # Costs are sums of some ten terms of at most about 1: what differs by less than this is equal.
 _ROUNDING = 1e-15
-# The least rate is no lower bound on what a missing byte costs: a rate may be per byte held before, of which a gather
-# delivers several. A share of it is nearer to one, without proof: of 150 random problems on two clusters one search
-# ended dearer than without any heuristic, with the whole rate too. No path under rates is claimed to be exact.
-_RATE_SHARE = 0.25
 
 
 class Rates(NamedTuple):
@@ -96,7 +92,7 @@ class Objective:
         if self.rates is None:
             return self.byte
         positive = [rate[rate > 0].min() for _, rate in self.rates if np.any(rate > 0)]
-        return self.byte * float(min(positive, default=0.0)) * _RATE_SHARE
+        return self.byte * float(min(positive, default=0.0))
 
     @cached_property
     def least(self) -> float:
