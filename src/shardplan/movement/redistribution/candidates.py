@@ -95,7 +95,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         legal, _, extents = p.legal(request.bound)
         cheapest = [] if path is None or graph is not p.graph else [(first, path)]
         if not settled:
-            variants = _variants(p, request.bound, request.portable)
+            variants = _variants(p, request.bound, request.portable, request.narrow)
             for objective, found in variants[1:] if whole and not timed else variants:
                 yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
                 cheapest += [(objective, found)] if objective == base and graph is p.graph else []
@@ -120,12 +120,16 @@ def _budget(graph: Graph) -> int:
 
 
 @lru_cache(maxsize=8)  # asked for again on every placement
-def _variants(p: Problem, bound: int, portable: bool) -> list[tuple[Objective, Path]]:
-    """The paths that are best by bytes and rounds, by bytes alone, and in few rounds."""
+def _variants(p: Problem, bound: int, portable: bool, narrow: bool) -> list[tuple[Objective, Path]]:
+    """The paths that are best by bytes and rounds, by bytes alone, and in few rounds.
+
+    For limits also that without messages, of which groups stage less.
+    """
     graph, allowed, _, _ = priced(p, bound)
     base = _base(p, bound, portable)
     found, budget = list[tuple[Objective, Path]](), min(_budget(graph), _EXPANSIONS_VARIANT)
-    for objective in (base, replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)):
+    grouped = [replace(base, direct=False)] if narrow else []
+    for objective in (base, replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND), *grouped):
         states = p.legal(bound)[0] if graph is p.graph else allowed
         path = shortest(graph, p.node(p.source), p.node(p.target), objective, states, budget=budget)
         found += [] if path is None else [(objective, path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -93,11 +94,27 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
 
 
-Accounted = tuple[Program, Account, bool]  # a program, its account, and whether it is exact
+def least_price(program: Program, rules: Rules) -> float:
+    """Return what a program costs at the least: what every step's worst device receives, and its rounds.
+
+    A reduction may be received reduced, in the network or on its way: under a topology only its start counts.
+    """
+    total, least = 0.0, 0.0 if rules.fabric is None else rules.fabric.first_hop()
+    rate = 1.0 if rules.fabric is None else 1 / float(rules.fabric.capacity(len(rules.fabric.wires) - 1).max())
+    for step in program.steps:
+        (t,), (u,) = program.step_types(step)
+        received = int(step.op.received(t).max(initial=0))
+        if rules.fabric is None:
+            total += received + ROUND_CHARGE * rules.bound * step.op.rounds(t) * step.op.chunks
+        elif received:
+            total += least + (received * rate if t.layout.partial == u.layout.partial else 0.0)
+    return total
 
 
-def programs(found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> Iterator[Accounted]:
-    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once."""
+def programs(
+    found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules
+) -> Iterator[tuple[Program, bool]]:
+    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once; and if it is exact."""
     blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
@@ -105,16 +122,16 @@ def programs(found: Iterable[Candidate], source: TensorType, target: TensorType,
         for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
             if ops not in seen:
                 seen.add(ops)
-                booked = _booked(ops, source, target, rules.bound, rules.portable, rules.even)
-                if booked is not None:
-                    yield *booked, candidate.exact
+                program = _typed(ops, source, target, rules.portable, rules.even)
+                if program is not None:
+                    yield program, candidate.exact
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
-def _booked(
-    ops: tuple[Op, ...], source: TensorType, target: TensorType, bound: int, portable: bool, even: bool
-) -> tuple[Program, Account] | None:
-    """Return the program of ops and its account, None where it does not type, end in `target` or respect the rules.
+def _typed(
+    ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool
+) -> Program | None:
+    """Return the program of ops, None where it does not type, end in `target` or respect the rules.
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
     """
@@ -126,17 +143,38 @@ def _booked(
         return None
     if portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
         return None
-    books = account(program)
-    return (program, books) if books.peak_bytes <= bound else None  # between steps, whatever the limit is
+    return program
 
 
-def cheapest(best: Chosen | None, found: Iterable[Accounted], rules: Rules) -> Chosen | None:
-    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first."""
-    for program, books, exact in found:
-        new = Chosen(program, books, exact, price(program, books, rules))
-        tie = best is not None and abs(new.price - best.price) <= TIE * best.price
-        if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
-            best = new
+@lru_cache(maxsize=64)
+def booked(program: Program) -> Account:
+    """Return the account of a program; remembered."""
+    return account(program)
+
+
+def cheapest(
+    best: Chosen | None, found: Iterable[tuple[Program, bool]], rules: Rules, below: float = math.inf
+) -> Chosen | None:
+    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first.
+
+    What cannot cost less than `below`, or than the best, is not counted. Between steps live shards keep the bound,
+    whatever the limit is.
+    """
+    for program, exact in found:
+        most = min(below, math.inf if best is None else best.price)
+        if most < math.inf and least_price(program, rules) > most * (1 + TIE):
+            continue
+        books = booked(program)
+        if books.peak_bytes <= rules.bound:
+            best = cheaper(best, Chosen(program, books, exact, price(program, books, rules)))
+    return best
+
+
+def cheaper(best: Chosen | None, new: Chosen) -> Chosen:
+    """Return the cheaper of two; of equal prices the simpler, then the first."""
+    tie = best is not None and abs(new.price - best.price) <= TIE * best.price
+    if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
+        return new
     return best
 
 

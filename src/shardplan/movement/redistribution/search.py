@@ -57,6 +57,7 @@ class Objective:
     turn: float
     step: float  # of every step, so that of equal paths the shortest is found
     portable: bool = False
+    direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
     def price(self, e: Edges) -> np.ndarray:
@@ -68,7 +69,8 @@ class Objective:
             fixed, rate = self.tables.reshape(2, -1).take(key, axis=1)
             cost = fixed + rate * (e.paid * self.byte)
         # A local op counts half: of paths that cost the same the one with fewer transfers is taken.
-        return cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
+        cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
+        return cost if self.direct else np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
 
     def floor(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return what paths between the ends of edges cost at the least.

@@ -22,7 +22,17 @@ from shardplan.hardware.prices.cost import Fabric, affine
 from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
-from shardplan.movement.redistribution.choice import Chosen, Rules, cheapest, keeping, programs, too_little
+from shardplan.movement.redistribution.choice import (
+    Chosen,
+    Rules,
+    booked,
+    cheaper,
+    cheapest,
+    keeping,
+    price,
+    programs,
+    too_little,
+)
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
@@ -74,7 +84,7 @@ def best_program(
     best: tuple[Chosen, Where | None] | None = None
     if limit is None:
         for rules, one in _rules(s, t, where, portable, even):
-            new = choose(s, t, rules)
+            new = choose(s, t, rules, math.inf if best is None else best[0].price)
             if new is not None and (best is None or new.price < best[0].price):
                 best = new, one
         if best is None:
@@ -89,9 +99,11 @@ def best_program(
     if most is None:
         raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
     fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
-    cut = [(program, account(program), False) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
+    cut = [(program, account(program)) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
     for rules, one in _rules(s, t, where, portable, even):
-        found = cheapest(None, cut, rules)
+        found: Chosen | None = None
+        for program, books in cut:
+            found = cheaper(found, Chosen(program, books, False, price(program, books, rules)))
         if found is not None and (best is None or found.price < best[0].price):
             best = found, one
     assert best is not None
@@ -115,26 +127,29 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
     rules = next(rules for rules, place in _rules(s, t, where, portable, even) if place == one)
     rules = replace(rules, narrow=True, keep=keep)
     found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
-    every = [(free.program, free.books), *(way[:2] for way in programs(found, s, t, rules))]
     ways: list[Cuts] = []
-    for program, books in every:
-        if keep:
-            program = keeping(program, ("0",))
-            books = account(program)
-        ways.append(Cuts.of(program, books))
+    for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules)):
+        books = booked(program)
+        if books.peak_bytes <= rules.bound:
+            kept = keeping(program, ("0",)) if keep else program
+            ways.append(Cuts.of(kept, account(kept) if keep else books))
     few, many = ((most, min(x.workspace(x.chunks(0, most)) for x in ways)) for most in (MANY_CHUNKS, math.inf))
     return _Narrow(tuple(ways), (few, many))
 
 
-def choose(s: TensorType, t: TensorType, rules: Rules) -> Chosen | None:
-    """Return the cheapest of all candidates under the rules."""
-    best = cheapest(None, programs(_reductions(s, t, rules), s, t, rules), rules)
+def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) -> Chosen | None:
+    """Return the cheapest of all candidates under the rules, or None where none can be cheaper than `below`."""
+
+    def among(best: Chosen | None, found: Iterator[Candidate]) -> Chosen | None:
+        return cheapest(best, programs(found, s, t, rules), rules, below)
+
+    best = among(None, _reductions(s, t, rules))
     if best is None or not settled(s):
-        best = cheapest(best, programs(_ways(s, t, rules), s, t, rules), rules)
+        best = among(best, _ways(s, t, rules))
         if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
             # Of uneven types the search is no proof, and under other rules it finds other ways.
-            best = cheapest(best, programs(_ways(s, t, replace(rules, portable=True)), s, t, rules), rules)
-    return cheapest(best, programs(offered(s, t, rules, best), s, t, rules), rules)
+            best = among(best, _ways(s, t, replace(rules, portable=True)))
+    return among(best, offered(s, t, rules, best))
 
 
 def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
