@@ -144,6 +144,7 @@ class Needs:
     kept: int | None  # the type that lives to the end
     arriving: float  # how much of what a step receives is staged, in bytes for a fraction of the array
     known: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    rows: dict[tuple[int, bool], np.ndarray] = field(default_factory=dict[tuple[int, bool], np.ndarray])  # of all types
 
     def between(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return what the steps of edges need, from one type to all or to one of all; inf where there is none.
@@ -161,7 +162,7 @@ class Needs:
         need = local[a] + local[b] + staged + e.bytes * _TIE
         if self.kept is not None:
             need = need + np.where(a == self.kept, 0.0, local[self.kept])
-        return corrected(need, self.known, a, b)
+        return need
 
     def along(self, graph: Graph, path: Path) -> list[float]:
         """Return what every step of a path needs."""
@@ -170,11 +171,12 @@ class Needs:
 
 
 def corrected(
-    found: np.ndarray, known: Mapping[tuple[int, int], float], sources: np.ndarray, targets: np.ndarray
+    found: np.ndarray, known: Mapping[tuple[int, int], float], end: int, others: np.ndarray, out: bool
 ) -> np.ndarray:
-    """Put what is known exactly of some pairs of types in its place among what was found of all."""
-    for (x, y), exact in known.items():
-        found[(sources == x) & (targets == y)] = exact
+    """Put what is known exactly of some pairs of types in its place among what was found of one and others."""
+    for pair, exact in known.items():
+        if pair[0 if out else 1] == end:
+            found[others == pair[1 if out else 0]] = exact
     return found
 
 
@@ -206,7 +208,7 @@ def shortest(
         """The costs from or to a type, and what gives the least cost of any path."""
         e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
         ends = (np.array(end), here) if out else (here, np.array(end))
-        cost = corrected(objective.price(e), known, *ends)
+        cost = corrected(objective.price(e), known, end, here, out)
         if within is not None:
             cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
         return cost, lambda: objective.floor(e, graph, *ends)
@@ -264,9 +266,11 @@ def narrowest(
     everyone = np.arange(len(graph.types))
 
     def need(end: int, out: bool) -> np.ndarray:
-        e, a, b = graph.edges(end, out=out, portable=portable), *(np.array(end), everyone)[:: 1 if out else -1]
-        legal = np.isfinite(e.paid) & allowed[a] & allowed[b] & (a != b)
-        return np.where(legal, needs.between(e, a, b), np.inf)
+        if (end, out) not in needs.rows:
+            e, a, b = graph.edges(end, out=out, portable=portable), *(np.array(end), everyone)[:: 1 if out else -1]
+            legal = np.isfinite(e.paid) & allowed[a] & allowed[b] & (a != b)
+            needs.rows[end, out] = np.where(legal, needs.between(e, a, b), np.inf)
+        return corrected(needs.rows[end, out].copy(), needs.known, end, everyone, out)
 
     column, first = need(t, out=False), need(s, out=True)
     floor = max(column.min(), first.min())
