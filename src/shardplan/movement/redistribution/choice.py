@@ -114,7 +114,7 @@ def least_price(program: Program, rules: Rules) -> float:
 def programs(
     found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules
 ) -> Iterator[tuple[Program, bool]]:
-    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once; and if it is exact."""
+    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once; and if exact."""
     blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
@@ -128,9 +128,7 @@ def programs(
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
-def _typed(
-    ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool
-) -> Program | None:
+def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
     """Return the program of ops, None where it does not type, end in `target` or respect the rules.
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.

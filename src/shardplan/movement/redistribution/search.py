@@ -76,13 +76,12 @@ class Objective:
         """Return what paths between the ends of edges cost at the least.
 
         What is lacking must come, and in rounds enough to hear of all tiles that it lies in: in one round a device
-        learns what one other knows. Where partial or root parts differ it may make its box of what it holds, so nothing
-        is claimed; but a partial source gives no element its value, so of it the whole box is lacking.
+        learns what one other knows. Where the root parts differ, or addends are left, a device may make its box of what
+        it holds, so nothing is claimed; but a partial source gives no element its value: then the whole box is lacking.
         """
-        rooted = graph.root[sources] == graph.root[targets]
-        same = rooted & (graph.partial[sources] == graph.partial[targets]) & np.isfinite(e.bytes)
-        reduced = rooted & (graph.partial[sources] > 0) & (graph.partial[targets] == 0) & ~same
-        lacking = np.where(same, e.bytes, np.where(reduced, graph.size[targets], 0.0))
+        claimed = (graph.root[sources] == graph.root[targets]) & (graph.partial[targets] == 0)
+        same = claimed & (graph.partial[sources] == 0) & np.isfinite(e.bytes)
+        lacking = np.where(same, e.bytes, np.where(claimed & ~same, graph.size[targets], 0.0))
         rounds = np.where(e.kind == GATHER, e.rounds, doublings(e.rounds + 1))
         some = lacking > 0
         steps = (some + 1) * (0.5 * self.step) + some * self.least
