@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracle
@@ -258,8 +258,13 @@ def test_no_path_is_cheaper_than_its_floor(sizes: dict[str, int], ndim: int, all
         assert ((floor <= best[a] * (1 + 1e-9)) | (every == a)).all()
 
 
+EIGHT = sp.Mesh(a=8)
+SUM = sp.TensorType("f32", (2**28,), (None,), EIGHT, partial={"a": "sum"}), sp.TensorType("f32", (2**28,), (), EIGHT)
+
+
 @settings(max_examples=100, deadline=None)
 @given(some.pairs(("even", "uneven", "partial", "rooted"), most=16), st.sampled_from((None, "nominal", "dgx-h100")))
+@example(SUM, "dgx-h100")  # its switches reduce
 def test_what_is_not_counted_is_not_cheaper(pair: tuple[sp.TensorType, sp.TensorType], name: str | None) -> None:
     s, t = pair
     sizes = {"devices": 64} if name == "nominal" else {"nodes": 8}
