@@ -105,11 +105,11 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
     p = make_problem(whole, cut)
     assert p is not None
     for portable in (False, True):
-        graph, allowed, _, _ = priced(p, whole.nbytes, portable)
+        graph, allowed, _, _ = priced(p, whole.nbytes)
         assert isinstance(graph, Tiled)
         types = {int(k): p.type(int(k)) for k in allowed.nonzero()[0]}
         for a, b in itertools.permutations(types, 2):
-            row, column = graph.row(a), graph.column(b)
+            row, column = (graph.edges(k, out=k == a, portable=portable) for k in (a, b))
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             t, received, rounds = types[a], 0, 0
             for op in edge(p, a, b, portable, graph):

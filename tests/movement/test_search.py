@@ -8,17 +8,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import oracle
 import shardplan as sp
+import strategies as some
 from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
+from shardplan.core.accounting import bound_bytes
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Op, Slice
+from shardplan.movement.redistribution import choice
 from shardplan.movement.redistribution.candidates import is_portable
+from shardplan.movement.redistribution.choice import Rules
 from shardplan.movement.redistribution.closed_form import closed_form, counts
 from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
-from shardplan.movement.redistribution.search import STEP, Needs, Objective, narrowest, shortest
+from shardplan.movement.redistribution.search import STEP, Needs, Objective, Rates, narrowest, shortest
+from shardplan.movement.redistribution.single import choose
 from shardplan.movement.redistribution.space import LOCAL, MOVE
+from shardplan.plans.pricing import fabric_of
 
 NONE: Marks = (frozenset(), frozenset())
 
@@ -161,9 +169,9 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
     for a, t in enumerate(types):
         assert p.node(t) == a
         assert graph.size[a] == t.local_bytes() / t.nbytes
-        row = graph.row(a)
+        row, small_row = graph.edges(a, out=True), graph.edges(a, out=True, portable=True)
         for b, u in enumerate(types):
-            column = graph.column(b)
+            column = graph.edges(b, out=False)
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             if a == b or not math.isfinite(row.bytes[b]):
                 continue
@@ -177,16 +185,16 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
             assert found == u, where
             assert received == pytest.approx(row.bytes[b] * t.nbytes, abs=1e-6), where
             small = edge(p, a, b, portable=True)
-            assert all(is_portable(op, t) for op in small) == math.isfinite(row.portable[b]), where
+            assert all(is_portable(op, t) for op in small) == math.isfinite(small_row.paid[b]), where
             assert row.kind[b] != LOCAL or received == rounds == 0, where
             if row.kind[b] == MOVE and not divides(t, u):
                 assert rounds <= row.rounds[b] <= rounds + 1, where
                 continue  # receivers of a tile want more of it or less, so that one of its holders may send more
             assert rounds == row.rounds[b], where
             assert moved == received, where
-            if math.isfinite(row.portable[b]):
+            if math.isfinite(small_row.paid[b]):
                 least = sum(oracle.moved(op, x) for op, x in zip(small, along(small, t), strict=True))
-                most = row.portable[b] * t.nbytes
+                most = small_row.paid[b] * t.nbytes
                 assert least == pytest.approx(most, abs=1e-6) if one_prime(sizes) else least >= most - 1e-6, where
 
 
@@ -212,8 +220,8 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
     graph = whole_axes(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
     every = np.arange(len(graph.types))
     objective = Objective(byte=1.0, turn=0.002, step=STEP)
-    edges = [graph.row(a) for a in every]
-    best = cheapest(np.array([objective.price(e, graph, np.array(a), every) for a, e in enumerate(edges)]))
+    edges = [graph.edges(a, out=True) for a in every]
+    best = cheapest(np.array([objective.price(e) for e in edges]))
     legal = np.array([np.isfinite(e.bytes) for e in edges])
     both = graph.size[:, None] + graph.size[None, :]
     rng = random.Random(0)
@@ -232,6 +240,43 @@ def test_the_search_finds_the_cheapest_path_and_the_narrowest(sizes: dict[str, i
         assert narrow.cost == pytest.approx(width * 2**20, abs=1)
         # No path is left among the steps that are narrower.
         assert cheapest(np.where(legal & (both < width * (1 - 1e-9)), 1.0, np.inf))[s, t] == math.inf
+
+
+@pytest.mark.parametrize(("sizes", "ndim", "allowed"), [*GRAPHS[:7], *GRAPHS[9:]], ids=label)
+@pytest.mark.parametrize("kind", ["bytes", "portable", "rates"])
+def test_no_path_is_cheaper_than_its_floor(sizes: dict[str, int], ndim: int, allowed: Marks, kind: str) -> None:
+    graph = whole_axes(sp.Mesh(sizes), ndim, 2 * math.prod(sizes.values()), allowed).graph
+    every, portable = np.arange(len(graph.types)), kind == "portable"
+    rates = (
+        Rates(*np.random.default_rng(0).uniform(0.1, 2.0, (4, 2, len(graph.group_size)))) if kind == "rates" else None
+    )
+    objective = Objective(byte=1.0, turn=0.0 if rates else 0.002, step=STEP, portable=portable, rates=rates)
+    edges = [graph.edges(a, out=True, portable=portable) for a in every]
+    best = cheapest(np.array([objective.price(e) for e in edges]))
+    for a, e in enumerate(edges):
+        floor = objective.floor(e, graph, np.array(a), every)
+        assert ((floor <= best[a] * (1 + 1e-9)) | (every == a)).all()
+
+
+EIGHT = sp.Mesh(a=8)
+SUM = sp.TensorType("f32", (2**28,), (None,), EIGHT, partial={"a": "sum"}), sp.TensorType("f32", (2**28,), (), EIGHT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(some.pairs(("even", "uneven", "partial", "rooted"), most=16), st.sampled_from((None, "nominal", "dgx-h100")))
+@example(SUM, "dgx-h100")  # its switches reduce
+def test_what_is_not_counted_is_not_cheaper(pair: tuple[sp.TensorType, sp.TensorType], name: str | None) -> None:
+    s, t = pair
+    sizes = {"devices": 64} if name == "nominal" else {"nodes": 8}
+    fabric = None if name is None else fabric_of(sp.Topology.load(name, **sizes), (s.mesh,))
+    rules = Rules(bound_bytes((s,), (t,)), fabric=fabric)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "least_price", lambda program, rules: 0.0)  # pyright: ignore
+        every = choose(s, t, rules)
+    some_counted = choose(s, t, rules)
+    assert every is not None and some_counted is not None
+    assert some_counted.program == every.program
+    assert choice.least_price(every.program, rules) <= every.price * (1 + 1e-9)
 
 
 def divides(t: sp.TensorType, u: sp.TensorType) -> bool:

@@ -43,8 +43,9 @@ def nominal_windows(program: Program, books: Account) -> list[Window]:
     return windows(step_patterns(program), nominal_steps(program, books))
 
 
-@lru_cache(maxsize=2)  # asked for with and without latencies, and with the price of the planner
-def _patterns(program: Program) -> tuple[StepPattern, ...]:
+@lru_cache(maxsize=8)  # asked for with and without latencies, and with the price of the planner on every placement
+def patterns(program: Program) -> tuple[StepPattern, ...]:
+    """Return `step_patterns` of a program; remembered."""
     return step_patterns(program)
 
 
@@ -53,7 +54,7 @@ def longest_path(program: Program, lengths: Sequence[float]) -> float:
     if all(not set(before.results).isdisjoint(step.operands) for before, step in pairwise(program.steps)):
         # Each waits for the one before, whoever takes part: messages of 65,536 devices need not be listed.
         return sum(lengths, 0.0)
-    return longest(_patterns(program), lengths)
+    return longest(patterns(program), lengths)
 
 
 def nominal_seconds(program: Program, books: Account) -> float:

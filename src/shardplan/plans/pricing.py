@@ -20,6 +20,7 @@ from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import Bound, boxes_on, most_over, moves_bound
+from shardplan.plans.nominal import patterns
 from shardplan.plans.reduction_bound import reduction_bound
 
 Where = Topology | Placement
@@ -72,7 +73,7 @@ class Priced(NamedTuple):
 
 def priced(program: Program, fabric: Fabric, algorithm: str = "auto") -> Priced:
     """Return what a program costs: the longest path through its steps."""
-    steps = step_patterns(program)
+    steps = patterns(program)
     found = prices(steps, fabric, algorithm)
     loads = [p.load for p in found]
     seconds = longest(steps, [p.seconds for p in found], loads)

@@ -139,17 +139,21 @@ def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tupl
     Returns:
         Seconds at 0 bytes, and seconds per byte that a member holds before the op.
     """
+    return min(affine((kind,), members, fabric)[0], key=lambda line: line[0] + line[1] * nbytes)
+
+
+def affine(kinds: tuple[str, ...], members: Ints, fabric: Fabric) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return `offers` of several collectives over the same groups of device ids; remembered."""
     ids = np.ascontiguousarray(fabric.topology_ids(members))
-    lines = _lines(kind, ids.tobytes(), ids.shape, fabric.topology, fabric.library, fabric.launch)
-    return min(lines, key=lambda line: line[0] + line[1] * nbytes)
+    return _affine(kinds, ids.tobytes(), ids.shape, fabric.topology, fabric.library, fabric.launch)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same groups again for every tensor and placement
-def _lines(
-    kind: str, ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
-) -> tuple[tuple[float, float], ...]:
-    members = np.frombuffer(ids, dtype=np.int64).reshape(shape)
-    return offers(kind, members, Fabric(topology, launch=launch).under(library))
+def _affine(
+    kinds: tuple[str, ...], ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    members, fabric = np.frombuffer(ids, dtype=np.int64).reshape(shape), Fabric(topology, launch=launch).under(library)
+    return tuple(offers(kind, members, fabric) for kind in kinds)
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:

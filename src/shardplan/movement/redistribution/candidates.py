@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
@@ -20,7 +21,7 @@ from shardplan.movement.redistribution.emit import direct, edge, ops_of_path
 from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
-from shardplan.movement.redistribution.search import STEP, Objective, Rates, shortest
+from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest
 from shardplan.movement.redistribution.tiled import Graph, priced
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
@@ -68,11 +69,10 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        graph, allowed, whole, countable = priced(p, request.bound, request.portable)
+        graph, allowed, whole, countable = priced(p, request.bound)
         a, b = p.node(s), p.node(t)
-        share = request.bound / p.nbytes  # what the bound is of the graph's array: the unit of costs
-        base = Objective(byte=1.0 / share, turn=ROUND_CHARGE, step=STEP, portable=request.portable)
-        budget = _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
+        base = _base(p, request.bound, request.portable)
+        budget = _budget(graph)
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
         path, settled = None, False
@@ -95,13 +95,10 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
         legal, _, extents = p.legal(request.bound)
         cheapest = [] if path is None or graph is not p.graph else [(first, path)]
         if not settled:
-            others = [replace(base, direct=False), replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND)]
-            for objective in others if whole and not timed else [base, *others]:
-                states = legal if graph is p.graph else allowed
-                found = shortest(graph, a, b, objective, states, budget=min(budget, _EXPANSIONS_VARIANT))
-                if found is not None:
-                    yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
-                    cheapest += [(base, found)] if objective == base and graph is p.graph else []
+            variants = _variants(p, request.bound, request.portable, request.narrow)
+            for objective, found in variants[1:] if whole and not timed else variants:
+                yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
+                cheapest += [(objective, found)] if objective == base and graph is p.graph else []
         if not timed:
             yield from map(Candidate, further(p, first, request.bound, path))
         if request.narrow and a != b:
@@ -111,6 +108,32 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
             ways = Narrowing(p, request.portable, legal, extents, request.keep, budget)
             yield from (Candidate(ops) for ops in ways.paths(cheapest))
     yield from plain(s, t, request.portable)
+
+
+def _base(p: Problem, bound: int, portable: bool) -> Objective:
+    """The price without a topology, in units of the bound."""
+    return Objective(byte=p.nbytes / bound, turn=ROUND_CHARGE, step=STEP, portable=portable)
+
+
+def _budget(graph: Graph) -> int:
+    return _EXPANSIONS if len(graph.types) <= _LARGE else _EXPANSIONS_LARGE
+
+
+@lru_cache(maxsize=8)  # asked for again on every placement
+def _variants(p: Problem, bound: int, portable: bool, narrow: bool) -> list[tuple[Objective, Path]]:
+    """The paths that are best by bytes and rounds, by bytes alone, and in few rounds.
+
+    For limits also that without messages, of which groups stage less.
+    """
+    graph, allowed, _, _ = priced(p, bound)
+    base = _base(p, bound, portable)
+    found, budget = list[tuple[Objective, Path]](), min(_budget(graph), _EXPANSIONS_VARIANT)
+    grouped = [replace(base, direct=False)] if narrow else []
+    for objective in (base, replace(base, turn=0.0), replace(base, turn=_DEAR_ROUND), *grouped):
+        states = p.legal(bound)[0] if graph is p.graph else allowed
+        path = shortest(graph, p.node(p.source), p.node(p.target), objective, states, budget=budget)
+        found += [] if path is None else [(objective, path)]
+    return found
 
 
 def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:
@@ -205,6 +228,7 @@ def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:
     return ops
 
 
+@lru_cache(maxsize=8)
 def make_problem(s: TensorType, t: TensorType) -> Problem | None:
     """Return the problem over units for two types on one mesh that carry at most one reduction."""
     kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,44 +94,85 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
 
 
-Accounted = tuple[Program, Account, bool]  # a program, its account, and whether it is exact
+def least_price(program: Program, rules: Rules) -> float:
+    """Return what a program costs at the least: what every step's worst device receives, and its rounds.
 
-
-def programs(found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules) -> Iterator[Accounted]:
-    """Yield the programs of `found` that type, end in `target`, and respect the rules.
-
-    Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
+    A reduction may be received reduced, in the network or on its way: under a topology only its start counts.
     """
+    total, least = 0.0, 0.0 if rules.fabric is None else rules.fabric.first_hop()
+    rate = 1.0 if rules.fabric is None else 1 / float(rules.fabric.capacity(len(rules.fabric.wires) - 1).max())
+    for step in program.steps:
+        (t,), (u,) = program.step_types(step)
+        received = int(step.op.received(t).max(initial=0))
+        if rules.fabric is None:
+            total += received + ROUND_CHARGE * rules.bound * step.op.rounds(t) * step.op.chunks
+        elif received:
+            total += least + (received * rate if t.layout.partial == u.layout.partial else 0.0)
+    return total
+
+
+def programs(
+    found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules
+) -> Iterator[tuple[Program, bool]]:
+    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once; and if exact."""
     blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
     seen: set[tuple[Op, ...]] = set()
     for candidate in found:
         near = tuple(op.nearest(blocks) for op in candidate.ops)
         for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
-            if ops in seen:
-                continue
-            seen.add(ops)
-            try:
-                program = chain(ops, source)
-            except (TypingError, LayoutError):
-                continue
-            if not same(program.output_types[0], target):
-                continue
-            if rules.even and not all(t.all_even for t in program.types.values()):
-                continue
-            if rules.portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
-                continue
-            books = account(program)
-            if books.peak_bytes <= rules.bound:  # between steps, whatever the limit is
-                yield program, books, candidate.exact
+            if ops not in seen:
+                seen.add(ops)
+                program = _typed(ops, source, target, rules.portable, rules.even)
+                if program is not None:
+                    yield program, candidate.exact
 
 
-def cheapest(best: Chosen | None, found: Iterable[Accounted], rules: Rules) -> Chosen | None:
-    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first."""
-    for program, books, exact in found:
-        new = Chosen(program, books, exact, price(program, books, rules))
-        tie = best is not None and abs(new.price - best.price) <= TIE * best.price
-        if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
-            best = new
+@lru_cache(maxsize=64)  # asked for again on every placement
+def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
+    """Return the program of ops, None where it does not type, end in `target` or respect the rules.
+
+    Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
+    """
+    try:
+        program = chain(ops, source)
+    except (TypingError, LayoutError):
+        return None
+    if not same(program.output_types[0], target) or (even and not all(t.all_even for t in program.types.values())):
+        return None
+    if portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
+        return None
+    return program
+
+
+@lru_cache(maxsize=64)
+def booked(program: Program) -> Account:
+    """Return the account of a program; remembered."""
+    return account(program)
+
+
+def cheapest(
+    best: Chosen | None, found: Iterable[tuple[Program, bool]], rules: Rules, below: float = math.inf
+) -> Chosen | None:
+    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first.
+
+    What cannot cost less than `below`, or than the best, is not counted. Between steps live shards keep the bound,
+    whatever the limit is.
+    """
+    for program, exact in found:
+        most = min(below, math.inf if best is None else best.price)
+        if most < math.inf and least_price(program, rules) > most * (1 + TIE):
+            continue
+        books = booked(program)
+        if books.peak_bytes <= rules.bound:
+            best = cheaper(best, Chosen(program, books, exact, price(program, books, rules)))
+    return best
+
+
+def cheaper(best: Chosen | None, new: Chosen) -> Chosen:
+    """Return the cheaper of two; of equal prices the simpler, then the first."""
+    tie = best is not None and abs(new.price - best.price) <= TIE * best.price
+    if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
+        return new
     return best
 
 

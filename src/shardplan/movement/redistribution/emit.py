@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import moved_atoms, sharing_atoms
 from shardplan.core.ops import (
@@ -49,13 +51,10 @@ def dims_and_axes(mesh: Mesh, runs: dict[int, tuple[int, ...]]) -> tuple[int | t
 
 
 def edge(p: Problem, a: int, b: int, portable: bool = False, priced: Graph | None = None) -> list[Op]:
-    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it.
-
-    See `Edges.covers` for `portable`.
-    """
+    """Return the ops of one edge of the state graph, from state `a` to state `b`, as `priced` or the graph has it."""
     graph, mesh = p.graph, p.source.mesh
-    e = (priced or graph).row(a)
-    kind = int(e.kind[b])
+    e = (priced or graph).edges(a, np.array([b]), out=True, portable=portable)
+    kind = int(e.kind[0])
     before, after = p.atoms(a), p.atoms(b)
     reduction = p.source.layout.reduction or p.target.layout.reduction or "sum"
     reduced = mesh.fold(p.atoms_of(int(graph.partial[a]) & ~int(graph.partial[b])))
@@ -79,7 +78,7 @@ def edge(p: Problem, a: int, b: int, portable: bool = False, priced: Graph | Non
     layout = p.type(b).layout
     if kind == RENAME:
         return [Permute(layout)]
-    return [Exchange(layout, group_axes(mesh, p.atoms_of(int((e.covers if portable else e.moved)[b]))))]
+    return [Exchange(layout, group_axes(mesh, p.atoms_of(int(e.group[0]))))]
 
 
 def group_axes(mesh: Mesh, atoms: tuple[int, ...]) -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
 
 from shardplan.core.op import Op
 from shardplan.core.ops import Send
@@ -52,16 +55,17 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
 
 
 def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget: int = _EXPANSIONS) -> Path | None:
-    graph, allowed, _, _ = priced(p, bound, objective.portable)
+    graph, allowed, _, _ = priced(p, bound)
     return shortest(graph, p.node(p.source), p.node(p.target), objective, allowed, budget=budget, below=least)
 
 
 def _ops(p: Problem, path: Path, bound: int, objective: Objective) -> tuple[Op, ...]:
-    return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound, objective.portable).graph))
+    return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound).graph))
 
 
 def _at_bound(p: Problem, path: Path, bound: int) -> bool:
     """Say whether a path delivers no byte twice."""
-    graph = priced(p, bound, True).graph
-    delivered = sum(graph.row(a).bytes[b] for a, b in zip(path.nodes, path.nodes[1:], strict=False))
-    return bool(delivered <= graph.row(path.nodes[0]).bytes[path.nodes[-1]] * (1 + 1e-9))
+    graph = priced(p, bound).graph
+    ends = [*pairwise(path.nodes), (path.nodes[0], path.nodes[-1])]
+    *steps, direct = (float(graph.edges(a, np.array([b]), out=True).bytes[0]) for a, b in ends)
+    return sum(steps) <= direct * (1 + 1e-9)

@@ -7,8 +7,10 @@ it brings). Pure functions on a graph; nothing here knows devices, dtypes or pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,12 +19,16 @@ import numpy as np
 from shardplan.movement.redistribution.space import (
     ALL_TO_ALL,
     GATHER,
+    KINDS,
     LOCAL,
     MOVE,
     REDUCE_ALL,
     RENAME,
+    ROOT,
     SCATTER,
+    SPREAD,
     Edges,
+    doublings,
 )
 from shardplan.movement.redistribution.tiled import Graph
 
@@ -32,17 +38,10 @@ STEP = 1e-7
 _TIE = 0.2
 # Costs are sums of some ten terms of at most about 1: what differs by less than this is equal.
 _ROUNDING = 1e-15
-# The least rate is no lower bound on what a missing byte costs: a rate may be per byte held before, of which a gather
-# delivers several. A share of it is nearer to one, without proof: of 150 random problems on two clusters one search
-# ended dearer than without any heuristic, with the whole rate too. No path under rates is claimed to be exact.
-_RATE_SHARE = 0.25
 
 
 class Rates(NamedTuple):
-    """Of kinds of collectives seconds, and seconds per byte, by the mask of the runs that groups vary over [2, masks].
-
-    Bytes are those held before the op; of messages those received.
-    """
+    """Of kinds of collectives seconds, and seconds per byte received, by the mask of the runs of groups [2, masks]."""
 
     gather: np.ndarray
     scatter: np.ndarray
@@ -50,7 +49,7 @@ class Rates(NamedTuple):
     messages: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Objective:
     """What a step costs: `byte` per fraction of the array, `turn` per round, or, where given, by rates."""
 
@@ -61,43 +60,64 @@ class Objective:
     direct: bool = True  # whether moves priced as messages (Exchange, Permute) are edges at all
     rates: Rates | None = None  # `byte` is then the bytes of the array
 
-    def price(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def price(self, e: Edges) -> np.ndarray:
         """Return the cost of every edge; inf where it is not allowed."""
         if self.rates is None:
-            cost = (e.portable if self.portable else e.bytes) * self.byte + e.rounds * self.turn
+            cost = e.paid * self.byte + e.rounds * self.turn
         else:
-            cost = self._timed(e, graph, sources, targets)
+            key = e.kind * self.tables.shape[2] + e.group
+            fixed, rate = self.tables.reshape(2, -1).take(key, axis=1)
+            cost = fixed + rate * (e.paid * self.byte)
         # A local op counts half: of paths that cost the same the one with fewer transfers is taken.
         cost = cost + np.where(e.kind == LOCAL, self.step * 0.5, self.step)
-        if self.portable:
-            cost = np.where(np.isfinite(e.portable), cost, np.inf)
-        if not self.direct:
-            cost = np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
-        return cost
+        return cost if self.direct else np.where((e.kind == MOVE) | (e.kind == RENAME), np.inf, cost)
 
-    def _timed(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Seconds of every edge: what a gather costs goes by the bytes held, what messages cost by those received."""
+    def floor(self, e: Edges, graph: Graph, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return what paths between the ends of edges cost at the least.
+
+        What is lacking must come, and in rounds enough to hear of all tiles that it lies in: in one round a device
+        learns what one other knows. Where the root parts differ, or addends are left, a device may make its box of what
+        it holds, so nothing is claimed; but a partial source gives no element its value: then the whole box is lacking.
+        """
+        claimed = (graph.root[sources] == graph.root[targets]) & (graph.partial[targets] == 0)
+        same = claimed & (graph.partial[sources] == 0) & np.isfinite(e.bytes)
+        lacking = np.where(same, e.bytes, np.where(claimed & ~same, graph.size[targets], 0.0))
+        rounds = np.where(e.kind == GATHER, e.rounds, doublings(e.rounds + 1))
+        some = lacking > 0
+        steps = (some + 1) * (0.5 * self.step) + some * self.least
+        return lacking * self.least_byte + np.where(same, rounds, some) * self.turn + steps
+
+    @cached_property
+    def least_byte(self) -> float:
+        """What all bytes of the array cost at the least."""
+        if self.rates is None:
+            return self.byte
+        positive = [rate[rate > 0].min() for _, rate in self.rates if np.any(rate > 0)]
+        return self.byte * float(min(positive, default=0.0))
+
+    @cached_property
+    def least(self) -> float:
+        """Seconds of any step at the least."""
+        return 0.0 if self.rates is None else float(min(table[0, 1:].min(initial=np.inf) for table in self.rates))
+
+    @cached_property
+    def tables(self) -> np.ndarray:
+        """By kind of edge and mask of runs: seconds, and seconds per byte [2, kinds, masks].
+
+        A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages. What
+        is local receives nothing, or, where there is no op, endlessly much.
+        """
         rates = self.rates
         assert rates is not None
-        gone = graph.used[sources] & ~graph.used[targets]
-        reduced = graph.partial[sources] & ~graph.partial[targets]
-        size = graph.size[sources]
-        held = np.where(np.isfinite(size), size, 0.0) * self.byte  # to types that are not priced no op leads
-        moved = np.where(np.isfinite(e.bytes), e.bytes, 0.0) * self.byte
-        cost = np.full(np.shape(e.bytes), np.inf)
-        for kind, (fixed, rate), mask, amount in (
-            (GATHER, rates.gather, gone, held),
-            (SCATTER, rates.scatter, reduced, held),
-            (REDUCE_ALL, rates.reduce_all, reduced, held),
-            (ALL_TO_ALL, rates.messages, e.moved, moved),
-            (MOVE, rates.messages, e.moved, moved),
-            (RENAME, rates.messages, e.moved, moved),
-        ):
-            cost = np.where(e.kind == kind, fixed[mask] + rate[mask] * amount, cost)
-        # A reduction to a root and its broadcast have no rate of their own: bytes at the dearest rate of messages.
-        known = np.isin(e.kind, (GATHER, SCATTER, REDUCE_ALL, ALL_TO_ALL, MOVE, RENAME))
-        cost = np.where(known, cost, moved * rates.messages[1].max())
-        return np.where(np.isfinite(e.bytes), np.where(e.kind == LOCAL, 0.0, cost), np.inf)
+        found = np.zeros((2, KINDS, rates.gather.shape[1]))
+        found[1] = 1.0
+        for kind, table in ((GATHER, rates.gather), (SCATTER, rates.scatter), (REDUCE_ALL, rates.reduce_all)):
+            found[:, kind] = table
+        for kind in (ALL_TO_ALL, MOVE, RENAME):
+            found[:, kind] = rates.messages
+        for kind in (ROOT, SPREAD):
+            found[:, kind] = [[rates.messages[0, 1:].min(initial=0.0)], [rates.messages[1].max()]]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +143,7 @@ class Needs:
     kept: int | None  # the type that lives to the end
     arriving: float  # how much of what a step receives is staged, in bytes for a fraction of the array
     known: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    rows: dict[tuple[int, bool], np.ndarray] = field(default_factory=dict[tuple[int, bool], np.ndarray])  # of all types
 
     def between(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return what the steps of edges need, from one type to all or to one of all; inf where there is none.
@@ -140,32 +161,22 @@ class Needs:
         need = local[a] + local[b] + staged + e.bytes * _TIE
         if self.kept is not None:
             need = need + np.where(a == self.kept, 0.0, local[self.kept])
-        for (x, y), exact in self.known.items():
-            if a.ndim == 0 and x == a:
-                need[y] = exact
-            elif b.ndim == 0 and y == b:
-                need[x] = exact
         return need
 
     def along(self, graph: Graph, path: Path) -> list[float]:
         """Return what every step of a path needs."""
-        everyone = np.arange(len(graph.types))
-        pairs = zip(path.nodes, path.nodes[1:], strict=False)
-        return [float(self.between(graph.row(a), np.array(a), everyone)[b]) for a, b in pairs]
+        pairs = [(a, np.array([b])) for a, b in pairwise(path.nodes)]
+        return [float(self.between(graph.edges(a, b, out=True), np.array(a), b)[0]) for a, b in pairs]
 
 
-def lacking(graph: Graph, t: int) -> np.ndarray:
-    """Return, for every type, the fraction of the array that the worst device still lacks of `t`: a lower bound.
-
-    Where the partial or root parts differ a device may make its box of what it holds, so nothing is claimed; but a
-    partial source gives no element its value, so of it the whole box is lacking.
-    """
-    e = graph.column(t)
-    same = (graph.partial == graph.partial[t]) & (graph.root == graph.root[t])
-    left = np.where(same & np.isfinite(e.bytes), e.bytes, 0.0)
-    to_reduce = (graph.partial & ~graph.partial[t]) > 0
-    no_partial = graph.partial[t] == 0
-    return np.where(to_reduce & no_partial & (graph.root == graph.root[t]), graph.size[t], left)
+def corrected(
+    found: np.ndarray, known: Mapping[tuple[int, int], float], end: int, others: np.ndarray, out: bool
+) -> np.ndarray:
+    """Put what is known exactly of some pairs of types in its place among what was found of one and others."""
+    for pair, exact in known.items():
+        if pair[0 if out else 1] == end:
+            found[others == pair[1 if out else 0]] = exact
+    return found
 
 
 def shortest(
@@ -186,65 +197,60 @@ def shortest(
     `budget` expansions the best path found so far is returned, marked inexact.
 
     Nearly every type has an edge to `t`, so each expansion completes the paths to its neighbours by those: `last` is
-    the type before `t` on the best path so far, and there is a path to return long before the search ends. The frontier
-    is the array `reach`, without a heap: one argmin over it costs less than the row of edges that is priced anyway.
+    the type before `t` on the best path so far, and there is a path to return long before the search ends. It goes on
+    among the types through which a cheaper path may lead, by what is lacking of them at `s` and behind them at `t`. The
+    frontier is an array, without a heap: one argmin costs less than the row of edges that is priced anyway.
     """
-    everyone = np.arange(len(graph.types))
-    rate = objective.byte if objective.rates is None else objective.byte * _least_rate(objective)
-    bound = lacking(graph, t) * rate
+    here = np.arange(len(graph.types))
 
-    def price(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        cost = objective.price(e, graph, a, b)
-        for (x, y), exact in known.items():
-            if a.ndim == 0 and x == a:
-                cost[y] = exact
-            elif b.ndim == 0 and y == b:
-                cost[x] = exact
-        return cost if within is None else np.where(within[0].between(e, a, b) <= within[1], cost, np.inf)
+    def priced(end: int, out: bool) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
+        """The costs from or to a type, and what gives the least cost of any path."""
+        e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
+        ends = (np.array(end), here) if out else (here, np.array(end))
+        cost = corrected(objective.price(e), known, end, here, out)
+        if within is not None:
+            cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
+        return cost, lambda: objective.floor(e, graph, *ends)
 
-    column = price(graph.column(t), everyone, np.array(t))
-    reach = np.full(len(graph.types), np.inf)
-    parent = np.full(len(graph.types), -1, dtype=np.int64)
-    closed = ~allowed
-    reach[s] = 0.0
-    best, last = below, -1
-    node, expansions = s, 0
+    column, behind = priced(t, out=False)
+    cost, before = priced(s, out=True)
+    best, last = (float(column[s]), s) if column[s] < below - _ROUNDING else (below, -1)
+    through = np.where(allowed, cost + column, np.inf)
+    k = int(np.argmin(through))
+    if through[k] < best - _ROUNDING:
+        best, last = float(through[k]), k
+    bound = behind()
+    keep = allowed & (before() + bound < best - _ROUNDING)
+    keep[[s, t]] = False
+    if 2 * keep.sum() < len(here):  # rows of all types are kept for other searches
+        here, column, bound, cost, keep = (x[keep] for x in (here, column, bound, cost, keep))
+    reach = np.where(keep & (cost + bound < best), cost, np.inf)
+    parent, closed = np.full(len(here), s), ~keep
+    way = dict[int, int]()  # to each type of a path the one before
+    expansions = 1
     while True:
-        if reach[node] + column[node] < best - _ROUNDING:
-            best, last = float(reach[node] + column[node]), node
-        closed[node] = True
-        cost = price(graph.row(node), np.array(node), everyone) + reach[node]
+        score = np.where(closed, np.inf, reach + bound)
+        at = int(np.argmin(score)) if len(here) else -1
+        exact = at < 0 or score[at] >= best - _ROUNDING
+        if exact or expansions >= budget:
+            break
+        expansions += 1
+        closed[at] = True
+        way[int(here[at])] = int(parent[at])
+        cost = priced(int(here[at]), out=True)[0] + reach[at]
         better = (cost < reach) & ~closed & (cost + bound < best)
-        reach[better] = cost[better]
-        parent[better] = node
+        reach[better], parent[better] = cost[better], here[at]
         through = np.where(better, cost + column, np.inf)
         k = int(np.argmin(through))
         if through[k] < best - _ROUNDING:
-            best, last = float(through[k]), k
-        expansions += 1
-        score = np.where(closed, np.inf, reach + bound)
-        node = int(np.argmin(score))
-        exact = score[node] >= best - _ROUNDING
-        if exact or expansions >= budget:
-            break
+            best, last = float(through[k]), int(here[k])
+            way[last] = int(parent[k])
     if last == -1:
         return None
-    return Path(_back(parent, s, last, t), best, bool(exact))
-
-
-def _back(parent: np.ndarray, s: int, last: int, t: int) -> tuple[int, ...]:
-    """The path that ends in `last` and `t`, by the type before each."""
     nodes = [t, last]
     while nodes[-1] != s:
-        nodes.append(int(parent[nodes[-1]]))
-    return tuple(reversed(nodes))
-
-
-def _least_rate(objective: Objective) -> float:
-    """Seconds that a byte takes at the least, as the heuristic takes it."""
-    assert objective.rates is not None
-    positive = [rate[rate > 0].min() for _, rate in objective.rates if np.any(rate > 0)]
-    return float(min(positive, default=0.0)) * _RATE_SHARE
+        nodes.append(way.get(nodes[-1], s))
+    return Path(tuple(reversed(nodes)), best, bool(exact))
 
 
 def narrowest(
@@ -258,12 +264,15 @@ def narrowest(
     """
     everyone = np.arange(len(graph.types))
 
-    def need(e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        legal = np.isfinite(e.portable if portable else e.bytes) & allowed[a] & allowed[b] & (a != b)
-        return np.where(legal, needs.between(e, a, b), np.inf)
+    def need(end: int, out: bool) -> np.ndarray:
+        if (end, out) not in needs.rows:
+            e, a, b = graph.edges(end, out=out, portable=portable), *(np.array(end), everyone)[:: 1 if out else -1]
+            legal = np.isfinite(e.paid) & allowed[a] & allowed[b] & (a != b)
+            needs.rows[end, out] = np.where(legal, needs.between(e, a, b), np.inf)
+        return corrected(needs.rows[end, out].copy(), needs.known, end, everyone, out)
 
-    column = need(graph.column(t), everyone, np.array(t))
-    floor = max(column.min(), need(graph.row(s), np.array(s), everyone).min())
+    column, first = need(t, out=False), need(s, out=True)
+    floor = max(column.min(), first.min())
     reach, closed = np.where(everyone == s, floor, np.inf), np.zeros(len(everyone), dtype=bool)
     parent = np.full(len(everyone), -1, dtype=np.int64)
     best, last, node, expansions = float(column[s]), s, s, 0
@@ -271,7 +280,7 @@ def narrowest(
     while max(floor, reach[node]) <= best - 1 and (expansions < budget or best == np.inf):
         closed[node] = True
         expansions += 1
-        out = np.maximum(need(graph.row(node), np.array(node), everyone), reach[node])
+        out = np.maximum(first if node == s else need(node, out=True), reach[node])
         better = (out < reach) & ~closed
         reach[better], parent[better] = out[better], node
         through = np.where(better, np.maximum(out, column), np.inf)
@@ -281,7 +290,10 @@ def narrowest(
         node = _first(np.where(closed, np.inf, reach), column)
         if closed[node]:
             break
-    return Path(_back(parent, s, last, t), best, expansions < budget) if np.isfinite(best) else None
+    nodes = [t, last]
+    while nodes[-1] != s:
+        nodes.append(int(parent[nodes[-1]]))
+    return Path(tuple(reversed(nodes)), best, expansions < budget) if np.isfinite(best) else None
 
 
 def _first(key: np.ndarray, tie: np.ndarray) -> int:

@@ -18,11 +18,21 @@ from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement, placements
-from shardplan.hardware.prices.cost import Fabric, linear_cost
+from shardplan.hardware.prices.cost import Fabric, affine
 from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
-from shardplan.movement.redistribution.choice import Chosen, Rules, cheapest, keeping, programs, too_little
+from shardplan.movement.redistribution.choice import (
+    Chosen,
+    Rules,
+    booked,
+    cheaper,
+    cheapest,
+    keeping,
+    price,
+    programs,
+    too_little,
+)
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
@@ -31,6 +41,7 @@ from shardplan.plans.pricing import Where, fabric_of
 
 # A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
 MOST_PLACEMENTS = 64
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # in the order of `Rates`
 
 
 def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
@@ -73,7 +84,7 @@ def best_program(
     best: tuple[Chosen, Where | None] | None = None
     if limit is None:
         for rules, one in _rules(s, t, where, portable, even):
-            new = choose(s, t, rules)
+            new = choose(s, t, rules, math.inf if best is None else best[0].price)
             if new is not None and (best is None or new.price < best[0].price):
                 best = new, one
         if best is None:
@@ -88,9 +99,11 @@ def best_program(
     if most is None:
         raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
     fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
-    cut = [(program, account(program), False) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
+    cut = [(program, account(program)) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
     for rules, one in _rules(s, t, where, portable, even):
-        found = cheapest(None, cut, rules)
+        found: Chosen | None = None
+        for program, books in cut:
+            found = cheaper(found, Chosen(program, books, False, price(program, books, rules)))
         if found is not None and (best is None or found.price < best[0].price):
             best = found, one
     assert best is not None
@@ -114,26 +127,29 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
     rules = next(rules for rules, place in _rules(s, t, where, portable, even) if place == one)
     rules = replace(rules, narrow=True, keep=keep)
     found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
-    every = [(free.program, free.books), *(way[:2] for way in programs(found, s, t, rules))]
     ways: list[Cuts] = []
-    for program, books in every:
-        if keep:
-            program = keeping(program, ("0",))
-            books = account(program)
-        ways.append(Cuts.of(program, books))
+    for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules)):
+        books = booked(program)
+        if books.peak_bytes <= rules.bound:
+            kept = keeping(program, ("0",)) if keep else program
+            ways.append(Cuts.of(kept, account(kept) if keep else books))
     few, many = ((most, min(x.workspace(x.chunks(0, most)) for x in ways)) for most in (MANY_CHUNKS, math.inf))
     return _Narrow(tuple(ways), (few, many))
 
 
-def choose(s: TensorType, t: TensorType, rules: Rules) -> Chosen | None:
-    """Return the cheapest of all candidates under the rules."""
-    best = cheapest(None, programs(_reductions(s, t, rules), s, t, rules), rules)
+def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) -> Chosen | None:
+    """Return the cheapest of all candidates under the rules, or None where none can be cheaper than `below`."""
+
+    def among(best: Chosen | None, found: Iterator[Candidate]) -> Chosen | None:
+        return cheapest(best, programs(found, s, t, rules), rules, below)
+
+    best = among(None, _reductions(s, t, rules))
     if best is None or not settled(s):
-        best = cheapest(best, programs(_ways(s, t, rules), s, t, rules), rules)
+        best = among(best, _ways(s, t, rules))
         if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
             # Of uneven types the search is no proof, and under other rules it finds other ways.
-            best = cheapest(best, programs(_ways(s, t, replace(rules, portable=True)), s, t, rules), rules)
-    return cheapest(best, programs(offered(s, t, rules, best), s, t, rules), rules)
+            best = among(best, _ways(s, t, replace(rules, portable=True)))
+    return among(best, offered(s, t, rules, best))
 
 
 def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
@@ -184,17 +200,24 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:
-    """Seconds and seconds per byte of every kind of collective over every set of runs."""
-    mesh = p.source.mesh
+    """Seconds and seconds per byte received of every kind of collective over every set of runs."""
     out = Rates(*np.zeros((len(Rates._fields), 2, 1 << len(p.runs))))
     held = float(p.source.elements().max()) * p.source.itemsize
-    for mask in range(1, 1 << len(p.runs)):
-        members = mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))]
-        for table, kind in zip(out, ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), strict=True):
-            table[:, mask] = linear_cost(kind, members, fabric, held)
+    for mask, members in enumerate(_groups(p), start=1):
         q = members.shape[1]
-        out.messages[1, mask] *= q / (q - 1)  # of what a member of an all-to-all holds it receives all but its q-th
+        share = 1 - 1 / q  # of what a member of an all-to-all holds it receives all but its q-th
+        received = q - 1, share, 2 * share, share
+        for table, lines, each in zip(out, affine(_COLLECTIVES, members, fabric), received, strict=True):
+            start, slope = min(lines, key=lambda line: line[0] + line[1] * held)
+            table[:, mask] = start, slope / each
     return out
+
+
+@lru_cache(maxsize=8)  # asked for again on every placement
+def _groups(p: Problem) -> list[np.ndarray]:
+    """The device ids of the groups over every set of runs but none, [groups, members]."""
+    mesh = p.source.mesh
+    return [mesh.ids[mesh.group_places(mesh.fold(p.atoms_of(mask)))] for mask in range(1, 1 << len(p.runs))]
 
 
 def _infeasible(s: TensorType, t: TensorType, portable: bool) -> Infeasible:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.space import KEPT_ENTRIES, MOVE, RENAME, Edges, Space
+from shardplan.movement.redistribution.space import MOVE, RENAME, Edges, Space
 
 # Boxes of a graph, types times devices: some 50 ns each to price a row of edges.
 MOST_BOXES = 100_000
@@ -58,7 +58,7 @@ class _Dim:
             out = out * self.sizes[r] + self.digits[r]
         return out
 
-    def meeting(self, x: int, y: slice) -> _Meeting:
+    def meeting(self, x: int, y: int | slice) -> _Meeting:
         """Hold the boxes under lists `y` against the tiles of list `x`."""
         bounds, full, own, new = self.bounds[x], self.full[x], self.boxes[x], self.boxes[y]
         first = np.minimum(np.searchsorted(bounds[:, 1], new[..., 0], side="right"), len(bounds) - 1)
@@ -76,16 +76,11 @@ class _Dim:
 class Tiled:
     """A `Space` without partial or root runs, priced for one array of `shape`, over the types `allowed`."""
 
-    def __init__(
-        self, graph: Space, shape: Sequence[int], digits: np.ndarray, allowed: np.ndarray, portable: bool
-    ) -> None:
-        """Cut every dim by every list that an allowed type has there; `digits` are the devices' [runs, devices].
-
-        `portable` leaves out exchanges over more than half of the devices where another op does.
-        """
+    def __init__(self, graph: Space, shape: Sequence[int], digits: np.ndarray, allowed: np.ndarray) -> None:
+        """Cut every dim by every list that an allowed type has there; `digits` are the devices' [runs, devices]."""
         self.space, self.types, self.lists = graph, graph.types, graph.lists
         self.partial, self.root, self.used = graph.partial, graph.root, graph.used
-        self._whole, self._portable = math.prod(shape), portable
+        self._whole = math.prod(shape)
         self._here = np.flatnonzero(allowed)
         self._at = np.zeros((len(shape), len(graph.types)), dtype=np.int64)
         self._dims: list[_Dim] = []
@@ -97,80 +92,71 @@ class Tiled:
             self._elements *= dim.size[at[self._here]]
         self.size = np.full(len(graph.types), np.inf)
         self.size[self._here] = self._elements.max(axis=1) / self._whole
-        self._rows: dict[int, Edges] = {}
-        self._columns: dict[int, Edges] = {}
+        self._kept: dict[tuple[int, bool, bool], Edges] = {}
 
-    def row(self, s: int) -> Edges:
-        """Return one op from `s` to every type; kept once asked for."""
-        if s not in self._rows:
-            found = [dim.meeting(int(at[s]), slice(None)) for dim, at in zip(self._dims, self._at, strict=True)]
-            return self._kept(self._rows, s, self._edges(np.array(s), self._here, found))
-        return self._rows[s]
+    def edges(self, end: int, others: np.ndarray | None = None, *, out: bool, portable: bool = False) -> Edges:
+        """Return the op from a type to each of some others (None: all), or, without `out`, to it from each.
 
-    def column(self, t: int) -> Edges:
-        """Return one op from every type to `t`; kept once asked for."""
-        if t not in self._columns:
-            found: list[_Meeting] = []
-            for dim, at in zip(self._dims, self._at, strict=True):
-                y = slice(int(at[t]), int(at[t]) + 1)
-                rows = [dim.meeting(x, y) for x in range(len(dim.lists))]
-                found.append(_Meeting(*(np.concatenate(part) for part in zip(*rows, strict=True))))
-            return self._kept(self._columns, t, self._edges(self._here, np.array(t), found))
-        return self._columns[t]
+        To types that are not priced no op leads. `portable` leaves out exchanges over more than half of the devices
+        where another op does.
+        """
+        key = end, out, portable
+        if key not in self._kept:
+            found = self._edges(end, out, portable)
+            full = Edges(*(np.zeros(len(self.types), dtype=getattr(found, x).dtype) for x in Edges.__slots__))
+            full.bytes[:] = full.paid[:] = np.inf
+            for name in Edges.__slots__:
+                getattr(full, name)[self._here] = getattr(found, name)
+            self._kept[key] = full
+        found = self._kept[key]
+        return found if others is None else Edges(*(getattr(found, name)[others] for name in Edges.__slots__))
 
-    def _kept(self, edges: dict[int, Edges], end: int, found: Edges) -> Edges:
-        if len(edges) * len(self.types) < KEPT_ENTRIES:
-            edges[end] = found
-        return found
-
-    def _edges(self, sources: np.ndarray, targets: np.ndarray, meetings: Sequence[_Meeting]) -> Edges:
-        """Price the ops between types, given how their lists meet in every dim; `Space` says which op it is."""
-        named = self.space.edges(sources, targets)
-        elements = self._elements[np.searchsorted(self._here, targets)]
-        varying = sources if sources.ndim else targets
-        kept, met, number = np.ones((3, len(varying), self._elements.shape[1]), dtype=np.int64)
+    def _edges(self, end: int, out: bool, portable: bool) -> Edges:
+        """Price the ops between a type and all others that are priced; `Space` says which op it is."""
+        here, devices = self._here, self.space.devices
+        named = self.space.edges(end, here, out=out)
+        kept, met, number = np.ones((3, len(here), devices), dtype=np.int64)
         number *= 0
-        moved = np.zeros(len(varying), dtype=np.int64)
-        for dim, at, meeting in zip(self._dims, self._at, meetings, strict=True):
-            k = at[varying]
-            kept *= meeting.overlap[k]
-            met *= meeting.met[k]
-            number = number * dim.tiles[at[sources]][..., None] + meeting.first[k]
-            moved |= meeting.moved[k]
+        moved = np.zeros(len(here), dtype=np.int64)
+        for dim, at in zip(self._dims, self._at, strict=True):
+            one, many = int(at[end]), at[here]
+            if out:
+                meeting = dim.meeting(one, slice(None))
+                tiles: np.ndarray | int = int(dim.tiles[one])
+            else:
+                rows = [dim.meeting(x, slice(one, one + 1)) for x in range(len(dim.lists))]
+                meeting = _Meeting(*(np.concatenate(part) for part in zip(*rows, strict=True)))
+                tiles = dim.tiles[many, None]
+            kept *= meeting.overlap[many]
+            met *= meeting.met[many]
+            number = number * tiles + meeting.first[many]
+            moved |= meeting.moved[many]
+        elements = self._elements if out else self._elements[np.searchsorted(here, end)]
         needs = elements > 0
         lacking = np.where(needs, elements - kept, 0).max(axis=1)
         peers = np.where(needs, met - (kept > 0), 0).max(axis=1)
         # A permute: one tile for every box, and no tile wanted more often than it is held.
         once = np.where(needs, met, 0).max(axis=1) <= 1
-        copies = self.space.devices // self.space.parts[sources]
-        wanted = np.bincount((np.arange(len(varying))[:, None] * self.space.devices + number)[needs & once[:, None]])
-        most = np.zeros(len(varying) * self.space.devices, dtype=np.int64)
+        ends = (np.array(end), here) if out else (here, np.array(end))
+        copies = devices // self.space.parts[ends[0]]
+        wanted = np.bincount((np.arange(len(here))[:, None] * devices + number)[needs & once[:, None]])
+        most = np.zeros(len(here) * devices, dtype=np.int64)
         most[: len(wanted)] = wanted
-        permutes = once & (most.reshape(len(varying), -1).max(axis=1) <= copies)
+        permutes = once & (most.reshape(len(here), -1).max(axis=1) <= copies)
         # Of the ops that lead there, which all deliver the same, the one of fewest rounds, then of fewest peers.
         grouped = (named.kind != MOVE) & (named.kind != RENAME)
-        small = 2 * self.space.group_size[moved] <= self.space.devices
-        kind, rounds = np.where(grouped, named.kind, MOVE), np.where(grouped, named.rounds, peers)
-        portable = grouped | small
-        for legal, turns, what in ((permutes, lacking > 0, RENAME), (small | (not self._portable), peers, MOVE)):
-            better = legal & (turns < rounds + (kind == MOVE))
-            rounds, kind = np.where(better, turns, rounds), np.where(better, what, kind)
-            portable = np.where(better, (what == RENAME) | small, portable)
         # Holders of one tile in one group share its receivers: the widest groups that are allowed.
-        used = self.space.used
-        wide = moved | (used[targets] & ~used[sources])
-        covers = np.where(2 * self.space.group_size[wide] <= self.space.devices, wide, moved)
+        wide = moved | (self.used[ends[1]] & ~self.used[ends[0]])
+        small, fits = (2 * self.space.group_size[mask] <= devices for mask in (moved, wide))
+        kind, rounds = np.where(grouped, named.kind, MOVE), np.where(grouped, named.rounds, peers)
+        legal = grouped | small | (not portable)
+        for possible, turns, what in ((permutes, lacking > 0, RENAME), (small | (not portable), peers, MOVE)):
+            better = possible & (turns < rounds + (kind == MOVE))
+            rounds, kind = np.where(better, turns, rounds), np.where(better, what, kind)
+            legal |= better
         nbytes = lacking / self._whole
-        return self._spread(Edges(nbytes, rounds, wide, kind, np.where(portable, nbytes, np.inf), covers))
-
-    def _spread(self, e: Edges) -> Edges:
-        """The same over all types of the `Space`: to those that are not priced no op leads."""
-        parts = (e.bytes, e.rounds, e.moved, e.kind, e.portable, e.covers)
-        full = [np.zeros(len(self.types), dtype=x.dtype) for x in parts]
-        full[0][:] = full[4][:] = np.inf
-        for out, x in zip(full, parts, strict=True):
-            out[self._here] = x
-        return Edges(*full)
+        group = np.where(fits, wide, moved) if portable else wide
+        return Edges(nbytes, np.where(legal, nbytes, np.inf), rounds, group, kind)
 
 
 Graph = Space | Tiled
@@ -186,12 +172,12 @@ class Searched(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def priced(p: Problem, bound: int, portable: bool) -> Searched:
+def priced(p: Problem, bound: int) -> Searched:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
     allowed, even, _ = p.legal(bound)
     graph, flat = p.graph, np.array_equal(allowed, even)
     plain = not (graph.partial.any() or graph.root.any())
     if not flat and plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
-        return Searched(Tiled(graph, p.heads, p.digits, allowed, portable), allowed, True, False)
+        return Searched(Tiled(graph, p.heads, p.digits, allowed), allowed, True, False)
     ends = p.source.all_even and p.target.all_even
     return Searched(graph, even if ends else allowed, flat, flat and p.countable)
