@@ -128,9 +128,7 @@ def programs(
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
-def _typed(
-    ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool
-) -> Program | None:
+def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
     """Return the program of ops, None where it does not type, end in `target` or respect the rules.
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.

@@ -41,9 +41,13 @@ class Edges:
     """One op from a type to many (or from many to one): arrays over the many."""
 
     bytes: np.ndarray  # received on the worst device, fraction of the array; inf without an op
-    paid: np.ndarray  # what is charged: more where a sender has more to do; inf where the op is not portable and must be
+    paid: (
+        np.ndarray
+    )  # what is charged: more where a sender has more to do; inf where the op is not portable and must be
     rounds: np.ndarray
-    group: np.ndarray  # mask of the runs of the op's groups; of messages those in which all holders of what is wanted send
+    group: (
+        np.ndarray
+    )  # mask of the runs of the op's groups; of messages those in which all holders of what is wanted send
     kind: np.ndarray  # the kinds above
 
 
