@@ -7,11 +7,13 @@ best path found make the next pool, as long as that finds a cheaper one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 Dims = tuple[tuple[int, ...], ...]  # of every dim its runs, major first
 
 MOST_TYPES = 1200  # of a pool
+MOST_FINER = 300  # of them finer types of each end
 
 
 def neighbours(dims: Dims, count: int) -> Iterator[Dims]:
@@ -41,9 +43,26 @@ def neighbours(dims: Dims, count: int) -> Iterator[Dims]:
             yield tuple(tuple(swap.get(x, x) for x in runs) for runs in dims)
 
 
+def finer(dims: Dims, count: int) -> Iterator[Dims]:
+    """Yield the types that free runs make of one, minor in whichever dims: few of them first.
+
+    A source is sliced to one of these, and a target gathered from one; between two of equal tiles lies a permute.
+    """
+    used = {r for runs in dims for r in runs}
+    free = [r for r in range(count) if r not in used]
+    for n in range(1, len(free) + 1):
+        for some in itertools.combinations(free, n):
+            for places in itertools.product(range(len(dims)), repeat=n):
+                added = [tuple(r for r, d in zip(some, places, strict=True) if d == k) for k in range(len(dims))]
+                yield tuple((*runs, *more) for runs, more in zip(dims, added, strict=True))
+
+
 def pool(seeds: Iterable[Dims], count: int) -> tuple[Dims, ...]:
-    """Return the seeds and their neighbours, at most `MOST_TYPES` (or all of the seeds)."""
+    """Return the seeds, finer types of the first and the last, and neighbours, at most `MOST_TYPES` (or all seeds)."""
     found = dict.fromkeys(seeds)
+    ends = tuple(found)
+    for dims in (ends[0], ends[-1]):
+        found |= dict.fromkeys(itertools.islice(finer(dims, count), MOST_FINER))
     for dims in tuple(found):
         for other in neighbours(dims, count):
             if len(found) >= MOST_TYPES:

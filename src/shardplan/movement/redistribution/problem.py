@@ -196,7 +196,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
         rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
         return Problem(source, target, tuple(runs), rigid, False).around((source, target))
     # Unused runs serve a path as room to slice into, the largest best.
-    idle = sorted((r for r in natural if not set(r) & used), key=lambda r: -_product(mesh, r))
+    idle = sorted((r for r in natural if not set(r) & used), key=lambda r: (-_product(mesh, r), _stride(mesh, r)))
     runs = busy + idle[: max(0, most - len(busy))]
     fine = len(runs) == len(natural) and not any(len(r) > 1 and set(r) & whole for r in runs)
     while long := [r for r in runs if len(r) > 1 and not set(r) & (whole | stiff)]:
@@ -207,7 +207,10 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
         at = len(widest) // 2
         k = runs.index(widest)
         runs[k : k + 1] = [widest[:at], widest[at:]]
-    runs.sort(key=lambda r: (_product(mesh, r), r))  # so that one graph serves all orders of the axes and their factors
+    # One graph serves all orders of the axes and their factors, and a plan does not depend on how a mesh is written.
+    where = [{a: (d, k) for d, run in enumerate(t.atoms) for k, a in enumerate(run)} for t in ends]
+    nowhere = source.ndim, 0
+    runs.sort(key=lambda r: (_product(mesh, r), *(x.get(r[0], nowhere) for x in where), _stride(mesh, r)))
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 
@@ -220,6 +223,11 @@ def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
 
 def _product(mesh: Mesh, run: Run) -> int:
     return math.prod(mesh.atoms[a].size for a in run)
+
+
+def _stride(mesh: Mesh, run: Run) -> int:
+    """How far apart the ids of neighbours along a run are, whichever place its axis has in the mesh."""
+    return int(abs(mesh.ids[mesh.atoms[run[-1]].stride] - mesh.ids[0]))
 
 
 def _neighbours(t: TensorType) -> list[int]:
