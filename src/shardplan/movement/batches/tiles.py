@@ -50,7 +50,10 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
     for pieces in _choices(t, levels):
         for first in range(t.ndim):
             for tile in _cut(t, pieces, first, levels):
-                ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                try:
+                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                except LayoutError:  # on the way a dim is uneven over a part of an axis
+                    continue
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
     listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
