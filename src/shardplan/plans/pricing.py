@@ -108,7 +108,7 @@ def seconds_bound(
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    found = [started(fabric, last, most_over(np.asarray(least, np.float64), capacity(fabric, last, at)[at]))]
+    found = [started(fabric, last, most_over(np.asarray(least, np.float64), capacity(fabric, last, at)[at]), at)]
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:

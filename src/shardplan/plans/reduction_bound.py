@@ -55,11 +55,12 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric, ids:
     # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.
     single = len(demand.addends) == int(demand.need.sum())
     found: list[Bound] = []
+    at = fabric.topology_ids(mesh.ids if ids is None else ids)
     for j, wires in enumerate(fabric.wires):
-        own = capacity(fabric, j, fabric.topology_ids(mesh.ids if ids is None else ids))
-        found.append(started(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own)))
+        own = capacity(fabric, j, at)
+        found.append(started(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own), at))
         if single and not any(w.level.reduces for w in fabric.wires):
-            found.append(started(fabric, j, _count(demand, j, fabric, own)))
+            found.append(started(fabric, j, _count(demand, j, fabric, own), at))
     worst = 0.0
     if single and not source.layout.root and not target.layout.root:
         # The plain collectives have bounds of their own, which also cut rings into arcs.
