@@ -79,8 +79,10 @@ def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     return [([*ops, op], op.infer(current)[0]) for op in found]
 
 
-def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None) -> Iterator[Candidate]:
-    """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh.
+def crossings(
+    s: TensorType, t: TensorType, first: Planner, later: Planner, fabric: Fabric | None
+) -> Iterator[Candidate]:
+    """Yield candidates from `s` to `t` on another mesh; `first` yields those on one mesh, `later` if `s` is behind them.
 
     First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
     the source, the send of the destination's own tiles, and of smaller ones with gathers behind.
@@ -94,11 +96,11 @@ def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None
     moved = relabel(s, t.mesh) if not (s.layout.partial or s.layout.root) else None
     if moved is not None:
         send = Send(moved.layout, t.mesh)
-        for candidate in plan(moved, t):
+        for candidate in later(moved, t):
             yield Candidate((send, *candidate.ops))
     back = relabel(plain, s.mesh) if not tail else None
     if back is not None:
-        for candidate in plan(s, back):
+        for candidate in first(s, back):
             yield Candidate((*candidate.ops, Send(plain.layout, t.mesh)))
     for head, ready in settled(s):
         if same(ready, plain):
