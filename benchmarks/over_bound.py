@@ -46,7 +46,9 @@ def grown(rng: random.Random, shape: Sequence[int], step: Sequence[int], itemsiz
     asked = math.exp(rng.uniform(math.log(LEAST), math.log(MOST))) / itemsize
     sizes = list(shape)
     for d in rng.sample(range(len(sizes)), len(sizes)):
-        factor = (asked / math.prod(sizes)) ** (1 / (len(sizes) - d)) if d < len(sizes) - 1 else asked / math.prod(sizes)
+        factor = (
+            (asked / math.prod(sizes)) ** (1 / (len(sizes) - d)) if d < len(sizes) - 1 else asked / math.prod(sizes)
+        )
         sizes[d] += step[d] * max(0, round((factor - 1) * sizes[d] / step[d]))
     return tuple(sizes)
 
@@ -63,7 +65,9 @@ def drawn(kind: str, rng: random.Random) -> Pair:
     step = [math.lcm(suites.cuts(mesh, a), suites.cuts(other, b)) for a, b in zip(*names, strict=True)]
     shape = grown(rng, step, step, 2 if dtype == "bf16" else 4)
     if what < 0.2:  # uneven
-        shape = tuple(n + rng.choice((-1, 1)) * rng.randint(0, max(1, q // 2)) or 1 for n, q in zip(shape, step, strict=True))
+        shape = tuple(
+            n + rng.choice((-1, 1)) * rng.randint(0, max(1, q // 2)) or 1 for n, q in zip(shape, step, strict=True)
+        )
     source = sp.TensorType(dtype, shape, names[0], mesh, partial=dict.fromkeys(marks[0][1], "sum"))
     return source, sp.TensorType(dtype, shape, names[1], other)
 

@@ -128,7 +128,7 @@ def test_waves_gather_while_the_next_are_sent() -> None:
 
 
 def test_moves_posted_together_come_in_chunks() -> None:
-    """Under a limit waves keep running side by side: their buffers shrink, where packs alone would wait for each other."""
+    """Under a limit waves still run side by side: their buffers shrink, where packs alone would wait for each other."""
     sources, destinations = stages("i32[48@ep, 4096]", 8, ep=4, dp=4)
     free = sp.redistribute(sources, destinations, topology=NODES)
     limit = int(0.9 * free.certificate.workspace_bytes)

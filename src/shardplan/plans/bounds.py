@@ -204,7 +204,7 @@ def started(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
 
 @lru_cache(maxsize=256)  # asked for in every certificate
 def _rows(topology: Topology, library: Library, launch: float, j: int) -> tuple[Floats, Floats, Floats]:
-    """The least start of every row that crosses level j or one further out, ascending, and its shares there and inside."""
+    """The least start of every row that crosses level j or one outside it, ascending, and its shares there and inside."""
     fabric = Fabric(topology, launch=launch)
     found = [(fabric.under(replace(library, rows=(row,))).first_hop(j), row) for row in library.rows]
     rows = sorted(((start, row) for start, row in found if start < np.inf), key=lambda one: one[0])
@@ -273,9 +273,7 @@ def _apart(
     return bounds
 
 
-def _leaving(
-    found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric, own: Floats
-) -> float:
+def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric, own: Floats) -> float:
     """The worst of all sets of units that hold the same boxes: bytes that leave it, over its capacity."""
     sets: dict[int, list[tuple[Ints, Floats]]] = {}  # by the number of units: sets as rows, and bytes of each
     for one, itemsize in found:

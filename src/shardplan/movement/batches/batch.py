@@ -224,16 +224,11 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
     ordered = batch.ordered
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
-
-    def alone(room: int | None) -> list[Group]:
-        return [[pack] for pack in packed(ordered, room)]
-
-    def beside(room: int | None) -> list[Group]:
-        return grouped(packed(ordered, room), room)
-
-    def single(room: int | None) -> list[Group]:
-        return grouped([[i] for i in ordered], room)
-
+    alone, beside, single = (
+        lambda room: [[pack] for pack in packed(ordered, room)],
+        lambda room: grouped(packed(ordered, room), room),
+        lambda room: grouped([[i] for i in ordered], room),
+    )
     for way, room in itertools.product((alone, beside, single) if few else (beside, alone), (None, *rooms, 0)):
         groups = way(room)
         members = tuple(tuple(tuple(i.index for i in pack) for pack in group) for group in groups)
