@@ -4,8 +4,9 @@
 `shardplan lab` needs. Four stages of two ranks, each on a node of its own (8x2 at 100/500 Mbit/s), send `--count`
 tensors each to eight other ranks: to as many tiles, to half as many held twice, gathered inside the nodes. *Joint* is
 one plan of all tensors, *stage by stage* a plan for each stage, each run when the one before has ended: the sum of
-their seconds. Every result is verified on every rank. Reported: seconds measured and claimed (`Plan.seconds` on the cluster, with the payload's share
-and the latency fixed for the lab), and the ratio of the two ways, which must lie within 1.15 of the claimed one.
+their seconds. Every result is verified on every rank. Reported: seconds measured and claimed (`Plan.seconds` on the
+cluster, with the payload's share and the latency fixed for the lab), and the ratio of the two ways, which must lie
+within 1.15 of the claimed one.
 """
 
 from __future__ import annotations

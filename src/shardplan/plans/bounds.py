@@ -204,7 +204,7 @@ def started(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
 
 @lru_cache(maxsize=256)  # asked for in every certificate
 def _rows(topology: Topology, library: Library, launch: float, j: int) -> tuple[Floats, Floats, Floats]:
-    """The least start of every row that crosses level j or one outside it, ascending, and its shares there and inside."""
+    """The least start of every row over level j or one further out, ascending, and its shares there and inside."""
     fabric = Fabric(topology, launch=launch)
     found = [(fabric.under(replace(library, rows=(row,))).first_hop(j), row) for row in library.rows]
     rows = sorted(((start, row) for start, row in found if start < np.inf), key=lambda one: one[0])
@@ -370,7 +370,8 @@ def capacity(fabric: Fabric, j: int, at: Ints) -> Floats:
         return fabric.capacity(j)
     ways = np.unique(fabric.rail(j, at))
     rates = wires.rates[ways] if isinstance(wires.rates, np.ndarray) else np.full(len(ways), wires.rates)
-    return np.bincount(ways // wires.ways, rates, wires.units) * fabric.library.best_share(j < fabric.far)
+    own = np.bincount(ways // wires.ways, rates, wires.units) * fabric.library.best_share(j < fabric.far)
+    return cast(Floats, own)
 
 
 def summed_capacity(fabric: Fabric, j: int, units: Ints, own: Floats) -> Floats:

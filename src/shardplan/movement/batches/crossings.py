@@ -30,7 +30,8 @@ Planner = Callable[[TensorType, TensorType], Iterator[Candidate]]
 def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     """Return the type on `mesh` that has the boxes of `s` on every device (by id), or None if no axes name them.
 
-    `s` is neither partial nor at a root. An atom of one mesh is one of the other where the devices, in the order of their ids, have equal digits along both.
+    `s` is neither partial nor at a root. An atom of one mesh is one of the other where the devices, in the order of
+    their ids, have equal digits along both.
     """
     if s.mesh.size != mesh.size or set(s.mesh.devices) != set(mesh.devices) or not s.all_even:
         return None
@@ -43,7 +44,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     ours, theirs = digits(s.mesh), {d: atom for atom, d in enumerate(digits(mesh))}
     if any(ours[a] not in theirs for run in s.atoms for a in run):
         return None
-    return s.with_layout(Layout(tuple(mesh.fold([theirs[ours[a]] for a in run]) for run in s.atoms)), mesh)
+    return s.with_layout(Layout(tuple(mesh.fold(tuple(theirs[ours[a]] for a in run)) for run in s.atoms)), mesh)
 
 
 def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
@@ -65,7 +66,7 @@ def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
 def crossings(
     s: TensorType, t: TensorType, first: Planner, later: Planner, fabric: Fabric | None
 ) -> Iterator[Candidate]:
-    """Yield candidates from `s` to `t` on another mesh; `first` yields those on one mesh, `later` if `s` is behind them.
+    """Yield candidates from `s` to `t` on another mesh; `first` yields those on one mesh from `s`, `later` others.
 
     First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
     the source, the send of the destination's own tiles, and of smaller ones with gathers behind.
