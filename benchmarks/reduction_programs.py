@@ -20,15 +20,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, Progress, arguments, record, table, write
+from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
 
 import shardplan as sp
 from shardplan.hardware.level import Level
 from shardplan.movement.reductions.enumeration import Reduction
-from shardplan.movement.reductions.instructions import Instruction
-from shardplan.movement.reductions.interpreter import run_instructions
 from shardplan.movement.reductions.state_graph import explore, state_graph
-from shardplan.movement.reductions.state_matrix import Checker
+from shardplan.movement.reductions.state_matrix import check
 
 SIZES = ((2, 2), (2, 4), (3, 2), (2, 2, 2))
 LIMITS = (3, 4, 5, 6, 7)
@@ -61,17 +59,17 @@ def instructions_wrong(sizes: Sequence[int], every: Sequence[Reduction]) -> int:
     addends = np.random.default_rng(count).integers(-(10**6), 10**6, (count, count))
     wrong = 0
     for one in every:
-        values, rows = run_instructions(sizes, one.instructions, addends)
+        values, rows = use_tests("instruction_oracle").run_instructions(sizes, one.instructions, addends)
         wrong += not ((values == addends.sum(axis=0)).all() and all(len(r) == count for r in rows))
     return wrong
 
 
 def checker_refuses(sizes: Sequence[int], every: Sequence[Reduction]) -> int:
     """How many programs the state-matrix checker refuses at their true sizes."""
-    checker, refused = Checker(sizes), 0
+    refused = 0
     for one in every:
         try:
-            checker.check(one.instructions)
+            check(sizes, one.instructions, "U" * len(sizes))
         except sp.TypingError:
             refused += 1
     return refused
@@ -143,8 +141,7 @@ def typing() -> list[dict[str, Any]]:
         place = placed((2,) * depth)
         for limit in (4, 5):
             every = sp.reductions(place, "a", NBYTES, limit=limit)
-            view = every[0].payload
-            typed = sum(view.instruction_ops(one.instructions) is not None for one in every)
+            typed = sum(one.path is not None for one in every)
             rows.append({"factors": depth, "limit": limit, "programs": len(every), "type": typed,
                          "do not": len(every) - typed,
                          "as pinned": PINNED[depth, limit] == (len(every), typed)})  # fmt: skip
@@ -154,23 +151,24 @@ def typing() -> list[dict[str, Any]]:
 def unequal() -> list[dict[str, Any]]:
     """States and programs of three factors of other sizes, and the programs of (2, 2, 2) that are wrong there."""
     rows: list[dict[str, Any]] = []
+    count = use_tests("instruction_oracle").count_programs
     for sizes in UNEQUAL:
         found = explore(sizes)
         rows.append({"sizes": sizes, "states": found.count, "live": int(found.live().sum())}
-                    | {f"programs <= {n}": found.count_programs(n) for n in LIMITS})  # fmt: skip
+                    | {f"programs <= {n}": count(found, n) for n in LIMITS})  # fmt: skip
     return rows
 
 
 def lost(sizes: tuple[int, ...], limit: int) -> list[str]:
     """Programs of the graph over (2, .., 2) that the checker refuses at other sizes."""
-    graph, checker = state_graph(len(sizes)), Checker(sizes)
+    graph = state_graph(len(sizes))
     out: list[str] = []
     for path in graph.programs(limit):
-        program: tuple[Instruction, ...] = tuple(graph.edges[e].instruction for e in path)
+        program = graph.instructions(path)
         if len(program) < limit:
             continue
         try:
-            checker.check(program)
+            check(sizes, program, "U" * len(sizes))
         except sp.TypingError:
             out.append("; ".join(step.form(len(sizes)) for step in program))
     return out

@@ -41,11 +41,10 @@ ALLOWED = {
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,
-    "movement/reductions/interpreter.py": LANGUAGE,
-    "movement/reductions/payload.py": LANGUAGE,
     "movement/reductions/state_graph.py": LANGUAGE,
     "movement/reductions/state_matrix.py": LANGUAGE,
     "movement/reductions/type_graph.py": LANGUAGE,
+    "movement/reductions/typed_path.py": LANGUAGE,
 }
 MOST = 15
 # Words of another vocabulary that are an op's name too: attributes of MSCCL's thread blocks, opcodes of XLA.

@@ -10,7 +10,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from shardplan.core.mesh import Mesh
 from shardplan.hardware import Level, Topology
+from shardplan.hardware.placement import orders, placements
 from shardplan.hardware.prices.library import libraries
 
 GB = 1e9
@@ -135,3 +137,14 @@ def pairs(members, nbytes):
         for row, w in zip(members, nbytes, strict=True)
         for a, b in itertools.permutations(row, 2)
     ]
+
+
+@st.composite
+def placed(draw):
+    """Placements of two axes on any topology, under any library, in any order."""
+    topology = draw(under_library(draw(any_topology()), slow=True))
+    n = topology.size
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    a = draw(st.sampled_from(divisors))
+    found = draw(st.sampled_from(list(placements(Mesh(a=a, b=n // a), topology))))
+    return draw(st.sampled_from(list(orders(found))))

@@ -10,9 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.errors import TopologyError
 from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.placement import Placement
+
+Digits = tuple[tuple[int, int], ...]  # size and stride of each: all that a price depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,11 @@ class LevelFactor:
     def axes(self) -> tuple[str, ...]:
         """The sub-axes, major first."""
         return tuple(d.name for d in self.digits)
+
+    @property
+    def strides(self) -> Digits:
+        """Size and stride of every digit."""
+        return tuple((d.size, d.stride) for d in self.digits)
 
 
 def checked_axes(placement: Placement, axes: str | Sequence[str]) -> tuple[str, ...]:
@@ -68,3 +78,20 @@ def factors(placement: Placement, axes: str | Sequence[str], uncollapsed: bool =
         elif digits:
             found.append(LevelFactor(level.name, digits))
     return tuple(found)
+
+
+def groups_along(varies: Digits, zero: Digits, first: int) -> NDArray[np.int64]:
+    """Return the groups whose members differ in the digits `varies` and are 0 in `zero`: topology ids, [groups, k].
+
+    Members are in the order of the digits, major first; the first member of a group is below `first`.
+
+    >>> groups_along(((2, 4),), ((2, 1),), 8).tolist()
+    [[0, 4], [2, 6]]
+    """
+    ids = np.arange(first)
+    for size, stride in (*varies, *zero):
+        ids = ids[ids // stride % size == 0]
+    members = ids[:, None]
+    for size, stride in varies:
+        members = (members[:, :, None] + np.arange(size) * stride).reshape(len(ids), -1)
+    return members

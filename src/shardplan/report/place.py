@@ -145,7 +145,7 @@ def reductions_text(found: Sequence[Reduction], top: int) -> str:
         f"{' x '.join(f'{f.name}={f.size}' for f in view.factors)} of {placement.describe()}"
     ]
     for number, one in enumerate(found[:top]):
-        mark = "" if one.payload.instruction_ops(one.instructions) is not None else "  (instructions only)"
+        mark = "" if one.path is not None else "  (instructions only)"
         lines.append(f"{number + 1:>4}  {format_seconds(one.seconds):>8}  {one}{mark}")
     if len(found) > top:
         lines.append(

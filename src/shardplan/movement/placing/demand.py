@@ -12,18 +12,17 @@ from numpy.typing import NDArray
 from shardplan.core.ops import OPS, AllToAll
 from shardplan.core.pattern import Groups, Messages, Pattern
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.level_factors import LevelFactor, factors
+from shardplan.hardware.level_factors import Digits, LevelFactor, factors, groups_along
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.alpha_beta import alpha_beta, offsets
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import Grouping, Instruction
-from shardplan.movement.reductions.payload import payload
-from shardplan.movement.reductions.reduce import check_path
-from shardplan.movement.reductions.shortest_path import cheapest_path
+from shardplan.movement.reductions.payload import ELEMENT, payload
+from shardplan.movement.reductions.reduce import checked_path
+from shardplan.movement.reductions.type_graph import letters, path_of
 from shardplan.plans.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
@@ -31,7 +30,6 @@ from shardplan.plans.plan import Plan
 Programs = Literal["best", "stock"]
 # By the letters before and after.
 _BOUNDS = {("P", "U"): all_reduce_bound, ("P", "S"): reduce_scatter_bound, ("S", "U"): all_gather_bound}
-ELEMENT = 4  # bytes: the payloads of plans are padded to whole f32 elements for each member
 
 
 def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: Demand, algorithm: str = "auto") -> float:
@@ -39,24 +37,14 @@ def stock_seconds(found: tuple[LevelFactor, ...], topology: Topology, demand: De
 
     `found` are the factors of its axes on a placement; `algorithm` is as for `hardware.prices.cost.price`.
     """
-    digits = tuple(d for f in found for d in f.digits)
-    if not digits:
-        return 0.0
-    if demand.shifts:
-        sizes = tuple((d.size, d.stride) for d in digits)
-        return _shift_seconds(sizes, topology, demand.op, demand.nbytes, algorithm)
-    return alpha_beta(topology, algorithm).seconds(demand.op, digits, (), demand.nbytes)
+    digits = tuple(d for f in found for d in f.strides)
+    return _seconds(digits, topology, demand.op, demand.nbytes, algorithm) if digits else 0.0
 
 
-@lru_cache(maxsize=4096)
-def _shift_seconds(
-    digits: tuple[tuple[int, int], ...], topology: Topology, op: str, nbytes: float, algorithm: str
-) -> float:
-    """Seconds of a shift to the next member."""
-    ids = np.arange(topology.size)
-    for size, stride in digits:
-        ids = ids[ids // stride % size == 0]
-    return price(demand_pattern(op, ids[:, None] + offsets(digits), nbytes), Fabric(topology), algorithm).seconds
+@lru_cache(maxsize=4096)  # many placements have the same digits
+def _seconds(digits: Digits, topology: Topology, op: str, nbytes: float, algorithm: str) -> float:
+    pattern = demand_pattern(op, groups_along(digits, (), topology.size), nbytes)
+    return price(pattern, Fabric(topology), algorithm).seconds
 
 
 def demand_pattern(op: str, members: NDArray[np.int64], nbytes: float) -> Pattern:
@@ -81,8 +69,7 @@ def demand_plan(
     members = math.prod(placement.mesh.span(a).size for a in demand.axes)
     if demand.shifts:
         return None
-    letters = demand.letters
-    if letters is None:  # an all-to-all, as one of a matrix from its rows to its columns
+    if not all(demand.letters):  # an all-to-all, as one of a matrix from its rows to its columns
         mesh = placement.mesh_split()
         each = max(1, math.ceil(demand.nbytes / (ELEMENT * members)))
         others = tuple(a for a in mesh.axes if a not in demand.axes)
@@ -94,17 +81,14 @@ def demand_plan(
         ends = (source,), program.output_types
         return Plan.later(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
     view = payload(placement, demand.axes, demand.payload(members))
-    before, after = (letter * len(view.factors) for letter in letters)
-    source, target = view.type(before), view.type(after)
-    if programs == "stock" and view.factors:
-        ops = [view.op(Instruction(Grouping(tuple(range(len(view.factors)))), demand.op))]
+    before, after = letters(demand.op, len(view.factors))
+    if programs == "stock":
+        every = Grouping(tuple(range(len(view.factors))))
+        path = path_of([Instruction(every, demand.op)] if view.factors else [], before) or ()
     else:
-        path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm) or []
-        if letters[0] == "P":
-            check_path(view, path, after)
-        ops = view.path_ops(path)
-    program = chain(ops, source)
-    ends, exact = ((source,), (target,)), programs == "best"
+        path = checked_path(view, placement, before, after, algorithm)
+    program = chain(view.ops(path), view.type(before))
+    ends, exact = ((view.type(before),), (view.type(after),)), programs == "best"
     return Plan.later(program, lambda: issue(program, *ends, placement, None, exact, None, algorithm))
 
 

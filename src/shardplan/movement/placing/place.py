@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
@@ -21,12 +22,11 @@ from shardplan.movement.placing.placed import Placed, in_best_order, ranked
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 
+@dataclass(frozen=True, eq=False)
 class Ranking(Sequence[Placed]):
     """Placements, best first, and what placing well is worth."""
 
-    def __init__(self, rows: Sequence[Placed]) -> None:
-        """Keep the rows."""
-        self.rows = tuple(rows)
+    rows: tuple[Placed, ...]
 
     @overload
     def __getitem__(self, index: int) -> Placed: ...
@@ -39,10 +39,6 @@ class Ranking(Sequence[Placed]):
     def __len__(self) -> int:
         """Return the number of placements."""
         return len(self.rows)
-
-    def __iter__(self) -> Iterator[Placed]:
-        """Yield the rows, best first."""
-        return iter(self.rows)
 
     @property
     def placement_gain(self) -> float:
@@ -115,4 +111,4 @@ def place(
     if not candidates:
         raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
     ordered = [one for placement in candidates for one in orders(placement)]
-    return Ranking(in_best_order(ranked(ordered, found, programs, algorithm, others)))
+    return Ranking(tuple(in_best_order(ranked(ordered, found, programs, algorithm, others))))

@@ -18,7 +18,7 @@ from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
-from shardplan.movement.reductions.shortest_path import least_seconds
+from shardplan.movement.reductions.type_graph import cheapest_path, letters
 from shardplan.plans.plan import Plan
 
 SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
@@ -109,8 +109,11 @@ def _prices(
     topology = candidates[0].topology
     found = [factors(p, demand.axes) for p in candidates]
     stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
-    if programs == "stock" or demand.letters is None:
+    if programs == "stock" or not all(demand.letters):
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
-    best = least_seconds(found, topology, amount, *demand.letters, algorithm)
+    best = [
+        cheapest_path(tuple(f.strides for f in one), amount, topology, *letters(demand.op, len(one)), algorithm)[0]
+        for one in found
+    ]
     return [demand.count * s for s in best], stock

@@ -49,8 +49,8 @@ class Demand:
         return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}"
 
     @property
-    def letters(self) -> tuple[str, str] | None:
-        """Those of every factor before and after (see `reductions.type_graph`); None where it is no reduction."""
+    def letters(self) -> tuple[str, str]:
+        """Those of every factor before and after (see `reductions.type_graph`); empty where it is no reduction."""
         return letters(self.op)
 
     @property
@@ -60,7 +60,7 @@ class Demand:
 
     def payload(self, members: int) -> float:
         """Return the bytes of the payload that the op is a part of: of an all-gather those held after."""
-        return self.nbytes * (members if self.letters and self.letters[0] == "S" else 1)
+        return self.nbytes * (members if self.letters[0] == "S" else 1)
 
 
 def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:

@@ -1,35 +1,29 @@
 """Candidates that reduce: partial axes cut at the levels of the hardware, and the cheapest path over their states.
 
 What the reduced axes have on one level is a *factor*: partial, root, scattered or whole. So a program is a path in
-`reductions.type_graph`, whatever the shape. A scattered factor needs a place in a dim: at the minor end of one, or,
-where the path gathers in another order, a dim of its own that a reshape of the shard makes, `[64@t] -> [2@t, 4, 8]`.
-Where factors do not divide a shard, dims side by side become a flat one that is cut unevenly. That takes whole axes:
-a `Send` to a mesh of the same devices gives every factor an axis. None of these steps copies a byte, and none pads.
+`reductions.type_graph`, whatever the shape, and `reductions.typed_path` says where factors are scattered. What is cut
+unevenly takes whole axes: a `Send` to a mesh of the same devices, which moves nothing, gives every factor an axis.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op, results_of
-from shardplan.core.ops import Reshape, Send
+from shardplan.core.ops import Send
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, TypingError
-from shardplan.hardware.digit_order import Digit
-from shardplan.hardware.level_factors import LevelFactor
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.redistribution.candidates import Candidate
-from shardplan.movement.reductions.payload import Atoms, edge_ops
-from shardplan.movement.reductions.shortest_path import cheapest_path
-from shardplan.movement.reductions.type_graph import TypeEdge
+from shardplan.movement.reductions.type_graph import cheapest_path
+from shardplan.movement.reductions.typed_path import TypedPath
 
 MOST_FACTORS = 5  # their graph takes a quarter of a second, once; that of six a second
 
@@ -41,25 +35,20 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    digits = atom_digits(s, fabric)
-    if digits is not None:
-        found = _reduction(s, t, digits, fabric)
-        ops = None if found is None else found.even()
-        if ops is not None:
-            yield Candidate(tuple(ops), exact=settled(s))
-        if found is None or ops is not None:
-            return
-    mesh = _levelled(s, fabric, placement, digits)
-    s_there, t_there = (None if mesh is None else _renamed(x, mesh) for x in (s, t))
-    if mesh is None or s_there is None or t_there is None or (digits := atom_digits(s_there, fabric)) is None:
-        return
-    found = _reduction(s_there, t_there, digits, fabric)
-    even = None if found is None else found.even()
-    ops = even if even is not None or found is None else found.flat()
+    found = _reduction(s, t, fabric)
+    ops = None if found is None else found.even()
     if ops is not None:
-        yield Candidate(
-            (Send(s_there.layout, mesh), *ops, Send(t.layout, t.mesh)), exact=even is not None and settled(s)
-        )
+        yield Candidate(tuple(ops), exact=settled(s))
+        return
+    mesh = _levelled(s, fabric, placement)
+    found = None if mesh is None else _reduction(_renamed(s, mesh), _renamed(t, mesh), fabric)
+    if found is None:
+        return
+    even = found.even()
+    ops = found.flat() if even is None else even
+    if ops is not None:
+        there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
+        yield Candidate((there, *ops, back), exact=even is not None and settled(s))
 
 
 def settled(s: TensorType) -> bool:
@@ -91,14 +80,14 @@ def with_levels(
                 yield Candidate(tuple(ops))
 
 
-def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
-    """Return, by atom, the digits of the topology that the partial and root axes of a type are; None where one is none.
+def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, tuple[int, int, int]] | None:
+    """Return, by atom, the digits of the topology that the partial and root axes of a type are: level, size, stride.
 
-    That takes a mesh of all devices.
+    None where an atom is no digit. That takes a mesh of all devices.
     """
     mesh, topology = s.mesh, fabric.topology
     ids = fabric.topology_ids(mesh.ids)
-    found: dict[int, Digit] = {}
+    found: dict[int, tuple[int, int, int]] = {}
     for a in mesh.expand((*s.layout.partial, *s.layout.root)) if len(ids) == topology.size else ():
         atom = mesh.atoms[a]
         stride = int(ids[atom.stride] - ids[0])
@@ -106,15 +95,13 @@ def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, Digit] | None:
         fits = stride > 0 and topology.strides[level] * topology.levels[level].size % (atom.size * stride) == 0
         if not fits or not np.array_equal(ids // stride % atom.size, mesh.coordinate(atom.name)):
             return None
-        found[a] = Digit(atom.name, "", level, atom.size, stride)
+        found[a] = level, atom.size, stride
     return found or None
 
 
-def _levelled(
-    s: TensorType, fabric: Fabric, placement: Placement | None, digits: Mapping[int, Digit] | None
-) -> Mesh | None:
+def _levelled(s: TensorType, fabric: Fabric, placement: Placement | None) -> Mesh | None:
     """The mesh of the same devices on which what a reduced axis has on a level is an axis."""
-    mesh = s.mesh
+    mesh, digits = s.mesh, atom_digits(s, fabric)
     cut = set(mesh.expand((*s.layout.partial, *s.layout.root)))
     axes: dict[str, int] = {}
     for k, axis in enumerate(mesh.axes):
@@ -122,7 +109,7 @@ def _levelled(
         parts: list[tuple[int, int]] = [(-1, span.size)]  # level and size
         if cut & set(span.atoms):
             if digits is not None and set(span.atoms) <= set(digits):
-                parts = [(digits[a].level, mesh.atoms[a].size) for a in span.atoms]
+                parts = [digits[a][:2] for a in span.atoms]
             elif placement is not None and (mesh.shape, mesh.devices) == (placement.mesh.shape, placement.mesh.devices):
                 parts = list(enumerate(placement.matrix[k]))
             else:
@@ -156,8 +143,10 @@ def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
     return u if same(t, u) else None
 
 
-def _reduction(s: TensorType, t: TensorType, digits: Mapping[int, Digit], fabric: Fabric) -> _Reduction | None:
+def _reduction(s: TensorType | None, t: TensorType | None, fabric: Fabric) -> TypedPath | None:
     """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors."""
+    if s is None or t is None:
+        return None
     held, left = ([set(x.mesh.expand(names)) for names in (x.layout.partial, x.layout.root)] for x in (s, t))
     reduced = (held[0] | held[1]) - left[0]
     scattered = {a for old, new in zip(s.atoms, t.atoms, strict=True) for a in new[len(old) :]}
@@ -165,135 +154,16 @@ def _reduction(s: TensorType, t: TensorType, digits: Mapping[int, Digit], fabric
     nested = all(new[: len(old)] == old for old, new in zip(s.atoms, t.atoms, strict=True))
     if not (kept and nested and scattered | left[1] <= reduced and (t.all_even or not scattered)):
         return None
+    digits = atom_digits(s, fabric)
+    if digits is None:
+        return None
     factors: dict[tuple[int, str, str], list[int]] = {}
-    for a in sorted(reduced, key=lambda a: -digits[a].stride):
+    for a in sorted(reduced, key=lambda a: -digits[a][2]):
         after = "S" if a in scattered else "R" if a in left[1] else "U"
-        factors.setdefault((digits[a].level, "P" if a in held[0] else "R", after), []).append(a)
+        factors.setdefault((digits[a][0], "P" if a in held[0] else "R", after), []).append(a)
     if not 0 < len(factors) <= MOST_FACTORS:
         return None
     before, after = "".join(key[1] for key in factors), "".join(key[2] for key in factors)
-    levels = [LevelFactor("", tuple(digits[a] for a in atoms)) for atoms in factors.values()]
-    path = cheapest_path(levels, s.local_bytes(), fabric.topology, before, after)
-    return None if path is None else _Reduction(s, t, tuple(map(tuple, factors.values())), tuple(path))
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A move that reduces: the atoms of its factors, outermost first, and a path over the factors' states."""
-
-    source: TensorType
-    target: TensorType
-    atoms: tuple[Atoms, ...]  # of every factor, major first
-    path: tuple[TypeEdge, ...]
-
-    def even(self) -> list[Op] | None:
-        """Return the ops of the path: on the dims as they are if their order allows it, else on views of the shard.
-
-        A view has a dim for every scattered run of atoms. None where the factors do not divide the dims.
-        """
-        slots = self._slots()
-        if slots is None:
-            return None
-        ops = self._ops({a: d for d, runs in enumerate(slots) for run in runs for a in run})
-        if ops is not None:
-            return ops
-        mesh, sizes, homes = self.source.mesh, list[int](), dict[int, int]()
-        groups: list[list[int]] = []
-        for atoms, runs, n in zip(self.source.atoms, slots, self.source.shape, strict=True):
-            parts = [(math.prod(mesh.atoms[a].size for a in run), run) for run in (atoms, *runs)]
-            parts.append((n // math.prod(size for size, _ in parts), ()))
-            start = len(sizes)
-            for size, run in parts:
-                if size > 1:
-                    homes |= dict.fromkeys(run, len(sizes))
-                    sizes.append(size)
-            sizes += [1] if len(sizes) == start else []
-            groups.append(list(range(start, len(sizes))))
-        apart = [[k] for k in range(len(sizes))]
-        return self._ops(homes, (_reshape(sizes, groups, apart), _reshape(sizes, apart, groups)))
-
-    def flat(self) -> list[Op] | None:
-        """Return the ops of the path with all factors on one dim, unevenly cut: the largest, or several made one."""
-        s, shape = self.source, self.source.local_shape()
-        runs: list[range] = []
-        for d in range(s.ndim):
-            stop = d + 1
-            while stop < s.ndim and s.even[d] and not s.atoms[stop]:  # what is sharded stays major
-                stop += 1
-            runs.append(range(d, stop))
-        run = max(runs, key=lambda run: math.prod(shape[d] for d in run), default=range(0))
-        if not run:
-            return None
-        homes = {a: run[0] for atoms in self.atoms for a in atoms}
-        if len(run) == 1:
-            return self._ops(homes, level_major=False)
-        apart = [[d] for d in range(s.ndim)]
-        joined = [*apart[: run.start], list(run), *apart[run.stop :]]
-        views = _reshape(s.shape, apart, joined), _reshape(s.shape, joined, apart)
-        return self._ops(homes, views, level_major=False)
-
-    def _slots(self) -> list[list[Atoms]] | None:
-        """Of every dim the runs of atoms scattered on it, the target's first; None where the rest does not divide."""
-        atoms, after = self.source.mesh.atoms, {pair for run in self.atoms for pair in itertools.pairwise(run)}
-        slots: list[list[Atoms]] = []
-        rooms: list[int] = []
-        for n, old, new in zip(self.source.shape, self.source.atoms, self.target.atoms, strict=True):
-            runs: list[Atoms] = []
-            for a in new[len(old) :]:
-                joined = bool(runs) and (runs[-1][-1], a) in after
-                runs[-1:] = [(*runs[-1], a)] if joined else [*runs[-1:], (a,)]
-            slots.append(runs)
-            rooms.append(n // size if n % (size := math.prod(atoms[a].size for a in new)) == 0 else 1)
-        placed = {a for runs in slots for run in runs for a in run}
-        used = [k for k in range(len(self.atoms)) if any(edge.target[k] == "S" for edge in self.path)]
-        stack = [self.atoms[k] for k in used if not set(self.atoms[k]) <= placed]
-        while stack:
-            run = stack.pop(0)
-            size = math.prod(atoms[a].size for a in run)
-            fits = [d for d, room in enumerate(rooms) if room % size == 0]
-            if fits:  # best a dim that is just that large, as payloads have for every factor; else the first
-                d = min(fits, key=lambda d: (rooms[d] != size, d))
-                rooms[d] //= size
-                slots[d].append(run)
-            elif len(run) > 1:
-                stack = [*((a,) for a in run), *stack]
-            else:
-                return None
-        return slots
-
-    def _ops(self, homes: Mapping[int, int], views: tuple[Op, ...] = (), level_major: bool = True) -> list[Op] | None:
-        """The ops of the path with every atom on its dim, between the two views; None where they do not type.
-
-        Members of a group are ordered level by level, as they are priced; without `level_major` as the dims have them.
-        """
-        s = self.source
-        scattered: list[int] = []  # atoms, in order
-        ops: list[Op] = [*views[:1]]
-        for edge in self.path:
-            ops += edge_ops(
-                edge, s.mesh, self.atoms, homes, s.layout.reduction or "sum", () if level_major else scattered
-            )
-            for atoms, before, after in zip(self.atoms, edge.source, edge.target, strict=True):
-                scattered += atoms if before < after == "S" else ()
-        ops += views[1:]
-        t = s
-        try:
-            for op in ops:
-                (t,) = results_of(op, (t,))
-        except (TypingError, LayoutError):
-            return None
-        return ops if same(t, self.target) else None
-
-
-def _reshape(sizes: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Reshape:
-    """`(f0=2 f1=8) f2 -> f0 f1 f2`: what the dims are made of before and after, as numbers of factors."""
-
-    def side(groups: Sequence[Sequence[int]], sized: bool) -> str:
-        found: list[str] = []
-        for group in groups:
-            several = sized and len(group) > 1
-            text = " ".join(f"f{k}={sizes[k]}" if several else f"f{k}" for k in group)
-            found.append(f"({text})" if len(group) > 1 else text)
-        return " ".join(found)
-
-    return Reshape(f"{side(before, True)} -> {side(after, False)}")
+    levels = tuple(tuple(digits[a][1:] for a in atoms) for atoms in factors.values())
+    seconds, path = cheapest_path(levels, s.local_bytes(), fabric.topology, before, after)
+    return TypedPath(s, t, tuple(map(tuple, factors.values())), path) if math.isfinite(seconds) else None

@@ -4,12 +4,10 @@ Reading order:
 
 - `instructions`   the paper's language: groupings of a hierarchy's members, and collectives on them
 - `state_matrix`   the checker of programs in it, by Hoare triples on what each member holds
-- `interpreter`    what they do to numbers, written apart from the checker
-- `hierarchies`    the four hierarchies of digits that the paper synthesises over
 - `state_graph`    every state that programs reach, and the programs as paths
-- `type_graph`     the types that a reduction goes through, as a graph with prices
-- `payload`        what is reduced as a tensor type, and programs as typed ops on it
-- `shortest_path`  the cheapest way through the graph of types
+- `type_graph`     the types that a reduction goes through, as a graph with prices, and the cheapest way
+- `typed_path`     such a way as typed ops, on a tensor of any shape
+- `payload`        what is reduced as a tensor type
 - `enumeration`    the verb `reductions`: every program up to a size, with its price
 - `reduce`         the verb `reduce`: the best program of any size
 """

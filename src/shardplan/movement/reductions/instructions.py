@@ -14,6 +14,7 @@ module knows neither states nor types; `state_matrix` says which instructions ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,16 +23,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.errors import LayoutError
-
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
-_PAPER = {
-    "all_reduce": "AllReduce",
-    "reduce_scatter": "ReduceScatter",
-    "all_gather": "AllGather",
-    "reduce": "Reduce",
-    "broadcast": "Broadcast",
-}
+_PAPER = {name: name.title().replace("_", "") for name in COLLECTIVES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +86,15 @@ class Instruction:
 
 
 @lru_cache(maxsize=16)
-def groupings(depth: int) -> tuple[Grouping, ...]:
-    """Return the distinct groupings over `depth` digits, none of size 1: depth^2 of them.
+def groupings(depth: int, subsets: bool = False) -> tuple[Grouping, ...]:
+    """Return the distinct groupings over `depth` digits, none of size 1: depth^2 of them; `subsets` admits any digits.
 
     >>> [len(groupings(n)) for n in (1, 2, 3, 4)]
     [1, 4, 9, 16]
     """
-    ranges = [tuple(range(first, stop)) for first in range(depth) for stop in range(first + 1, depth + 1)]
-    masters = [Grouping(varies, True) for varies in ranges if varies[-1] + 1 < depth]
-    return (*(Grouping(varies) for varies in ranges), *masters)
+    sets = sorted(s for n in range(1, depth + 1) for s in itertools.combinations(range(depth), n))
+    every = [*map(Grouping, sets), *(Grouping(s, True) for s in sets if s[-1] + 1 < depth)]
+    return tuple(g for g in every if subsets or g.contiguous)
 
 
 @lru_cache(maxsize=16)
@@ -113,20 +106,3 @@ def alphabet(depth: int) -> tuple[Instruction, ...]:
 def instruction_list_text(program: Sequence[Instruction], depth: int, names: Sequence[str] = ()) -> str:
     """Return a program as text: its instructions with '; ' between them."""
     return "; ".join(step.form(depth, names) for step in program)
-
-
-def parse_instruction_list(text: str, depth: int, names: Sequence[str] = ()) -> tuple[Instruction, ...]:
-    """Read what `instruction_list_text` writes.
-
-    Raises `LayoutError` for a part that is no instruction over these digits, and names one that is.
-
-    >>> parse_instruction_list("(0, Parallel(root), AllReduce); (root, InsideGroup, AllReduce)", 2)[0].grouping
-    Grouping(varies=(0,), master=False)
-    """
-    table = {step.form(depth, names): step for step in alphabet(depth)}
-    found: list[Instruction] = []
-    for part in filter(None, (p.strip() for p in text.split(";"))):
-        if part not in table:
-            raise LayoutError(f"{part!r} is no instruction over {depth} digits; one that is: {next(iter(table))}")
-        found.append(table[part])
-    return tuple(found)

@@ -1,16 +1,13 @@
 """The verb `reduce`: the exact best reduction program on a placement, without a limit on its size.
 
 It is `redistribute` on the types of the payload: one search, one set of ops, one cost. What it returns was checked with
-the state-matrix checker too, which knows neither types nor costs.
+state matrices too, which know neither types nor costs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
-
-import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import CertificateError, LayoutError, TypingError, shown
@@ -21,24 +18,17 @@ from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.redistribution.reduced import MOST_FACTORS
-from shardplan.movement.reductions.enumeration import CHECKED_MEMBERS, LARGE_SIZE
-from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
-from shardplan.movement.reductions.interpreter import run_instructions
+from shardplan.movement.reductions.instructions import instruction_list_text
 from shardplan.movement.reductions.payload import Payload, payload
-from shardplan.movement.reductions.shortest_path import cheapest_path
-from shardplan.movement.reductions.state_matrix import MOST_MEMBERS, Checker
-from shardplan.movement.reductions.type_graph import State, TypeEdge
+from shardplan.movement.reductions.state_matrix import check
+from shardplan.movement.reductions.type_graph import TypeEdge, cheapest_path, letters
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
 
 Target = Literal["replicated", "sharded", "root"]
-# The letter of every factor at the end, and the one collective that leads there.
-TARGETS: dict[str, tuple[str, str]] = {
-    "replicated": ("U", "all_reduce"),
-    "sharded": ("S", "reduce_scatter"),
-    "root": ("R", "reduce"),
-}
+# The one collective that leads there.
+TARGETS: dict[str, str] = {"replicated": "all_reduce", "sharded": "reduce_scatter", "root": "reduce"}
 
 
 def reduce(
@@ -78,38 +68,17 @@ def reduce(
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
-    placement, axes, nbytes = (
-        placement_of("placement", placement),
-        border.names("axes", axes),
-        bytes_of("nbytes", nbytes),
-    )
+    placement, axes = placement_of("placement", placement), border.names("axes", axes)
     checked_algorithm(algorithm, library(placement.topology.library))
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
-    view, path, after = _best(placement, axes, nbytes, target, algorithm, subsets, uncollapsed)
-    source, wanted = view.type("P" * len(view.factors)), view.type(after)
+    view = payload(placement, axes, bytes_of("nbytes", nbytes), uncollapsed)
+    ends = letters(stock_op(target), len(view.factors))
+    path = checked_path(view, placement, *ends, algorithm, subsets)
+    source, wanted = map(view.type, ends)
     if algorithm == "auto" and not subsets and not uncollapsed and len(view.factors) <= MOST_FACTORS:
         return redistribute(source, wanted, topology=placement)
-    program = chain(view.path_ops(path), source)
+    program = chain(view.ops(path), source)
     return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
-
-
-def _best(
-    placement: Placement,
-    axes: str | Sequence[str],
-    nbytes: float,
-    target: str,
-    algorithm: str,
-    subsets: bool,
-    uncollapsed: bool,
-) -> tuple[Payload, list[TypeEdge], State]:
-    """Return the payload, the cheapest path, checked, and the state it ends in."""
-    if not isinstance(target, str) or target not in TARGETS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
-    view = payload(placement, axes, nbytes, uncollapsed=uncollapsed)
-    before, after = (letter * len(view.factors) for letter in ("P", TARGETS[target][0]))
-    path = cheapest_path(view.factors, view.nbytes, placement.topology, before, after, algorithm, subsets) or []
-    check_path(view, path, after)
-    return view, path, after
 
 
 def instructions_text(
@@ -122,57 +91,35 @@ def instructions_text(
     subsets: bool = False,
 ) -> str:
     """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
-    view, path, _ = _best(placement, axes, nbytes, target, algorithm, subsets, False)
+    view = payload(placement, axes, nbytes)
+    ends = letters(stock_op(target), len(view.factors))
+    path = checked_path(view, placement, *ends, algorithm, subsets)
     return instruction_list_text([edge.instruction for edge in path], len(view.factors), view.names)
 
 
-def stock_op(target: Target) -> str:
-    """Return the one collective that leads to a target."""
-    return TARGETS[target][1]
+def stock_op(target: object) -> str:
+    """Return the one collective that leads to a target; raises `LayoutError` for one that is unknown."""
+    if not isinstance(target, str) or target not in TARGETS:
+        raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
+    return TARGETS[target]
 
 
-def check_path(view: Payload, path: Sequence[TypeEdge], after: State) -> None:
-    """Check a path with the state-matrix checker, and on random integers; raises `CertificateError` if it is wrong."""
-    program = [edge.instruction for edge in path]
-    depth = len(view.factors)
-    if not depth:
-        return
-    sizes = view.sizes if math.prod(view.sizes) <= CHECKED_MEMBERS else (2,) * depth
+def checked_path(
+    view: Payload, placement: Placement, before: str, after: str, algorithm: str = "auto", subsets: bool = False
+) -> tuple[TypeEdge, ...]:
+    """Return the cheapest path of a payload; one that reduces is checked on state matrices.
+
+    Raises `CertificateError` where they refuse it.
+    """
+    _, path = cheapest_path(view.strides, view.nbytes, placement.topology, before, after, algorithm, subsets)
+    if set(before) == {"P"}:  # not of no factors
+        check_path(view, path, after)
+    return path
+
+
+def check_path(view: Payload, path: Sequence[TypeEdge], after: str) -> None:
+    """Check that a path reduces, on state matrices; raises `CertificateError` if it does not."""
     try:
-        if math.prod(sizes) <= MOST_MEMBERS:
-            _check_states(sizes, program, after)
-        if sizes != view.sizes:
-            _check_numbers(tuple(min(n, LARGE_SIZE) for n in view.sizes), program, after)
-    except (TypingError, ValueError) as error:
+        check(view.sizes, [edge.instruction for edge in path], after)
+    except TypingError as error:
         raise CertificateError(f"the state-matrix checker refuses the program found: {error}") from None
-
-
-def _check_states(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
-    """Check that every member ends with what the state says, by state matrices; raises `TypingError`."""
-    checker = Checker(sizes)
-    if set(after) == {"U"}:
-        checker.check(program)
-        return
-    holders, parts = _ends(sizes, after)
-    checker.check_parts(program, holders, parts)
-
-
-def _ends(sizes: tuple[int, ...], after: State) -> tuple[list[int], int]:
-    """Members that hold rows at the end, and into how many parts the rows are cut."""
-    digits = np.indices(sizes).reshape(len(sizes), -1)
-    rooted = [d for d, letter in enumerate(after) if letter == "R"]
-    holders = np.flatnonzero((digits[rooted] == 0).all(axis=0)).tolist()
-    return holders, math.prod(n for n, letter in zip(sizes, after, strict=True) if letter == "S")
-
-
-def _check_numbers(sizes: tuple[int, ...], program: Sequence[Instruction], after: State) -> None:
-    """The same on random integers; raises `ValueError`."""
-    count = math.prod(sizes)
-    addends = np.random.default_rng(count).integers(-1000, 1000, (count, count))
-    values, rows = run_instructions(sizes, program, addends)
-    holders, parts = _ends(sizes, after)
-    for d in range(count):
-        if len(rows[d]) != (count // parts if d in holders else 0):
-            raise ValueError(f"member {d} ends with {len(rows[d])} rows")
-        if not np.array_equal(values[d, rows[d]], addends.sum(axis=0)[rows[d]]):
-            raise ValueError(f"member {d} ends with wrong sums")

@@ -1,9 +1,9 @@
 """The checker of reduction programs: Hoare triples on state matrices (arXiv 2110.10548), independent of every planner.
 
 K members reduce K chunks (rows) of equal size. The state of a member says, for every row, whose addends its value
-holds: a K x K matrix of booleans, here the set of rows it holds and one integer of K bits a row, rows side by side.
-Member d starts with its own addend of every row; the goal is every addend of every row on every member. Groups step at
-once; members of no group keep their state.
+holds: a K x K matrix of booleans, here K integers of K bits, 0 for a row that it does not hold. Member d starts with
+its own addend of every row; the goal is every addend of every row on every member. Groups step at once; members of no
+group keep their state.
 
 | op | precondition, in every group | result |
 |---|---|---|
@@ -20,166 +20,136 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.errors import TypingError
-from shardplan.movement.reductions.instructions import Instruction, instruction_list_text
+from shardplan.movement.reductions.instructions import Instruction
 
-MOST_MEMBERS = 256  # a state has the third power of it in bits: 2 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRows:
-    """What one member holds: `rows`, a bit a row, and `addends`, K bits a row, row 0 in the lowest."""
-
-    rows: int
-    addends: int
+Ints = NDArray[np.int64]
+Bits = NDArray[np.unsignedinteger]
+Bools = NDArray[np.bool_]
+MOST_MEMBERS = 64  # checked at their true sizes: the addends of a row are the bits of one integer
 
 
-State = tuple[HeldRows, ...]
-EMPTY = HeldRows(0, 0)
+def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes at which programs over these are checked: the same, or for many members 3 and 2.
 
+    3 tells what 2 cannot: odd groups.
 
-class Checker:
-    """The semantics over one hierarchy, of sizes major first; their product K is the number of members, and of rows.
-
-    Raises `TypingError` for more than 256 members.
+    >>> checked_sizes((2, 8)), checked_sizes((16, 2, 8)), checked_sizes((16, 8, 8, 8))
+    ((2, 8), (3, 2, 3), (2, 3, 3, 3))
     """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """Write down the start and the goal."""
-        self.sizes = tuple(sizes)
-        self.count = k = math.prod(self.sizes)
-        if k > MOST_MEMBERS:
-            raise TypingError(f"state matrices are checked up to {MOST_MEMBERS} members; {list(sizes)} has {k}")
-        every = (1 << k) - 1
-        self._ones = sum(1 << row * k for row in range(k))  # bit 0 of every row
-        self.start: State = tuple(HeldRows(every, self._ones << d) for d in range(k))
-        self.goal: State = (HeldRows(every, self._ones * every),) * k
-        self._wide: dict[int, int] = {}
-
-    def _widen(self, rows: int) -> int:
-        """All addends of some rows."""
-        found = self._wide.get(rows)
-        if found is None:
-            full = (1 << self.count) - 1
-            found = self._wide[rows] = sum(full << r * self.count for r in range(self.count) if rows >> r & 1)
-        return found
-
-    def step(self, state: State, instruction: Instruction) -> State:
-        """Return what every member holds after one instruction.
-
-        Raises `TypingError` where a precondition does not hold; says which, and in which group.
-        """
-        after = list(state)
-        for group in instruction.grouping.members(self.sizes).tolist():
-            held = [state[m] for m in group]
-            reason = _refused(instruction.collective, held)
-            if reason:
-                raise TypingError(f"{instruction.form(len(self.sizes))} on members {group}: {reason}")
-            union = HeldRows(_union([h.rows for h in held]), _union([h.addends for h in held]))
-            match instruction.collective:
-                case "reduce_scatter":
-                    for m, rows in zip(group, _parts(union.rows, len(group)), strict=True):
-                        after[m] = HeldRows(rows, union.addends & self._widen(rows))
-                case "reduce":
-                    for m in group:
-                        after[m] = EMPTY
-                    after[group[0]] = union
-                case _:
-                    for m in group:
-                        after[m] = union
-        if tuple(after) == state:
-            raise TypingError(f"{instruction.form(len(self.sizes))} changes nothing")
-        return tuple(after)
-
-    def run(self, program: Sequence[Instruction]) -> State:
-        """Return what every member holds after a program.
-
-        Raises `TypingError` as `step`, with the number of the step.
-        """
-        state = self.start
-        for number, instruction in enumerate(program):
-            if state == self.goal:
-                raise TypingError(f"step {number}: the goal was reached before")
-            try:
-                state = self.step(state, instruction)
-            except TypingError as error:
-                raise TypingError(f"step {number}: {error}") from None
-        return state
-
-    def check(self, program: Sequence[Instruction]) -> None:
-        """Check that a program reduces; raises `TypingError` for the first thing that does not hold.
-
-        >>> from shardplan.movement.reductions.instructions import Grouping
-        >>> Checker((2, 2)).check([Instruction(Grouping((0, 1)), "all_reduce")])
-        """
-        if self.run(program) != self.goal:
-            raise TypingError(
-                f"{instruction_list_text(program, len(self.sizes))} ends before every member holds every addend"
-            )
-
-    def check_parts(self, program: Sequence[Instruction], holders: Sequence[int], parts: int) -> None:
-        """Check that a program ends with complete rows, 1/`parts` of them on each of `holders` and none elsewhere.
-
-        Raises `TypingError` where a step or the end does not hold.
-        """
-        state = self.run(program)
-        for d, held in enumerate(state):
-            rows = self.count // parts if d in holders else 0
-            if held.rows.bit_count() != rows or held.addends != self._widen(held.rows):
-                raise TypingError(f"member {d} ends with {held.rows.bit_count()} rows, not {rows} complete ones")
-        if _union([h.rows for h in state]) != (1 << self.count) - 1:
-            raise TypingError("a row is held by no member at the end")
+    found = list(sizes) if math.prod(sizes) <= MOST_MEMBERS else [min(n, 3) for n in sizes]
+    for d in range(len(sizes)):
+        found[d] = 2 if math.prod(found) > MOST_MEMBERS else found[d]
+    return tuple(found)
 
 
-def _refused(collective: str, held: Sequence[HeldRows]) -> str:
-    """Name the precondition that a group breaks, or nothing."""
-    first = held[0]
-    match collective:
-        case "all_reduce" | "reduce_scatter" | "reduce":
-            if not first.rows or any(h.rows != first.rows for h in held):
-                return "the row sets are empty or differ"
-            if not _disjoint([h.addends for h in held]):
-                return "an addend would be counted twice"
-            if collective == "reduce_scatter" and first.rows.bit_count() % len(held):
-                return f"{first.rows.bit_count()} rows are not cut by {len(held)}"
-        case "all_gather":
-            count = first.rows.bit_count()
-            if not count or any(h.rows.bit_count() != count for h in held):
-                return "the row sets are empty or of different size"
-            if not _disjoint([h.rows for h in held]):
-                return "the row sets overlap"
-        case "broadcast":
-            if not first.rows:
-                return "the first member holds nothing"
-            if any(h.addends & ~first.addends for h in held):
-                return "a member holds what the first does not"
-            if all(h == first for h in held):
-                return "all hold the same already"
-        case _:
-            return f"{collective!r} is no collective"
-    return ""
+def ends(sizes: Sequence[int], owner: Sequence[int] | None = None) -> tuple[Bits, Bits]:
+    """Return the start and the goal, each [1, members, rows].
+
+    `owner` is the reduction group of every member, all of one size; a member's goal is the addends of its own group.
+    """
+    members = math.prod(sizes)
+    groups = np.zeros(members, dtype=np.int64) if owner is None else np.asarray(owner)
+    rows = int(np.bincount(groups).max())
+    # A bit a member; the narrow ones take a quarter, and Python's integers have any number.
+    dtype = np.uint16 if members <= 16 else np.uint64 if members <= 64 else object
+    own = np.array([1 << d for d in range(members)], dtype=dtype)
+    goal = np.array([np.bitwise_or.reduce(own[groups == g]) for g in groups], dtype=dtype)
+    start, goal = (np.repeat(x[None, :, None], rows, axis=2) for x in (own, goal))
+    return start, goal
 
 
-def _union(sets: Sequence[int]) -> int:
-    out = 0
-    for x in sets:
-        out |= x
-    return out
+def rows_held(states: Bits) -> NDArray[np.uint64]:
+    """Return the rows that members hold, a bit each: [states, members]."""
+    rows = states.shape[2]
+    bits = np.array([1 << r for r in range(rows)], dtype=np.uint64 if rows <= 64 else object)
+    return (states != 0) @ bits
 
 
-def _disjoint(sets: Sequence[int]) -> bool:
-    seen = 0
-    for x in sets:
-        if seen & x:
-            return False
-        seen |= x
-    return True
+def step(instruction: Instruction, sizes: Sequence[int], states: Bits, held: NDArray[np.uint64]) -> tuple[Ints, Bits]:
+    """Return which of some states [n, members, rows] allow an instruction and change, and what they become.
+
+    `held` is `rows_held`. Preconditions are tried on the rows, which are few bits, and on the addends only of states
+    that pass; all groups of a state must allow it.
+    """
+    name, groups = instruction.collective, instruction.grouping.members(sizes)
+    k = groups.shape[1]
+    at = np.arange(len(states))[_all(_on_rows(name, held[:, groups]), len(states))]
+    part = states[at][:, groups]  # [n, groups, k, rows]
+    union = part[:, :, 0] if name == "broadcast" else np.bitwise_or.reduce(part, axis=2)
+    legal = _all(_on_addends(name, part, union), len(at))
+    at, union = at[legal], union[legal]
+    after = states[at].copy()
+    if name == "reduce":
+        after[:, groups[:, 1:]] = 0
+        after[:, groups[:, 0]] = union
+    elif name == "reduce_scatter":
+        mine = union != 0
+        run = (np.cumsum(mine, axis=2) - 1) // (mine.sum(axis=2, keepdims=True) // k)
+        for i in range(k):
+            after[:, groups[:, i]] = np.where(mine & (run == i), union, 0)
+    else:
+        after[:, groups] = union[:, :, None]
+    changed = (after != states[at]).any(axis=(1, 2))
+    return at[changed], after[changed]
 
 
-def _parts(rows: int, k: int) -> list[int]:
-    """Cut a set of rows into k consecutive runs of the ascending rows."""
-    ascending = [r for r in range(rows.bit_length()) if rows >> r & 1]
-    size = len(ascending) // k
-    return [sum(1 << r for r in ascending[i * size : (i + 1) * size]) for i in range(k)]
+def _all(rules: dict[str, Bools], count: int) -> Bools:
+    return np.logical_and.reduce([np.ones(count, dtype=bool), *(rule.all(axis=1) for rule in rules.values())])
+
+
+def _on_rows(name: str, rows: NDArray[np.uint64]) -> dict[str, Bools]:
+    """Say of every group whether the rows of its members [n, groups, k] hold each precondition, bool [n, groups]."""
+    first, size = rows[:, :, :1], np.bitwise_count(rows).astype(np.int64)
+    if name == "broadcast":
+        within = (rows & ~first == 0).all(axis=2)
+        return {"the first member holds nothing": first[:, :, 0] != 0, "a member holds what the first does not": within}
+    if name == "all_gather":
+        apart = np.bitwise_count(np.bitwise_or.reduce(rows, axis=2)) == size.sum(axis=2)
+        alike = ((size > 0) & (size == size[:, :, :1])).all(axis=2)
+        return {"the row sets are empty or of different size": alike, "the row sets overlap": apart}
+    alike = ((rows != 0) & (rows == first)).all(axis=2)
+    cut = size[:, :, 0] % (rows.shape[2] if name == "reduce_scatter" else 1) == 0
+    return {"the row sets are empty or differ": alike, "the rows are not cut by the members": cut}
+
+
+def _on_addends(name: str, part: Bits, union: Bits) -> dict[str, Bools]:
+    """The same of the addends of members [n, groups, k, rows] and what results [n, groups, rows]."""
+    if name == "broadcast":
+        within, news = part & ~union[:, :, None] == 0, part != union[:, :, None]
+        return {
+            "a member holds what the first does not": within.all(axis=(2, 3)),
+            "all hold the same already": news.any(axis=(2, 3)),
+        }
+    if name == "all_gather":
+        return {}
+    once = np.bitwise_count(part).astype(np.int64).sum(axis=2) == np.bitwise_count(union)
+    return {"an addend would be counted twice": once.all(axis=2)}
+
+
+def check(sizes: Sequence[int], program: Sequence[Instruction], after: str) -> None:
+    """Check that a program ends with complete rows where the letters of the digits say, and with none elsewhere.
+
+    Of a digit `U` every member has all of them, `S` its part, and `R` only coordinate 0. Raises `TypingError` for a
+    step, or an end, that does not hold.
+
+    >>> from shardplan.movement.reductions.instructions import Grouping
+    >>> check((2, 2), [Instruction(Grouping((0, 1)), "all_reduce")], "UU")
+    """
+    sizes = checked_sizes(sizes)
+    states, goal = ends(sizes)
+    for number, instruction in enumerate(program):
+        _, states = step(instruction, sizes, states, rows_held(states))
+        if not len(states):
+            raise TypingError(f"step {number}: {instruction.form(len(sizes))} is refused")
+    digits = np.indices(sizes).reshape(len(sizes), -1)
+    holds = (digits[[d for d, letter in enumerate(after) if letter == "R"]] == 0).all(axis=0)
+    parts = math.prod(n for n, letter in zip(sizes, after, strict=True) if letter == "S")
+    held, right = states[0] != 0, states[0] == goal[0]
+    count = np.where(holds, len(holds) // parts, 0)
+    if not (np.array_equal(held, held & right) and np.array_equal(held.sum(axis=1), count) and held.any(axis=0).all()):
+        raise TypingError(f"the end is not {after}: a member has other rows, or a sum is not complete")

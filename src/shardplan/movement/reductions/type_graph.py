@@ -12,27 +12,36 @@ A factor that is sharded is so on a dim of its own, so a type is one state a fac
 
 An op runs while no other factor is root (`InsideGroup`, `Parallel`), or, in the Master form, while all factors inside
 of A are and no other: those of them that are replicated are made root before, which costs nothing. In the paper's
-language A is contiguous. The cheapest path is exact: costs of edges are affine in the payload (`prices.alpha_beta`)
-and no bound on steps is set.
+language A is contiguous. The cheapest path is exact: no bound on steps is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.hardware.digit_order import Digit
-from shardplan.hardware.level_factors import LevelFactor
-from shardplan.hardware.prices.alpha_beta import AlphaBeta
-from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction
+from shardplan.hardware.level_factors import Digits, groups_along
+from shardplan.hardware.prices.cost import offers
+from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.topology import Topology
+from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction, groupings
 
 Floats = NDArray[np.float64]
 State = str  # one letter a factor
-STATES = "PRSU"
+# What a device has of every factor before a collective, one of these letters, and after it.
+_LETTERS = {
+    "all_reduce": ("P", "U"),
+    "reduce_scatter": ("P", "S"),
+    "all_gather": ("S", "U"),
+    "reduce": ("P", "R"),
+    "broadcast": ("RU", "U"),
+}
 # A step costs this much of the dearest edge more, so that of equal programs the shortest is found: above the rounding
 # of a sum of a few prices (1e-16 of each), far below any difference between prices.
 STEP = 1e-13
@@ -50,103 +59,55 @@ class TypeEdge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReductionSpace:
-    """All states over some factors and the edges between them, in the order of their targets."""
+    """All states over some factors and the edges between them."""
 
     states: tuple[State, ...]
     edges: tuple[TypeEdge, ...]
-    index: dict[State, int]
-    source: NDArray[np.int64]
-    first: NDArray[np.int64]  # of every state that has edges into it, where they begin
-    entered: NDArray[np.int64]  # these states
-
-    def reachable(self, start: State) -> set[State]:
-        """Return the states that can be reached from one."""
-        found = {start}
-        stack = [start]
-        while stack:
-            here = stack.pop()
-            for target in _leaving(self).get(here, ()):
-                if target not in found:
-                    found.add(target)
-                    stack.append(target)
-        return found
+    source: NDArray[np.int64]  # numbers of states, [edges]
+    target: NDArray[np.int64]
 
     def distances(self, start: State, costs: Floats) -> Floats:
-        """Return the least cost from a state to every state, float64 [tables, states]; inf where there is no way.
+        """Return the least cost from a state to every state, float64 [states]; inf where there is no way.
 
-        `costs` holds many tables at once, [tables, edges]. Bellman and Ford's algorithm on arrays: paths have few
-        edges, so it ends after a few rounds over all of them.
+        Bellman and Ford's algorithm on arrays: paths have few edges, so it ends after a few rounds over all of them.
         """
-        reach = np.full((len(costs), len(self.states)), np.inf)
-        reach[:, self.index[start]] = 0.0
-        while True:
-            through = np.minimum.reduceat(reach[:, self.source] + costs, self.first, axis=1)
-            better = np.minimum(reach[:, self.entered], through)
-            if np.array_equal(better, reach[:, self.entered]):
-                return reach
-            reach[:, self.entered] = better
+        reach, before = np.where(np.array(self.states) == start, 0.0, np.inf), None
+        while before is None or not np.array_equal(before, reach):
+            before = reach.copy()
+            np.minimum.at(reach, self.target, before[self.source] + costs)
+        return reach
 
-    def path(self, start: State, goal: State, costs: Floats) -> list[TypeEdge] | None:
-        """Return a cheapest path for one table of costs, [edges], or None where there is no way."""
+    def path(self, start: State, goal: State, costs: Floats) -> list[int] | None:
+        """Return the edges of a cheapest path, of equal ones a shortest; None where there is no way."""
         charged = costs + STEP * float(costs.max(initial=0.0))
-        reach = self.distances(start, charged[None])[0]
-        if not np.isfinite(reach[self.index[goal]]):
-            return None
-        path: list[TypeEdge] = []
-        at = self.index[goal]
-        stops = np.append(self.first, len(self.edges))
-        while at != self.index[start]:
-            k = int(np.searchsorted(self.entered, at))
-            into = slice(int(stops[k]), int(stops[k + 1]))
-            best = int(stops[k]) + int(np.argmin(reach[self.source[into]] + charged[into]))
-            path.append(self.edges[best])
-            at = int(self.source[best])
-        return path[::-1]
+        reach = self.distances(start, charged)
+        path: list[int] = []
+        at = self.states.index(goal)
+        while np.isfinite(reach[at]) and self.states[at] != start:
+            path.append(int(np.argmin(np.where(self.target == at, reach[self.source] + charged, np.inf))))
+            at = int(self.source[path[-1]])
+        return path[::-1] if np.isfinite(reach[at]) else None
 
 
 @lru_cache(maxsize=32)
 def reduction_space(depth: int, subsets: bool = False) -> ReductionSpace:
     """Return the graph over `depth` factors; `subsets` admits ops over any set of factors, not only contiguous ones.
 
-    >>> [len(reduction_space(n).reachable("P" * n)) for n in (1, 2, 3, 4)]
-    [4, 16, 61, 223]
+    >>> [len(reduction_space(n).states) for n in (1, 2, 3, 4)]
+    [4, 16, 64, 256]
     """
-    states = [""]
-    for _ in range(depth):
-        states = [s + letter for s in states for letter in STATES]
-    index = {s: i for i, s in enumerate(states)}
-    sets = [tuple(d for d in range(depth) if mask >> d & 1) for mask in range(1, 1 << depth)]
-    masters = [Grouping(varies, True) for varies in sets if varies[-1] + 1 < depth]
-    groups = [g for g in (*map(Grouping, sets), *masters) if subsets or g.contiguous]
-    edges = [edge for s in states for edge in _edges(s, groups)]
-    edges.sort(key=lambda e: index[e.target])
-    target = np.array([index[e.target] for e in edges], dtype=np.int64)
-    entered, first = np.unique(target, return_index=True)
-    source = np.array([index[e.source] for e in edges], dtype=np.int64)
-    return ReductionSpace(tuple(states), tuple(edges), index, source, first, entered)
+    states = tuple(map("".join, itertools.product("PRSU", repeat=depth)))
+    alphabet = [Instruction(g, name) for g in groupings(depth, subsets) for name in COLLECTIVES]
+    edges = [TypeEdge(s, *step, i) for s in states for i in alphabet if (step := step_state(s, i)) is not None]
+    index = {s: k for k, s in enumerate(states)}
+    ends = np.array([(index[e.source], index[e.target]) for e in edges]).reshape(-1, 2)
+    return ReductionSpace(states, tuple(edges), ends[:, 0], ends[:, 1])
 
 
-@lru_cache(maxsize=32)
-def _leaving(space: ReductionSpace) -> dict[State, list[State]]:
-    out: dict[State, list[State]] = {}
-    for edge in space.edges:
-        out.setdefault(edge.source, []).append(edge.target)
-    return out
-
-
-_BEFORE = {
-    "all_reduce": frozenset("P"),
-    "reduce_scatter": frozenset("P"),
-    "all_gather": frozenset("S"),
-    "reduce": frozenset("P"),
-    "broadcast": frozenset("RU"),
-}
-_AFTER = {"all_reduce": "U", "reduce_scatter": "S", "all_gather": "U", "reduce": "R", "broadcast": "U"}
-
-
-def letters(collective: str) -> tuple[str, str] | None:
-    """Return what a device has of a factor before and after a collective; None where the language does not have it."""
-    return (min(_BEFORE[collective]), _AFTER[collective]) if collective in COLLECTIVES else None
+def letters(collective: str, factors: int = 1) -> tuple[State, State]:
+    """Return what all factors are before and after a collective over them; empty where the language has no such."""
+    before, after = _LETTERS.get(collective, ("", ""))
+    return before[:1] * factors, after * factors
 
 
 def step_state(state: State, instruction: Instruction) -> tuple[State, State] | None:
@@ -154,9 +115,10 @@ def step_state(state: State, instruction: Instruction) -> tuple[State, State] | 
 
     As it begins the factors are root that the Master form needs to be.
     """
-    varies, collective = instruction.grouping.varies, instruction.collective
+    varies = instruction.grouping.varies
+    before, after = _LETTERS[instruction.collective]
     mine = {state[d] for d in varies}
-    if not mine <= _BEFORE[collective] or (collective == "broadcast" and "R" not in mine):
+    if not mine <= set(before) or mine == {"U"}:
         return None
     inner = varies[-1] + 1 if instruction.grouping.master else len(state)
     if any(letter == "R" and d not in varies for d, letter in enumerate(state[:inner])):
@@ -164,49 +126,78 @@ def step_state(state: State, instruction: Instruction) -> tuple[State, State] | 
     if not set(state[inner:]) <= {"R", "U"}:
         return None
     entered = state[:inner] + "R" * (len(state) - inner)
-    return entered, "".join(_AFTER[collective] if d in varies else letter for d, letter in enumerate(entered))
+    return entered, "".join(after if d in varies else letter for d, letter in enumerate(entered))
 
 
-def _edges(state: State, groups: Sequence[Grouping]) -> list[TypeEdge]:
-    found: list[TypeEdge] = []
-    for grouping in groups:
-        mine = {state[d] for d in grouping.varies}
-        for collective in (c for c in COLLECTIVES if mine <= _BEFORE[c]):
-            instruction = Instruction(grouping, collective)
-            step = step_state(state, instruction)
-            if step is not None:
-                found.append(TypeEdge(state, *step, instruction))
-    return found
+def path_of(program: Iterable[Instruction], state: State) -> tuple[TypeEdge, ...] | None:
+    """Return the path of an instruction list, or None where it does not type: a device would read an old value."""
+    path: list[TypeEdge] = []
+    for instruction in program:
+        step = step_state(state, instruction)
+        if step is None:
+            return None
+        path.append(TypeEdge(state, *step, instruction))
+        state = step[1]
+    return tuple(path)
 
 
-def edge_costs(space: ReductionSpace, factors: Sequence[LevelFactor], nbytes: float, prices: AlphaBeta) -> Floats:
+@lru_cache(maxsize=4096)  # many placements of a job have the same digits
+def cheapest_path(
+    factors: tuple[Digits, ...],
+    nbytes: float,
+    topology: Topology,
+    before: State,
+    after: State,
+    algorithm: str = "auto",
+    subsets: bool = False,
+) -> tuple[float, tuple[TypeEdge, ...]]:
+    """Return the seconds and the edges of the cheapest program from one state to another; inf where there is no way.
+
+    Nothing cheaper exists in the graph. `nbytes` is the payload of a device; `subsets` admits ops over any set of
+    factors; `algorithm` is as for `hardware.prices.cost.price`.
+    """
+    if not factors:
+        return 0.0, ()
+    space = reduction_space(len(factors), subsets)
+    costs = edge_costs(space, factors, nbytes, topology, algorithm)
+    path = space.path(before, after, costs)
+    return (math.inf, ()) if path is None else (float(costs[path].sum()), tuple(space.edges[k] for k in path))
+
+
+def edge_costs(
+    space: ReductionSpace, factors: Sequence[Digits], nbytes: float, topology: Topology, algorithm: str = "auto"
+) -> Floats:
     """Return the price of every edge in seconds, float64 [edges]; `nbytes` is the payload of a device."""
-    kinds, shares = _facets(space)
-    sizes = np.array([f.size for f in factors], dtype=np.float64)
-    held = nbytes / np.prod(np.where(shares, sizes, 1.0), axis=1)
-    costs = np.zeros(len(space.edges))
-    for instruction, at in kinds.items():
-        varies, zero = digits_of(instruction.grouping, factors)
-        # Of each algorithm latency and seconds per byte; the cheapest depends on what is held.
-        offers = np.array(prices.offers(instruction.collective, varies, zero))
-        costs[at] = (offers[:, :1] + offers[:, 1:] * held[at]).min(axis=0)
-    return costs
+    sizes = [math.prod(n for n, _ in digits) for digits in factors]
+    held = {s: nbytes / math.prod(n for n, x in zip(sizes, s, strict=True) if x == "S") for s in space.states}
+    lines = {i: instruction_lines(i, factors, topology, algorithm) for i in {e.instruction: None for e in space.edges}}
+    return np.array([min([a + b * held[e.source] for a, b in lines[e.instruction]]) for e in space.edges])
 
 
-def digits_of(grouping: Grouping, factors: Sequence[LevelFactor]) -> tuple[tuple[Digit, ...], tuple[Digit, ...]]:
+def digits_of(grouping: Grouping, factors: Sequence[Digits]) -> tuple[Digits, Digits]:
     """Return the digits along which members of a grouping differ, and those at which only coordinate 0 takes part."""
-    varies = tuple(d for f in grouping.varies for d in factors[f].digits)
     later = range(grouping.varies[-1] + 1, len(factors)) if grouping.master else ()
-    return varies, tuple(d for f in later for d in factors[f].digits)
+    return tuple(d for f in grouping.varies for d in factors[f]), tuple(d for f in later for d in factors[f])
 
 
-@lru_cache(maxsize=32)
-def _facets(space: ReductionSpace) -> tuple[dict[Instruction, NDArray[np.int64]], NDArray[np.bool_]]:
-    """The edges of every instruction, and which factors cut their rows."""
-    depth = len(space.states[0])
-    by: dict[Instruction, list[int]] = {}
-    shares = np.zeros((len(space.edges), depth), dtype=bool)
-    for number, edge in enumerate(space.edges):
-        shares[number] = [letter == "S" for letter in edge.source]
-        by.setdefault(edge.instruction, []).append(number)
-    return {instruction: np.array(at) for instruction, at in by.items()}, shares
+Lines = tuple[tuple[float, float], ...]
+
+
+def instruction_lines(instruction: Instruction, factors: Sequence[Digits], topology: Topology, algorithm: str) -> Lines:
+    """Return what rows of the library ask for an instruction, as `digit_lines`."""
+    return digit_lines(instruction.collective, *digits_of(instruction.grouping, factors), topology, algorithm)
+
+
+@lru_cache(maxsize=4096)
+def digit_lines(kind: str, varies: Digits, zero: Digits, topology: Topology, algorithm: str) -> Lines:
+    """Return seconds at 0 bytes, and per byte that a member holds before, of each row for a collective; see `offers`.
+
+    Members differ in the digits `varies`, in this order, and of `zero` only coordinate 0 takes part.
+    """
+    looked_at = topology.size
+    if all(level == level.sound() for level in topology.levels):
+        # Groups in other units do the same, side by side: on a switch, where ports are each unit's own, in units of the
+        # outermost level that is spanned, else in those that hold them.
+        top = next(j for j, unit in enumerate(topology.strides) if unit < max(n * stride for n, stride in varies))
+        looked_at = topology.strides[top] * (1 if topology.levels[top].link == "switch" else topology.levels[top].size)
+    return offers(kind, groups_along(varies, zero, looked_at), Fabric(topology), algorithm)
