@@ -19,8 +19,9 @@ from shardplan.hardware.prices.cost import Price, prices
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.plans.bounds import Bound, boxes_on, capacity, most_over, moves_bound, started
+from shardplan.plans.bounds import boxes_on, capacity, most_over, moves_bound
 from shardplan.plans.reduction_bound import reduction_bound
+from shardplan.plans.starts import Bound, started
 
 Where = Topology | Placement
 

@@ -17,14 +17,13 @@ from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.plans.bounds import (
-    Bound,
     all_reduce_bound,
     capacity,
     most_over,
     reduce_scatter_bound,
-    started,
     summed_capacity,
 )
+from shardplan.plans.starts import Bound, started
 
 
 @dataclass(frozen=True, slots=True, eq=False)
