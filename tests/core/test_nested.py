@@ -271,6 +271,24 @@ def test_a_swap_over_two_meshes() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
+def test_moves_together_come_in_chunks() -> None:
+    """Each in so many, so that buffers shrink and latencies count as often."""
+    program = together()
+    (step,) = program.steps
+    assert step.op.cuttable and step.op.chunks == 1 and step.op.in_chunks(1) == step.op
+    cut = Program(program.inputs, [Step(step.op.in_chunks(2), step.operands, step.results)], program.outputs)
+    body = cut.steps[0].op.body  # pyright: ignore[reportAttributeAccessIssue]
+    assert [inner.op.chunks for inner in body.steps] == [2, 2] and cut.steps[0].op.chunks == 2
+    assert Program.parse(str(cut)) == cut
+    whole, books = account(program), account(cut)
+    assert step.op.staged(A, B)(2) == cut.steps[0].op.staging(A, B) < step.op.staging(A, B) == step.op.staged(A, B)(1)
+    assert books.workspace_bytes < whole.workspace_bytes
+    assert books.latencies == (2 * whole.latencies[0],) and books.received.tolist() == whole.received.tolist()
+    data = arrays(program)
+    for x, y in zip(run_program(program, data), run_program(cut, data), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
+
+
 def test_moves_together_are_priced_on_the_same_links() -> None:
     """Loads add up on each port; the latencies of messages between other pairs do not."""
     topology = sp.Topology.load("nominal", devices=4)

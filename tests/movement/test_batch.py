@@ -127,6 +127,18 @@ def test_waves_gather_while_the_next_are_sent() -> None:
     assert oracle.unsound(plan.program, destinations) is None
 
 
+def test_moves_posted_together_come_in_chunks() -> None:
+    """Under a limit waves still run side by side: their buffers shrink, where packs alone would wait for each other."""
+    sources, destinations = stages("i32[48@ep, 4096]", 8, ep=4, dp=4)
+    free = sp.redistribute(sources, destinations, topology=NODES)
+    limit = int(0.9 * free.certificate.workspace_bytes)
+    plan = sp.redistribute(sources, destinations, topology=NODES, memory_limit=limit)
+    plan.certificate.check()
+    assert plan.seconds <= 1.01 * free.seconds
+    assert any(step.op.chunks > 1 and len(inside(step)) > 1 for step in plan.program.steps)
+    assert oracle.unsound(plan.program, destinations) is None
+
+
 def test_a_swap_of_addends_keeps_the_bound() -> None:
     """The side that reduces first makes the other wait, so that both send at once."""
     a, b = sp.Mesh({"x": 2}, devices=(0, 1)), sp.Mesh({"x": 2}, devices=(2, 3))

@@ -14,6 +14,8 @@ import strategies as some
 from hardware.topologies import GB, any_topology, grouped, route, switches
 from shardplan.core.pattern import Groups, Messages
 from shardplan.hardware import Fabric, Level, Topology, price, seconds
+from shardplan.movement.redistribution.choice import Rules, programs
+from shardplan.movement.redistribution.single import _ways
 from shardplan.plans import bounds
 from shardplan.plans.bounds import (
     Tiles,
@@ -23,7 +25,7 @@ from shardplan.plans.bounds import (
     moves_bound,
     reduce_scatter_bound,
 )
-from shardplan.plans.pricing import boxes_on
+from shardplan.plans.pricing import boxes_on, priced, seconds_bound
 
 BOUNDS = {
     "all_reduce": all_reduce_bound,
@@ -161,6 +163,76 @@ def test_no_plan_beats_its_bound(library, flat, ends):
     except sp.Infeasible:
         return
     assert c.lower_bound_seconds <= c.seconds * (1 + 1e-9)
+
+
+DGX = sp.Topology.load("dgx-h100", nodes=4)
+
+
+@given(st.one_of(some.pairs(), some.cross_pairs(most=16, marked=False)), st.sampled_from((1, 1 << 12, 1 << 20)))
+@settings(max_examples=80, deadline=None)
+def test_no_candidate_is_below_the_bound(ends, longer):
+    """Not the best plan alone: whatever is proposed, small and large, also over a mesh that joins the two."""
+    s, t = (sp.TensorType("bf16", (*x.shape, longer), (*x.layout.dims, ()), x.mesh) for x in ends)
+    fabric, ids = Fabric(DGX), sorted({*s.mesh.devices, *t.mesh.devices})
+    rules = Rules(1 << 62, fabric=fabric)
+    for program, _, _ in programs(_ways(s, t, rules), s, t, rules):
+        found, bound = priced(program, fabric), seconds_bound([s], [t], fabric, program.meshes)
+        assert bound.seconds <= found.seconds * (1 + 1e-9)
+        assert bound.transfer <= found.transfer * (1 + 1e-9)
+    joined = sp.Mesh({"all": len(ids)}, devices=ids)
+    wide, narrow = (seconds_bound([s], [t], fabric, meshes) for meshes in ((joined,), ()))
+    assert wide.seconds <= narrow.seconds and wide.transfer <= narrow.transfer
+
+
+def between(a, b):
+    """A tensor of 64 MB, cut evenly on either side."""
+    s = sp.TensorType("bf16", (1 << 25,), ("x",), sp.Mesh({"x": len(a)}, devices=a))
+    return s, s.with_layout(sp.Layout((("y",),)), sp.Mesh({"y": len(b)}, devices=b))
+
+
+def test_what_goes_between_meshes_goes_as_messages():
+    """Eight ports of 46.5 GB/s, of which messages reach 0.8; a mesh over all would carry it at the best share."""
+    s, t = between(range(8), range(8, 16))
+    whole = s.nbytes / (8 * 0.93 * 50e9)
+    fabric, everyone = Fabric(DGX), sp.Mesh(all=16)
+    assert seconds_bound([s], [t], fabric).transfer == pytest.approx(whole / 0.8)
+    assert seconds_bound([s], [t], fabric, (everyone,)).transfer == pytest.approx(whole / 1.08)
+    plan = sp.redistribute(s, t, topology=DGX)
+    assert plan.seconds == pytest.approx(plan.certificate.lower_bound_seconds, rel=1e-3)
+    assert plan.certificate.status == "floor"
+
+
+def test_only_ways_of_devices_that_take_part_count():
+    s, t = between(range(4), range(8, 12))
+    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(s.nbytes / (4 * 0.8 * 0.93 * 50e9))
+
+
+def test_meshes_in_one_node_share_no_island():
+    """On either side of a border inside the nodes ports of devices count, at the share of messages there."""
+    s, t = between((0, 1, 2, 3), (4, 5, 6, 7))
+    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(s.nbytes / (4 * 0.746 * 450e9))
+    # A mesh over both nodes on either side: what leaves a node may do so in a gather.
+    s, t = between((0, 1, 8, 9), (10, 11, 2, 3))
+    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(s.nbytes / 2 / (4 * 1.08 * 0.93 * 50e9))
+
+
+def test_copies_beyond_the_first_are_gathered():
+    """Two nodes want all of it: once it is sent, and the second copy comes at the best share."""
+    s, _ = between(range(16), range(8))
+    t = s.with_layout(sp.Layout(((),)), sp.Mesh({"y": 16}, devices=range(16, 32)))
+    both = s.nbytes / (16 * 0.93 * 50e9) * (1 / 0.8 + 1 / 1.08)
+    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(
+        max(both, s.nbytes / (8 * 0.93 * 50e9) / 1.08)
+    )
+
+
+def test_a_row_that_starts_sooner_is_slower():
+    """Few bytes go at the start of LL, many at that of Simple: never the start of one with the rate of the other."""
+    for longer in (1 << 12, 1 << 20, 1 << 28):
+        s, t = between(range(8), range(8, 16))
+        s, t = (sp.TensorType("bf16", (8, longer), (x.layout.dims[0], ()), x.mesh) for x in (s, t))
+        plan = sp.redistribute(s, t, topology=DGX)
+        assert plan.certificate.lower_bound_seconds > 0.85 * plan.seconds
 
 
 def test_a_batch_that_reduces_attains_its_bound_in_seconds():

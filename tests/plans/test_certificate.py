@@ -120,7 +120,7 @@ def tampered_ops(rng: random.Random, program: sp.Program) -> list[sp.Program]:
             case _:
                 pass
         if step.op.cuttable:
-            ops.append(dataclasses.replace(step.op, chunks=step.op.chunks + 1))
+            ops.append(step.op.in_chunks(step.op.chunks + 1))
         for op in ops:
             if op == step.op:
                 continue

@@ -3,6 +3,7 @@
 Reading order:
 
 - `nominal`          seconds without a topology
+- `starts`           what steps take at the least to carry some bytes
 - `bounds`           lower bounds in seconds: senders, receivers, cuts and counts
 - `reduction_bound`  those of moves that reduce
 - `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds

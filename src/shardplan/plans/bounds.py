@@ -1,14 +1,20 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
-Cut, count and gather bounds, at the best rates that any row of the library reaches. An element counts once where it
-enters, and once out of all its holders together: whoever has it may pass it on. Where a level reduces in the network,
-reductions have no count bound; the others still hold. Of collectives, members are device ids, int64 [G, k], and nbytes
-is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
+Cut, count and gather bounds, at the best rates that any row of the library reaches, over the ways of the devices that
+take part. An element counts once where it enters, and once out of all its holders together: whoever has it may pass it
+on. Where a level reduces in the network, reductions have no count bound; the others still hold. Of collectives, members
+are device ids, int64 [G, k], and nbytes is B, what a member holds before, float64 [G]; their bounds are of bandwidth
+only.
+
+An *island* are devices that meshes join, directly or over others. Every op but a send stays on one mesh, so what goes
+from island to island goes by sends, at the rates of the library's messages. A set of units that has its islands whole
+is entered and left in no other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,23 +24,12 @@ from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.plans.starts import Bound, started
 
 # Pairs of boxes in one unit that are met one by one (arrays of 16 MB); above, a coarser bound.
 _PAIRS = 1 << 21
 # Rows (a group in a parent) times arcs of a ring that are tried: arrays of 32 MB at most. Above it no ring is cut.
 _ARCS = 1 << 22
-
-
-class Bound(NamedTuple):
-    """A lower bound of a move."""
-
-    seconds: float
-    transfer: float  # without the latency of the first hop, like `Price.transfer`
-
-    @staticmethod
-    def largest(bounds: Iterable[Bound]) -> Bound:
-        """Return the largest of each; 0 of none."""
-        return Bound(*(max(each) for each in zip((0.0, 0.0), *bounds, strict=True)))
 
 
 class Tiles(NamedTuple):
@@ -132,21 +127,26 @@ def boxes_on(t: TensorType, ids: np.ndarray) -> np.ndarray:
     return boxes
 
 
-def moves_bound(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric) -> Bound:
+def moves_bound(
+    moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric, islands: Ints | None = None
+) -> Bound:
     """Return a lower bound of movements that share the wires; 0 if nothing must move.
 
-    It is the largest over sets of units of the bytes that must enter, or leave, over the capacity of the set, plus the
-    first hop. Sets that are entered are units; those left are the units that hold the same boxes, each element leaving
-    once out of all its holders together, and all units that hold anything.
+    It is the largest over sets of units of the bytes that must enter, or leave, over the capacity of the set, with the
+    start of a row. Sets that are entered are units; those left are the units that hold the same boxes, each element
+    leaving once out of all its holders together, and all units that hold anything; both also units that have their
+    islands whole.
 
     Args:
         moves: Triples of source boxes, destination boxes, [n, ndim, 2], and bytes of an element. Boxes of a side are
             equal or disjoint, empty where a device has none, and both sides cover the same array.
-        ids: The device ids of the rows, [n].
+        ids: The device ids of the rows, [n]: no other device takes part.
         fabric: The resources.
+        islands: The number of each row's island, [n]; None: all are of one.
     """
     at = fabric.topology_ids(ids)
-    worst, outermost = 0.0, -1
+    islands = np.zeros(len(at), dtype=np.int64) if islands is None else islands
+    worst = [Bound(0.0, 0.0)]
     tiles = [(Tiles.of(src), Tiles.of(dst), itemsize) for src, dst, itemsize in moves]
     for j, wires in enumerate(fabric.wires):
         unit, row = np.unique(at // wires.stride, return_inverse=True)
@@ -155,15 +155,71 @@ def moves_bound(moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fa
         enter = sum((one.enter * itemsize for one, itemsize in found), np.zeros(len(unit)))
         if not bool((enter > 0).any()):
             continue
-        outermost = j if outermost < 0 else outermost
-        worst = max(worst, most_over(enter, fabric.capacity(j)[unit]), _leaving(found, unit, j, fabric))
+        own = capacity(fabric, j, at)
         everywhere = np.unique(row[np.concatenate([source.device for source, _, _ in tiles])])
         away = sum(_wanted_beyond(target, row, everywhere) * itemsize for _, target, itemsize in tiles)
-        worst = max(worst, most_over(np.array([away]), summed_capacity(fabric, j, unit[everywhere][None])))
-    return Bound(fabric.first_hop(outermost) + worst if outermost >= 0 else 0.0, worst)
+        most = max(
+            most_over(enter, own[unit]),
+            _leaving(found, unit, j, fabric, own),
+            most_over(np.array([away]), summed_capacity(fabric, j, unit[everywhere][None], own)),
+        )
+        worst += [started(fabric, j, most, at), *_apart(tiles, row, unit, enter, _whole(row, islands), j, fabric, at)]
+    return Bound.largest(worst)
 
 
-def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric) -> float:
+def _whole(row: Ints, islands: Ints) -> Ints:
+    """Number the smallest sets of units that have their islands whole: of every row its set, [n]."""
+    label = islands
+    while True:
+        joined = label
+        for part in (row, islands):
+            least = np.full(int(part.max(initial=0)) + 1, len(row) + int(islands.max(initial=0)))
+            np.minimum.at(least, part, joined)
+            joined = least[part]
+        if np.array_equal(joined, label):
+            return np.unique(label, return_inverse=True)[1].reshape(-1)
+        label = joined
+
+
+def _apart(
+    tiles: Sequence[tuple[Tiles, Tiles, float]],
+    row: Ints,
+    unit: Ints,
+    enter: Floats,
+    label: Ints,
+    j: int,
+    fabric: Fabric,
+    at: Ints,
+) -> list[Bound]:
+    """The bounds of sets that have their islands whole: all that changes the set is sent, once at least.
+
+    What enters the units of a set beyond that is gathered inside, at the best rate of any row.
+    """
+    count = int(label.max(initial=0)) + 1
+    if count == 1:
+        return []
+    sends = fabric.under(replace(fabric.library, rows=tuple(r for r in fabric.library.rows if "messages" in r.ops)))
+    leave, into = np.zeros((2, count))
+    for source, target, itemsize in tiles:
+        one, other = label[source.device[0]], label[target.device[0]]
+        if one != other:
+            leave[one] += _volume(source.boxes).sum() * itemsize
+            into[other] += _volume(source.boxes).sum() * itemsize
+    of_unit = np.zeros(len(unit), dtype=np.int64)
+    of_unit[row] = label
+    own, best = capacity(sends, j, at), capacity(fabric, j, at)
+    bounds: list[Bound] = []
+    for k in np.flatnonzero(leave + into):
+        mine = unit[of_unit == k]
+        rate, fast = summed_capacity(sends, j, mine, own), summed_capacity(fabric, j, mine, best)
+        sent = most_over(np.array([max(leave[k], into[k])]), rate)
+        rest = most_over(np.array([max(0.0, enter[of_unit == k].sum() - into[k])]), fast)
+        both = most_over(np.array([into[k]]), rate) + rest
+        bounds += [started(sends, j, sent, at), Bound(fabric.first_hop(j) + both, both)]
+    return bounds
+
+
+def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric: Fabric, own: Floats) -> float:
     """The worst of all sets of units that hold the same boxes: bytes that leave it, over its capacity."""
     sets: dict[int, list[tuple[Ints, Floats]]] = {}  # by the number of units: sets as rows, and bytes of each
     for one, itemsize in found:
@@ -176,7 +232,7 @@ def _leaving(found: Sequence[tuple[Crossing, float]], unit: Ints, j: int, fabric
     for alike in sets.values():
         rows, number = np.unique(np.concatenate([row for row, _ in alike]), axis=0, return_inverse=True)
         load = np.bincount(number.reshape(-1), np.concatenate([n for _, n in alike])).astype(np.float64)
-        worst = max(worst, most_over(load, summed_capacity(fabric, j, unit[rows])))
+        worst = max(worst, most_over(load, summed_capacity(fabric, j, unit[rows], own)))
     return worst
 
 
@@ -238,20 +294,38 @@ def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: S
         split = count < k  # a unit that holds a whole group need not be crossed by it
         if not bool(split.any()):
             continue
-        capacity = fabric.capacity(j)
+        own = fabric.capacity(j)
         for share in (enter, leave):
             load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units).astype(np.float64)
-            worst = max(worst, most_over(load, capacity))
+            worst = max(worst, most_over(load, own))
         times = float(((spanned[j] - 1) * total * nbytes).sum())
-        worst = max(worst, times / float(summed_capacity(fabric, j, np.unique(unit[split]))))
+        worst = max(worst, times / float(summed_capacity(fabric, j, np.unique(unit[split]), own)))
         if wires.level.link == "ring" and len(keys) * wires.level.size**2 <= _ARCS:
             worst = max(worst, _arcs(fabric, j, group, unit, count, nbytes, k, enter, leave))
     return worst
 
 
-def summed_capacity(fabric: Fabric, j: int, units: Ints) -> Floats:
-    """Return the bytes a second of all ways between units of level j together, [...]; `units` ascend, [..., k]."""
-    own = fabric.capacity(j)[units]
+def capacity(fabric: Fabric, j: int, at: Ints) -> Floats:
+    """Return the bytes a second that enter, or leave, each unit of level j at most, if only these devices take part.
+
+    A flow uses the ways of the two devices at its ends, and a collective those of its members. `at` are topology ids;
+    [units].
+    """
+    wires = fabric.wires[j]
+    if wires.level.link != "switch":
+        return fabric.capacity(j)
+    ways = np.unique(fabric.rail(j, at))
+    rates = wires.rates[ways] if isinstance(wires.rates, np.ndarray) else np.full(len(ways), wires.rates)
+    own = np.bincount(ways // wires.ways, rates, wires.units) * fabric.library.best_share(j < fabric.far)
+    return cast(Floats, own)
+
+
+def summed_capacity(fabric: Fabric, j: int, units: Ints, own: Floats) -> Floats:
+    """Return the bytes a second of all ways between units of level j together, [...]; `units` ascend, [..., k].
+
+    `own` are those of every unit.
+    """
+    own = own[units]
     level = fabric.wires[j].level
     if level.link != "switch" and j > 0:
         # What enters a parent serves all its children, but is counted once.
@@ -271,9 +345,9 @@ def _arcs(
     held = np.zeros((len(keys), level.size), dtype=np.int64)
     held[row.reshape(-1), unit % level.size] = count
     link = level.delivered * level.uplinks * fabric.library.best_share(j < fabric.far)
-    capacity = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
+    own = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
     if j > 0:
-        capacity = capacity + fabric.capacity(j - 1)
+        own = own + fabric.capacity(j - 1)
     worst = 0.0
     inside = held.copy()  # the members on the arc that starts at each unit; arcs of one unit are cuts of units
     for length in range(2, level.size):
@@ -281,7 +355,7 @@ def _arcs(
         for share in (enter, leave):
             bytes_cut = share(inside.reshape(-1), k).reshape(inside.shape) * nbytes[owner][:, None]
             bytes_cut[(inside == 0) | (inside == k)] = 0.0
-            load = np.zeros((len(capacity), level.size))
+            load = np.zeros((len(own), level.size))
             np.add.at(load, parent, bytes_cut)
-            worst = max(worst, float((load / capacity[:, None]).max()))
+            worst = max(worst, float((load / own[:, None]).max()))
     return worst

@@ -170,7 +170,7 @@ def derive(
     else:
         fabric = fabric_of(where, program.meshes)
         cost = priced(program, fabric, algorithm)
-        bound = seconds_bound(sources, destinations, fabric)
+        bound = seconds_bound(sources, destinations, fabric, program.meshes)
     claims = {
         "types": tuple(program.types[r] for step in program.steps for r in step.results),
         "peak_bytes": books.peak_bytes,

@@ -20,7 +20,8 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
-from shardplan.plans.bounds import Bound, boxes_on, moves_bound
+from shardplan.plans.bounds import boxes_on, moves_bound
+from shardplan.plans.starts import Bound
 
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second

@@ -19,9 +19,10 @@ from shardplan.hardware.prices.cost import Price, prices
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.plans.bounds import Bound, boxes_on, most_over, moves_bound
+from shardplan.plans.bounds import boxes_on, capacity, most_over, moves_bound
 from shardplan.plans.nominal import patterns
 from shardplan.plans.reduction_bound import reduction_bound
+from shardplan.plans.starts import Bound, started
 
 Where = Topology | Placement
 
@@ -94,25 +95,37 @@ def step_windows(program: Program, fabric: Fabric, algorithm: str = "auto") -> t
     return found, windows(steps, [p.seconds for p in found], [p.load for p in found])
 
 
-def seconds_bound(sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric) -> Bound:
-    """Return a lower bound of moves whose sources and destinations are paired in order.
+def seconds_bound(
+    sources: Sequence[TensorType], destinations: Sequence[TensorType], fabric: Fabric, meshes: Sequence[Mesh] = ()
+) -> Bound:
+    """Return a lower bound of moves whose sources and destinations are paired in order, on their meshes and `meshes`.
 
     The largest of what each device must receive of all tensors over its own ports, of what must enter every unit of
     every level, and leave it and all holders of the same tiles, for tensors without addends, and of the cut and count
     bounds of each tensor that is reduced. A table of boxes is not cut.
     """
-    ids = np.array(sorted({i for t in (*sources, *destinations) for i in t.mesh.devices}), dtype=np.int64)
+    own = {t.mesh: None for t in (*sources, *destinations)}
+    ids = np.array(sorted({i for mesh in own for i in mesh.devices}), dtype=np.int64)
+    at, last = fabric.topology_ids(ids), len(fabric.wires) - 1
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    worst = most_over(np.asarray(least, np.float64), fabric.capacity(len(fabric.wires) - 1)[fabric.topology_ids(ids)])
-    found = [Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)]
+    found = [started(fabric, last, most_over(np.asarray(least, np.float64), capacity(fabric, last, at)[at]), at)]
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
-            found.append(reduction_bound(s, t, fabric))
+            found.append(reduction_bound(s, t, fabric, ids))
             continue
         if tabled(s, t):
             continue
         moves.append((boxes_on(s, ids), boxes_on(t, ids), s.itemsize))
-    return Bound.largest([*found, moves_bound(moves, ids, fabric)])
+    return Bound.largest([*found, moves_bound(moves, ids, fabric, _islands((*own, *meshes), ids))])
+
+
+def _islands(meshes: Sequence[Mesh], ids: np.ndarray) -> np.ndarray:
+    """Number devices, [n]: equal where meshes join them, directly or over others."""
+    label = np.arange(len(ids))
+    for mesh in dict.fromkeys(meshes):
+        joined = np.unique(label[np.searchsorted(ids, mesh.ids)])
+        label[np.isin(label, joined)] = joined[0]
+    return label

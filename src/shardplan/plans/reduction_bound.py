@@ -16,7 +16,14 @@ import numpy as np
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
-from shardplan.plans.bounds import Bound, all_reduce_bound, most_over, reduce_scatter_bound, summed_capacity
+from shardplan.plans.bounds import (
+    all_reduce_bound,
+    capacity,
+    most_over,
+    reduce_scatter_bound,
+    summed_capacity,
+)
+from shardplan.plans.starts import Bound, started
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +37,8 @@ class _Demand:
     need: Ints  # how many addends every class has
 
 
-def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> Bound:
-    """Return a lower bound of a move from a type with addends.
+def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric, ids: Ints | None = None) -> Bound:
+    """Return a lower bound of a move from a type with addends, in which the devices `ids` take part, or its mesh's.
 
     It is 0 where nothing is claimed: the target keeps all addends, has others, or lies on another mesh.
 
@@ -46,11 +53,14 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> B
     demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
     # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.
     single = len(demand.addends) == int(demand.need.sum())
-    worst = 0.0
+    found: list[Bound] = []
+    at = fabric.topology_ids(mesh.ids if ids is None else ids)
     for j, wires in enumerate(fabric.wires):
-        worst = max(worst, most_over(_cut(demand, wires.stride, wires.units), fabric.capacity(j)))
+        own = capacity(fabric, j, at)
+        found.append(started(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own), at))
         if single and not any(w.level.reduces for w in fabric.wires):
-            worst = max(worst, _count(demand, j, fabric))
+            found.append(started(fabric, j, _count(demand, j, fabric, own), at))
+    worst = 0.0
     if single and not source.layout.root and not target.layout.root:
         # The plain collectives have bounds of their own, which also cut rings into arcs.
         places = mesh.group_places(gone)
@@ -59,7 +69,7 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric) -> B
             worst = max(worst, all_reduce_bound(mesh.ids[places], nbytes, fabric))
         elif len(demand.label) == mesh.size and source.all_even and target.all_even:
             worst = max(worst, reduce_scatter_bound(mesh.ids[places], nbytes, fabric))
-    return Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)
+    return Bound.largest([*found, Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)])
 
 
 def _keys(rows: Ints) -> Ints:
@@ -125,7 +135,7 @@ def _cut(d: _Demand, stride: int, units: int) -> Floats:
     return np.maximum(enter, leave)
 
 
-def _count(d: _Demand, j: int, fabric: Fabric) -> float:
+def _count(d: _Demand, j: int, fabric: Fabric, own: Floats) -> float:
     """Seconds of what crosses level j in total over the summed capacity of the units concerned."""
     stride = fabric.wires[j].stride
     holds = _distinct(d.addends[:, 0], d.addends[:, 2] // stride)
@@ -138,4 +148,4 @@ def _count(d: _Demand, j: int, fabric: Fabric) -> float:
     busy = times > 0
     classes = np.unique(d.label[busy])
     involved = [holds[np.isin(holds[:, 0], classes)][:, 1], pairs[busy[pairs[:, 0]]][:, 1]]
-    return crossing / float(summed_capacity(fabric, j, np.unique(np.concatenate(involved))))
+    return crossing / float(summed_capacity(fabric, j, np.unique(np.concatenate(involved)), own))

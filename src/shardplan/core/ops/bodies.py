@@ -5,9 +5,9 @@ What they cost follows from the account of the body. How values enter and leave 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from shardplan.core.accounting import books_of, held_inside
 from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
 from shardplan.core.op import Array, Shards
-from shardplan.core.ops.collective import moving
+from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
 from shardplan.errors import TypingError
@@ -187,16 +188,38 @@ class Together(Nested):
         """Those of the longest move."""
         return max(books_of(self.body).rounds)
 
+    @property
+    def chunks(self) -> int:
+        """The most that a move has."""
+        return max(step.op.chunks for step in self.body.steps)
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether the chunks of all moves can be set."""
+        return all(step.op.cuttable for step in self.body.steps)
+
+    def in_chunks(self, chunks: int) -> Self:
+        """Every move in so many."""
+        steps = [Step(step.op.in_chunks(chunks), step.operands, step.results) for step in self.body.steps]
+        return replace(self, body=Program(self.body.inputs, steps, self.body.outputs))
+
     def staging(self, *operands: TensorType) -> int:
-        """The buffers of all moves, which exist at once; messages of two moves between two devices are one."""
-        total = 0
+        """The buffers of all moves, which exist at once."""
+        return sum(staged(move.chunks) for move, staged in self._buffers())
+
+    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+        """Those of all moves, each in so many chunks."""
+        found = [staged for _, staged in self._buffers()]
+        return lambda chunks: sum(staged(chunks) for staged in found)
+
+    def _buffers(self) -> Iterator[tuple[Collective, Callable[[int], int]]]:
+        """Each move with its staging; messages of two moves between two devices are one."""
         for number, step in enumerate(self.body.steps):
             move, types = moving(step.op), self.body.step_types(step)
             assert move is not None  # checked when it was made
             others = (self.body.step_types(s) for k, s in enumerate(self.body.steps) if k != number)
             shared = any(all(_meet(a[0], b[0]) for a, b in zip(types, other, strict=True)) for other in others)
-            total += move.staged(*types[0], shared=shared)(move.chunks)
-        return total
+            yield move, move.staged(*types[0], shared=shared)
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of all moves, at once."""

@@ -152,12 +152,18 @@ def _unlimited(batch: _Batch) -> Booked:
 
 
 def _within(batch: _Batch, limit: int) -> Booked:
-    """The cheapest program that keeps the limit, with at most 64 chunks a step if that can be."""
+    """The cheapest program that keeps the limit, with at most 64 chunks a step if that can be.
+
+    That without a limit, if it keeps it; else it is one of the programs that are cut into chunks.
+    """
+    free = _unlimited(batch)
+    if free[1].workspace_bytes <= limit:
+        return free
     least: list[tuple[int, Program]] = []
     for most in (MANY_CHUNKS, math.inf):
         best: tuple[float, Booked] | None = None
         fitting = 0
-        for cuts in _candidates(batch, limit, most):
+        for cuts in _candidates(batch, limit, most, free):
             chunks = cuts.chunks(limit, most)
             if cuts.workspace(chunks) > limit:
                 continue
@@ -171,13 +177,13 @@ def _within(batch: _Batch, limit: int) -> Booked:
                 break
         if best is not None:
             return best[1]
-        least.append(_least(batch, most))
+        least.append(_least(batch, most, free))
         if least[-1][0] <= limit:
             return least[-1][1], account(least[-1][1])
     raise too_little(f"redistribute {len(batch.items)} tensors", limit, *(low for low, _ in least))
 
 
-def _least(batch: _Batch, most: float) -> tuple[int, Program]:
+def _least(batch: _Batch, most: float, free: Booked) -> tuple[int, Program]:
     """The least workspace of any candidate, and its program.
 
     A limit decides how tensors are packed, so each limit found is tried again just below, until nothing is left.
@@ -185,7 +191,7 @@ def _least(batch: _Batch, most: float) -> tuple[int, Program]:
     low: tuple[int, Program] | None = None
     limit = 1
     while True:
-        found = [(cuts, cuts.chunks(0, most)) for cuts in _candidates(batch, limit, most)]
+        found = [(cuts, cuts.chunks(0, most)) for cuts in _candidates(batch, limit, most, free)]
         cuts, chunks = min(found, key=lambda way: way[0].workspace(way[1]))
         least = cuts.workspace(chunks)
         if low is not None and least >= low[0]:
@@ -194,12 +200,14 @@ def _least(batch: _Batch, most: float) -> tuple[int, Program]:
         limit = max(1, least - 1)
 
 
-def _candidates(batch: _Batch, limit: int, most: float) -> Iterator[Cuts]:
-    """Yield programs of packs, from one per plan to one per tensor, then of tensors one by one in the best order.
+def _candidates(batch: _Batch, limit: int, most: float, free: Booked) -> Iterator[Cuts]:
+    """Yield the program without a limit, then those of packs, from one per plan to one per tensor.
 
-    Each program once. Of equal prices the first is taken, so what needs the fewest collectives comes first.
+    Last those of tensors one by one in the best order. Each program once. Of equal prices the first is taken, so what
+    needs the fewest collectives comes first.
     """
-    seen: set[Program] = set()
+    yield Cuts.of(*free)
+    seen = {free[0]}
     for way, groups in _limited(batch, limit, most):
         program = assembled(side_by_side(groups), way.items)
         if program not in seen:
@@ -216,16 +224,11 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
     ordered = batch.ordered
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
-
-    def alone(room: int | None) -> list[Group]:
-        return [[pack] for pack in packed(ordered, room)]
-
-    def beside(room: int | None) -> list[Group]:
-        return grouped(packed(ordered, room), room)
-
-    def single(room: int | None) -> list[Group]:
-        return grouped([[i] for i in ordered], room)
-
+    alone, beside, single = (
+        lambda room: [[pack] for pack in packed(ordered, room)],
+        lambda room: grouped(packed(ordered, room), room),
+        lambda room: grouped([[i] for i in ordered], room),
+    )
     for way, room in itertools.product((alone, beside, single) if few else (beside, alone), (None, *rooms, 0)):
         groups = way(room)
         members = tuple(tuple(tuple(i.index for i in pack) for pack in group) for group in groups)
@@ -233,7 +236,7 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
             known.add(members)
             yield batch, groups
             if few:
-                yield batch, _least_first(batch, most, groups)
+                yield from ((batch, _least_first(batch, chunks, groups)) for chunks in (1, most))
     for way in _straightened(batch):
         yield way, _least_first(way, most, [[[i]] for i in way.moving])
 

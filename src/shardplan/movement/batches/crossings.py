@@ -18,7 +18,6 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
-from shardplan.errors import LayoutError
 from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.redistribution.candidates import Candidate
@@ -31,36 +30,21 @@ Planner = Callable[[TensorType, TensorType], Iterator[Candidate]]
 def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     """Return the type on `mesh` that has the boxes of `s` on every device (by id), or None if no axes name them.
 
-    An atom of one mesh is one of the other where the devices, in the order of their ids, have equal digits along both.
+    `s` is neither partial nor at a root. An atom of one mesh is one of the other where the devices, in the order of
+    their ids, have equal digits along both.
     """
     if s.mesh.size != mesh.size or set(s.mesh.devices) != set(mesh.devices) or not s.all_even:
         return None
-    ours, theirs = np.argsort(s.mesh.ids), np.argsort(mesh.ids)
 
-    def digits(m: Mesh, order: np.ndarray) -> list[bytes]:
-        """Of every atom the digits of the devices, in this order; bytes, so that they can be looked up."""
-        places = np.arange(m.size)
-        return [(places // a.stride % a.size)[order].tobytes() for a in m.atoms]
+    def digits(m: Mesh) -> list[bytes]:
+        """Of every atom the digits of the devices, in the order of ids; bytes, so that they can be looked up."""
+        places = np.argsort(m.ids)
+        return [(places // a.stride % a.size).tobytes() for a in m.atoms]
 
-    table = {d: atom for atom, d in enumerate(digits(mesh, theirs))}
-    match = [table.get(d) for d in digits(s.mesh, ours)]
-    named = set(s.mesh.expand(s.layout.used))
-    if any(match[a] is None for a in named):
+    ours, theirs = digits(s.mesh), {d: atom for atom, d in enumerate(digits(mesh))}
+    if any(ours[a] not in theirs for run in s.atoms for a in run):
         return None
-
-    def names(group: tuple[str, ...]) -> tuple[str, ...]:
-        return mesh.fold(tuple(k for a in s.mesh.expand(group) if (k := match[a]) is not None))
-
-    layout = Layout(
-        tuple(names(d) for d in s.layout.dims),
-        tuple(sorted(names(s.layout.partial))),
-        s.layout.reduction,
-        tuple(sorted(names(s.layout.root))),
-    )
-    try:
-        return s.with_layout(layout, mesh)
-    except LayoutError:
-        return None
+    return s.with_layout(Layout(tuple(mesh.fold(tuple(theirs[ours[a]] for a in run)) for run in s.atoms)), mesh)
 
 
 def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
@@ -79,8 +63,10 @@ def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     return [([*ops, op], op.infer(current)[0]) for op in found]
 
 
-def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None) -> Iterator[Candidate]:
-    """Yield candidates from `s` to `t` on another mesh; `plan` yields candidates on one mesh.
+def crossings(
+    s: TensorType, t: TensorType, first: Planner, later: Planner, fabric: Fabric | None
+) -> Iterator[Candidate]:
+    """Yield candidates from `s` to `t` on another mesh; `first` yields those on one mesh from `s`, `later` others.
 
     First what relabels and is planned on one mesh, the destination's, then the source's; then, for every way to settle
     the source, the send of the destination's own tiles, and of smaller ones with gathers behind.
@@ -94,11 +80,11 @@ def crossings(s: TensorType, t: TensorType, plan: Planner, fabric: Fabric | None
     moved = relabel(s, t.mesh) if not (s.layout.partial or s.layout.root) else None
     if moved is not None:
         send = Send(moved.layout, t.mesh)
-        for candidate in plan(moved, t):
+        for candidate in later(moved, t):
             yield Candidate((send, *candidate.ops))
     back = relabel(plain, s.mesh) if not tail else None
     if back is not None:
-        for candidate in plan(s, back):
+        for candidate in first(s, back):
             yield Candidate((*candidate.ops, Send(plain.layout, t.mesh)))
     for head, ready in settled(s):
         if same(ready, plain):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op
 from shardplan.core.tensor import TensorType
 
@@ -52,22 +51,11 @@ Group = Sequence[Pack]  # packs that run side by side
 Slot = Sequence[tuple[Pack, int]]  # steps that are posted together: of which packs, and their numbers there
 
 
-class PackKey(NamedTuple):
-    """What tensors have in common that are moved by the same collectives."""
-
-    ops: tuple[Op, ...]
-    dtype: str
-    ndim: int
-    source_mesh: Mesh
-    target_mesh: Mesh
-    grows: bool  # shrinking tensors go first: no pack holds both
-
-
 def packed(ordered: Sequence[BatchItem], room: int | None) -> list[list[BatchItem]]:
-    """Group tensors that can share collectives, for their largest shards."""
+    """Group tensors that can share collectives, for their largest shards; shrinking and growing ones apart."""
 
-    def key(i: BatchItem) -> PackKey:
-        return PackKey(i.ops, i.source.dtype, i.source.ndim, i.source.mesh, i.target.mesh, i.growth > 0)
+    def key(i: BatchItem) -> Hashable:
+        return i.ops, i.source.dtype, i.source.ndim, i.source.mesh, i.target.mesh, i.growth > 0
 
     return first_fit(ordered, room, key, lambda i: i.size)
 

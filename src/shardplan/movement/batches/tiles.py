@@ -50,7 +50,10 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
     for pieces in _choices(t, levels):
         for first in range(t.ndim):
             for tile in _cut(t, pieces, first, levels):
-                ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                try:
+                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                except LayoutError:  # on the way a dim is uneven over a part of an axis
+                    continue
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
     listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
@@ -77,18 +80,22 @@ def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
 def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]]:
     """Yield what to cut by, near pieces first: free atoms, of which those of a level and size are alike, or whole axes.
 
-    So there are as many as products of primes at every level, and, where a dim may be uneven, as sets of axes.
+    So there are as many as products of primes at every level, and, where a dim may be uneven, as sets of axes. Alike
+    are taken in the order of ids, however the mesh is written.
     """
     mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used))
+    places = np.argsort(mesh.ids)
+    digits = [(places // atom.stride % atom.size).tolist() for atom in mesh.atoms]
     alike: dict[tuple[int, int], list[Atoms]] = {}
-    for a, atom in enumerate(mesh.atoms):
+    for a in sorted(range(len(mesh.atoms)), key=lambda a: digits[a]):
+        atom = mesh.atoms[a]
         if a not in busy:
             alike.setdefault((-levels[a], atom.size), []).append((a,))
     kinds = [alike[key] for key in sorted(alike)]
     for counts in itertools.product(*(range(len(k) + 1) for k in kinds)):
         yield tuple(piece for k, n in zip(kinds, counts, strict=True) for piece in k[:n])
     axes = [run for x in mesh.axes if (run := mesh.span(x).atoms) and busy.isdisjoint(run)]
-    axes.sort(key=lambda run: -min(levels[a] for a in run))
+    axes.sort(key=lambda run: (-min(levels[a] for a in run), [digits[a] for a in run]))
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
 

@@ -167,7 +167,8 @@ def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
         return iter([Candidate((Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh),))])
     if s.mesh == t.mesh:
         return on_one_mesh(s, t, rules)
-    return crossings(s, t, partial(on_one_mesh, rules=rules), rules.fabric)
+    first, later = (partial(on_one_mesh, rules=one) for one in (rules, replace(rules, keep=False)))
+    return crossings(s, t, first, later, rules.fabric)
 
 
 def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
@@ -188,7 +189,7 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
                 (there,) = op.infer(here)
             except (TypingError, LayoutError):  # candidates are proposed without regard to whether they type
                 continue
-            yield from (Candidate((*ops[:k], op, *way.ops)) for way in _ways(there, t, rules))
+            yield from (Candidate((*ops[:k], op, *way.ops)) for way in _ways(there, t, replace(rules, keep=False)))
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
