@@ -126,7 +126,6 @@ KNOWN = [
     pytest.param(
         {"a": 2, "b": 2, "c": 2}, "f32[16, 16@b]{+a}", "f32[16, 16@c]{+a}", False,
         id="moving addends costs more than reducing, moving and splitting again",
-        marks=pytest.mark.xfail(strict=True, reason="the bound takes addends to be moved, not recombined"),
     ),
 ]  # fmt: skip
 
