@@ -390,7 +390,6 @@ def test_shardy_is_never_cheaper_on_its_own_tests(portable):
     assert solved == 66
 
 
-@pytest.mark.xfail(strict=True, reason="a portable plan slices an unused axis too late, or not at all")
 @pytest.mark.parametrize(
     ("axes", "source", "target"),
     [
