@@ -396,11 +396,15 @@ def test_shardy_is_never_cheaper_on_its_own_tests(portable):
         ("abcdef", "f32[4@(b,c), 16@(a,e,f), 2]", "f32[4@(d,a), 16, 2@e]"),
         ("abcdefgh", "f32[32@(f,h,d,a,b), 32@(g,e)]", "f32[32@(g,d), 32@(e,c,b,a)]"),
         ("abcdefgh", "f32[16@(h,g,d), 8@(a,e), 32@c]", "f32[16@g, 8@(b,f,e), 32@(d,c,h,a)]"),
+        ({"a": 20, "b": 10}, "f32[40@a, 40]", "f32[40@b, 40@a]"),
+        ({"a": 20, "b": 10}, "f32[20, 20@a]", "f32[20@a, 20@b]"),
+        ({"a": 24, "b": 6}, "f32[24, 48@a]", "f32[24@a, 48@b]"),
     ],
 )
 def test_shardy_is_not_cheaper_where_an_unused_axis_helps(axes, source, target):
     pytest.importorskip("jax")
-    s, t = (sp.TensorType.parse(x, sp.Mesh(dict.fromkeys(axes, 2))) for x in (source, target))
+    mesh = sp.Mesh(axes if isinstance(axes, dict) else dict.fromkeys(axes, 2))
+    s, t = (sp.TensorType.parse(x, mesh) for x in (source, target))
     problem = to_peer(s, t)
     cost = charged(sp.redistribute(s, t, portable=True))
     assert cost <= shardy.plan(problem).charged(memory_bound(problem)) * (1 + 1e-9)

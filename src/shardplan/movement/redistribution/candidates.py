@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
-from shardplan.errors import LayoutError, TypingError
 from shardplan.movement.redistribution.closed_form import closed_form
-from shardplan.movement.redistribution.emit import direct, edge, ops_of_path
+from shardplan.movement.redistribution.counting import counted_paths
+from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.further import further
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
@@ -33,8 +32,6 @@ _STEP_SECONDS = 1e-9
 # that each search takes at most some 0.15 s. Most end long before with a proof; what is cut off is not claimed exact.
 _LARGE = 1500  # states of a graph on which expansions are counted more closely
 _EXPANSIONS, _EXPANSIONS_LARGE = 400, 40
-# Edges whose price is counted where the graph estimates it: mostly the path stays, or the next one is right.
-_CORRECTED = 24
 # For the variants, several of which run for each pair, and which prove nothing.
 _EXPANSIONS_VARIANT = 60
 
@@ -69,27 +66,17 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        graph, allowed, whole, countable = priced(p, request.bound)
+        graph, _, whole, countable = priced(p, request.bound)
         a, b = p.node(s), p.node(t)
         base = _base(p, request.bound, request.portable)
         budget = _budget(graph)
         timed = request.rates is not None
         first = replace(base, byte=p.nbytes, turn=0.0, step=_STEP_SECONDS, rates=request.rates) if timed else base
         path, settled = None, False
-        known: dict[tuple[int, int], float] = {}
-        while True:
-            found = shortest(graph, a, b, first, allowed, budget=budget, known=known)
-            if found is None:
-                break
-            path, settled = found, found.exact and countable and whole and not timed
+        for path, _ in counted_paths(p, request.bound, first, budget):
+            settled = path.exact and countable and whole and not timed
             yield Candidate(tuple(ops_of_path(p, path.nodes, request.portable, graph)), settled and p.fine)
-            new = [pair for pair in pairwise(path.nodes) if pair not in known]
-            if timed or (p.countable and graph is p.graph) or not new or len(known) > _CORRECTED:
-                break
-            # With several primes, or uneven dims, one sender may have more to do than the graph says: the cheapest path
-            # is counted, and searched again.
-            known |= {pair: _counted(p, pair, first, graph) for pair in new}
-        if settled and not request.narrow and not p.pool:
+        if settled and not (request.narrow or request.portable or p.pool):
             return
         # What is legal at estimated prices, where those of the graph are; for the variants, and for limits.
         legal, _, extents = p.legal(request.bound)
@@ -134,20 +121,6 @@ def _variants(p: Problem, bound: int, portable: bool, narrow: bool) -> list[tupl
         path = shortest(graph, p.node(p.source), p.node(p.target), objective, states, budget=budget)
         found += [] if path is None else [(objective, path)]
     return found
-
-
-def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:
-    """What an edge costs by its ops; inf where they do not type."""
-    t, total = p.type(pair[0]), 0.0
-    for op in edge(p, *pair, objective.portable, graph):
-        try:
-            (u,) = op.infer(t)
-        except (TypingError, LayoutError):
-            return math.inf
-        moved = max(int(op.received(t).max(initial=0)), int(op.sent(t)[1].max(initial=0)))
-        total += moved / p.nbytes * objective.byte + op.rounds(t) * objective.turn
-        t = u
-    return total + objective.step
 
 
 def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
 from shardplan.core.op import Op
 from shardplan.core.ops import Send
+from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import ops_of_path
 from shardplan.movement.redistribution.orders import other_orders
 from shardplan.movement.redistribution.problem import Problem, problem
-from shardplan.movement.redistribution.search import Objective, Path, shortest
+from shardplan.movement.redistribution.search import Objective, Path
 from shardplan.movement.redistribution.tiled import priced
 
 # Each search takes few: its first expansion finds every path of two steps.
@@ -43,7 +43,7 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
             if found is not None:
                 least = found.cost
                 yield _ops(coarse, found, bound, objective)
-    if not objective.portable or (best is not None and _at_bound(p, best, bound)):
+    if not objective.portable or (best is not None and _at_bound(p, best, bound, objective)):
         return
     for ours, theirs in other_orders(p.source, p.target):
         other = problem(ours, theirs)
@@ -55,17 +55,17 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
 
 
 def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget: int = _EXPANSIONS) -> Path | None:
-    graph, allowed, _, _ = priced(p, bound)
-    return shortest(graph, p.node(p.source), p.node(p.target), objective, allowed, budget=budget, below=least)
+    """The cheapest path below `least`, if its cost can be told."""
+    found = counted_paths(p, bound, objective, budget, least)
+    return next((path for path, final in found if final), None)
 
 
 def _ops(p: Problem, path: Path, bound: int, objective: Objective) -> tuple[Op, ...]:
     return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound).graph))
 
 
-def _at_bound(p: Problem, path: Path, bound: int) -> bool:
-    """Say whether a path delivers no byte twice."""
-    graph = priced(p, bound).graph
-    ends = [*pairwise(path.nodes), (path.nodes[0], path.nodes[-1])]
-    *steps, direct = (float(graph.edges(a, np.array([b]), out=True).bytes[0]) for a, b in ends)
-    return sum(steps) <= direct * (1 + 1e-9)
+def _at_bound(p: Problem, path: Path, bound: int, objective: Objective) -> bool:
+    """Say whether a path costs no more than the direct exchange of whatever group, none of whose senders is crowded."""
+    direct = priced(p, bound).graph.edges(path.nodes[0], np.array(path.nodes[-1:]), out=True)
+    least = direct.bytes[0] * objective.byte + direct.rounds[0] * objective.turn
+    return bool(path.cost - (len(path.nodes) - 1) * objective.step <= least * (1 + 1e-9))
