@@ -18,7 +18,9 @@ import functools
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -51,8 +53,21 @@ class GroupState:
         self.agreed: set[str] = set()  # digests of the programs that all their ranks have come with
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
         self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
+        self.groups: dict[tuple[int, ...], Any] = {}  # of native collectives, by their ranks in member order
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()  # set by `end`, waited for by the second thread between two looks
+
+    def members(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of some ranks, in this order; made once, which all of them must come for.
+
+        Steps come in one order on all ranks, so groups do, and no rank waits for one that waits for it.
+        """
+        if ranks == tuple(range(dist.get_world_size(self.group))):
+            return self.group
+        if ranks not in self.groups:
+            with _named("shardplan " + " ".join(map(str, ranks))):
+                self.groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        return self.groups[ranks]
 
     @functools.cached_property
     def aside(self) -> Any:
@@ -88,6 +103,17 @@ class GroupState:
                 for watch, (wait, seconds) in slow.items():
                     told.add(watch)
                     watch.slow(wait, seconds)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the next group a name that is the same on all its ranks.
+
+    torch names a group that only its own ranks make by how many groups a rank has, of which ranks have unlike numbers;
+    they then wait for each other under unlike names, for good.
+    """
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        yield
 
 
 _states: list[GroupState] = []  # the one of the default process group, once it was asked for

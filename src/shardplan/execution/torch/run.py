@@ -7,6 +7,8 @@ keep and `launch` again and again. Inputs are read only; a result may be an inpu
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -33,6 +35,7 @@ from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.steps import bind
 from shardplan.execution.torch.wire import TorchWire
 
+NATIVE_BACKENDS = ("nccl",)
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound[TorchWire]]
@@ -115,7 +118,13 @@ def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
     """Return the wire of a run over the default process group."""
     group = watch.state.group
     batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
-    return TorchWire(group, watch, device, batched=batched)
+    return TorchWire(group, watch, device, batched=batched, native=native_on(dist.get_backend(group)))
+
+
+def native_on(backend: str) -> bool:
+    """Say whether collectives are the library's own: on nccl, or on the backends that `SHARDPLAN_NATIVE` names."""
+    named = os.environ.get("SHARDPLAN_NATIVE")
+    return backend in (NATIVE_BACKENDS if named is None else re.findall(r"\w+", named))
 
 
 def agreed(bound: Runnable) -> bool:

@@ -43,9 +43,11 @@ class TorchWire:
     received: int = 0  # bytes of the messages received so far
     sent: int = 0
     batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
+    native: bool = field(default=False)  # collectives in groups are the library's own
     timeout: timedelta = field(init=False)
     tag: int = field(init=False)
     under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
+    met: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])  # groups in which headers were compared
     greeted: set[tuple[int, bool]] = field(default_factory=set[tuple[int, bool]])  # peer, whether it sends
 
     def __post_init__(self) -> None:
@@ -111,21 +113,28 @@ class TorchWire:
         if not (givers or takers):
             return
         self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
-        mine = torch.tensor([int(self.watch.digest[:IDENTITY_DIGITS], 16), self.watch.number], device=self.device)
+        mine = self._header()
         theirs = torch.empty((len(givers), 2), dtype=mine.dtype, device=self.device)
         ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
-        if self.device.type == "cpu":
-            self.wait(ins)
-            self.wait(outs)
-            if not torch.equal(theirs, mine.expand_as(theirs)):
-                raise self.watch.mismatched(givers[0])
-            return
-        for _, work in (*ins, *outs):
-            work.wait()  # the stream waits, the host does not
-            self.under_way.pop(work, None)
-        torch._assert_async(  # pyright: ignore
-            (theirs == mine).all(), f"{self.watch.name}: another rank runs another program"
-        )
+        self.wait(ins)
+        self.wait(outs)
+        if givers:
+            self._same(givers[0], theirs, mine)
+
+    def _header(self) -> torch.Tensor:
+        """The identity and the number of the run, filled in by kernels: the host waits for no copy."""
+        mine = torch.empty(2, dtype=torch.int64, device=self.device)
+        mine[:1].fill_(int(self.watch.digest[:IDENTITY_DIGITS], 16))
+        mine[1:].fill_(self.watch.number)
+        return mine
+
+    def _same(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
+        """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
+        equal = (theirs == mine).all()
+        if self.device.type != "cpu":
+            torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
+        elif not equal:
+            raise self.watch.mismatched(peer)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
@@ -133,8 +142,15 @@ class TorchWire:
             self.wait_one(peer, work)
 
     def wait_one(self, peer: int, work: Any) -> None:
-        """Wait for one message; while it waits, `waits` shows the second thread what for."""
+        """Wait for one message; while it waits, `waits` shows the second thread what for.
+
+        On a device its stream waits, without a bound: with one the host would poll, and the library's watchdog has one.
+        """
         watch = self.watch
+        if self.device.type != "cpu":
+            work.wait()
+            self.under_way.pop(work, None)
+            return
         waits = watch.state.waits
         waits[watch] = Wait(peer, self.under_way.get(work, 0), self)
         try:
@@ -146,6 +162,22 @@ class TorchWire:
         self.under_way.pop(work, None)
         if watch.verdict:  # a message of no use: the run has failed
             raise watch.failed(peer, None)
+
+    def group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of a native collective, in which this run has greeted all members."""
+        group = self.watch.state.members(ranks)
+        if ranks not in self.met:
+            self.met.add(ranks)
+            theirs = torch.empty((len(ranks), 2), dtype=torch.int64, device=self.device)
+            mine = self._header()
+            self.wait_call(ranks, dist.all_gather(list(theirs), mine, group=group, async_op=True))
+            self._same(ranks[0], theirs, mine)
+        return group
+
+    def wait_call(self, ranks: tuple[int, ...], work: Any) -> None:
+        """Wait for a collective of some ranks: on a device its stream does, and the host goes on."""
+        self.under_way[work] = 0
+        self.wait_one(ranks[ranks.index(self.watch.rank) - 1], work)
 
     # After a failure
 
