@@ -54,6 +54,7 @@ class GroupState:
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
         self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
         self.groups: dict[tuple[int, ...], Any] = {}  # of native collectives, by their ranks in member order
+        self.headers: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the same, tensors for a run's and all members'
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()  # set by `end`, waited for by the second thread between two looks
 

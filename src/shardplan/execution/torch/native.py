@@ -87,7 +87,7 @@ def bind_native(
     """
     pattern = op.pattern(*operands)
     native = NATIVE.get(pattern.kind) if isinstance(pattern, Groups) else None
-    if native is None or not all(t.all_even for t in (*operands, *results)):
+    if native is None:
         return None
     reduction = operands[0].layout.reduction or "sum"
     if native.folds and not (reduction in REDUCTIONS and {t.dtype for t in operands} <= REDUCED):
@@ -97,6 +97,8 @@ def bind_native(
     places = [] if place is None else group_of(op, t, place)
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
         return _made(makers)
+    if not _alike((*operands, *results), places, native):
+        return None
     ranks = tuple(t.mesh.devices[m] for m in places)
     calls = list(_calls(native, op.chunks, operands, results, places, place))
     room: dict[str, tuple[int, torch.dtype]] = {}
@@ -131,6 +133,13 @@ def bind_native(
         return out
 
     return run
+
+
+def _alike(types: Sequence[TensorType], places: Sequence[int], native: Native) -> bool:
+    """Say whether all members of a group have parts of one size."""
+    if native.gives:
+        return all(t.all_even for t in types)
+    return all(len(set(t.elements()[places].tolist())) == 1 for t in types)
 
 
 def _made(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:

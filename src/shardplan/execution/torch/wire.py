@@ -113,27 +113,26 @@ class TorchWire:
         if not (givers or takers):
             return
         self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
-        mine = self._header()
-        theirs = torch.empty((len(givers), 2), dtype=mine.dtype, device=self.device)
+        rows = torch.empty((len(givers) + 1, 2), dtype=torch.int64, device=self.device)
+        mine, theirs = rows[0], rows[1:]
+        self._header(mine)
         ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
         self.wait(ins)
         self.wait(outs)
         if givers:
             self._same(givers[0], theirs, mine)
 
-    def _header(self) -> torch.Tensor:
-        """The identity and the number of the run, filled in by kernels: the host waits for no copy."""
-        mine = torch.empty(2, dtype=torch.int64, device=self.device)
+    def _header(self, mine: torch.Tensor) -> None:
+        """Write the identity and the number of the run, by kernels: the host waits for no copy."""
         mine[:1].fill_(int(self.watch.digest[:IDENTITY_DIGITS], 16))
         mine[1:].fill_(self.watch.number)
-        return mine
 
     def _same(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
         """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
-        equal = (theirs == mine).all()
         if self.device.type != "cpu":
+            equal = (theirs == mine).all()
             torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
-        elif not equal:
+        elif not torch.equal(theirs, mine.expand_as(theirs)):
             raise self.watch.mismatched(peer)
 
     def wait(self, pending: Pending) -> None:
@@ -165,11 +164,15 @@ class TorchWire:
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of a native collective, in which this run has greeted all members."""
-        group = self.watch.state.members(ranks)
+        state = self.watch.state
+        group = state.members(ranks)
         if ranks not in self.met:
             self.met.add(ranks)
-            theirs = torch.empty((len(ranks), 2), dtype=torch.int64, device=self.device)
-            mine = self._header()
+            if ranks not in state.headers:
+                rows = torch.empty((len(ranks) + 1, 2), dtype=torch.int64, device=self.device)
+                state.headers[ranks] = rows[0], rows[1:]
+            mine, theirs = state.headers[ranks]
+            self._header(mine)
             self.wait_call(ranks, dist.all_gather(list(theirs), mine, group=group, async_op=True))
             self._same(ranks[0], theirs, mine)
         return group
