@@ -1,7 +1,7 @@
 """Run on every rank: conformance cases on this rank against the reference; rank 0 prints one JSON object.
 
-Arguments: seed, number of cases, and a way: `gloo`, `batched` (messages as on nccl, over gloo), `native` (the same, with
-gloo's own collectives) or `nccl` (a GPU a rank).
+Arguments: seed, number of cases, and a way: `gloo`, `batched` (messages as on nccl, over gloo), `native` (the same,
+with gloo's own collectives) or `nccl` (a GPU a rank).
 """
 
 import json

@@ -18,7 +18,7 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -107,7 +107,7 @@ class GroupState:
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(name: str) -> Generator[None]:
     """Give the next group a name that is the same on all its ranks.
 
     torch names a group that only its own ranks make by how many groups a rank has, of which ranks have unlike numbers;

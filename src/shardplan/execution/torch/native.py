@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +44,8 @@ def _first(group: Any) -> int:
 
 
 # Newer releases call these by other names, and warn of the old ones.
-_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
 # By the kind of a pattern.
 NATIVE = {
@@ -173,8 +172,8 @@ def _calls(
             for side, each in ((before, native.gives), (after, native.gets))
         )
         if given:
-            (into, packs), (out, unpacks) = _run("in", given), _run("out", taken)
-            yield Call(into, out, packs, tuple(SpotCopy(c.target, c.source) for c in unpacks))
+            (into, packs), (out, unpacks) = _run("in", given), _run("out", taken, back=True)
+            yield Call(into, out, packs, unpacks)
 
 
 class _Side(NamedTuple):
@@ -198,8 +197,8 @@ class _Side(NamedTuple):
         return [Spot(f"{self.letter}{k}", t.dtype, view_of(t.local_shape(self.me), part)) for part in parts]
 
 
-def _run(name: str, parts: Sequence[Spot]) -> tuple[Spot, tuple[SpotCopy, ...]]:
-    """The run of the parts as they stand, or of a staging buffer into which they are copied."""
+def _run(name: str, parts: Sequence[Spot], *, back: bool = False) -> tuple[Spot, tuple[SpotCopy, ...]]:
+    """The run of the parts as they stand, or of a staging buffer into which, or `back` from which, they are copied."""
     at = parts[0].view.offset
     for part in parts:
         if part.buffer != parts[0].buffer or not part.view.contiguous or part.view.offset != at:
@@ -209,4 +208,5 @@ def _run(name: str, parts: Sequence[Spot]) -> tuple[Spot, tuple[SpotCopy, ...]]:
         return flat(parts[0], at - parts[0].view.offset), ()
     n = sum(part.view.elements for part in parts)
     run = Spot(f"{name} {parts[0].dtype}", parts[0].dtype, View((n,), (1,), 0))
-    return run, merged(map(SpotCopy, parts, cut(run, parts)))
+    ends = (cut(run, parts), parts) if back else (parts, cut(run, parts))
+    return run, merged(map(SpotCopy, *ends))

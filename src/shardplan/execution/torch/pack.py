@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
@@ -48,13 +50,24 @@ class Message(NamedTuple):
     copies: tuple[SpotCopy, ...]
 
 
-class SpotRound(NamedTuple):
+@dataclass(frozen=True)
+class SpotRound:
     """What a rank does in a round; see `core.lowering.Round`."""
 
     sends: tuple[Message, ...]
     meanwhile: tuple[SpotCopy, ...]
     takes: tuple[Message, ...]
     then: tuple[SpotCopy, ...]
+
+    @cached_property
+    def packs(self) -> tuple[SpotCopy, ...]:
+        """What is packed for all sends: it only reads what stood before."""
+        return merged(c for m in self.sends for c in m.copies)
+
+    @cached_property
+    def unpacks(self) -> tuple[SpotCopy, ...]:
+        """What is unpacked once all takes have come."""
+        return merged(c for m in self.takes for c in m.copies)
 
 
 class Packing:

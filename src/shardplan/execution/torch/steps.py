@@ -68,8 +68,7 @@ def bind(
             ins: deque[tuple[int, Any]] = deque()
             outs: Pending = []
             for one in stage:
-                for m in one.sends:
-                    copy(held, m.copies)
+                copy(held, one.packs)
                 coming = one.takes if wire.batched else ahead
                 ahead = ()
                 posted = wire.post(
@@ -83,8 +82,8 @@ def bind(
                     yield  # the first messages are under way in both directions; next they are waited for
                 for m in one.takes:
                     wire.wait_one(*ins.popleft())
-                    copy(held, m.copies)
-                copy(held, one.then)
+                    copy(held, () if wire.batched else m.copies)
+                copy(held, (*(one.unpacks if wire.batched else ()), *one.then))
             wire.wait(outs)
         return out
 
