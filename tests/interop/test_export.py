@@ -233,6 +233,7 @@ def test_what_is_emitted_takes_the_plans_seconds(name: str, matrix: list[list[in
     for move in recipe(plan.program).moves:
         members = emitted(name, text, move)
         pattern = plan.program.steps[move.step].op.pattern(*plan.program.step_types(plan.program.steps[move.step])[0])
+        assert isinstance(pattern, Groups)
         held = np.full(len(members), pattern.nbytes.max())
         seconds += price(Groups(move.kind, members, held), Fabric(levels)).seconds
     assert seconds == pytest.approx(plan.seconds, rel=1e-9)
