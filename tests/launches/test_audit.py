@@ -403,6 +403,12 @@ def test_traffic():
         ("data",): [("all_reduce", 2e9, 1.0), ("all_reduce", 2.0**30, 1.0)],
         ("data", "tensor"): [("all_gather", 64e6, 24.0)],
     }
+    text = "data=reduce_scatter:2GB*3 behind 120 ms, data=1GB behind 90%"
+    assert parse_traffic(text) == {("data",): [("reduce_scatter", 2e9, 3.0, "120 ms"), ("all_reduce", 1e9, 1.0, "90%")]}
+    assert demands_of(text, mesh) == (
+        Demand(("data",), "reduce_scatter", 2e9, 3.0, hidden_seconds=0.12),
+        Demand(("data",), "all_reduce", 1e9, hidden_part=0.9),
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,6 +439,12 @@ def test_traffic_errors(traffic, message):
         ("data=2GB,tensor", "expected axes=bytes, such as data=2GB or data+tensor=all_gather:64MB*24, got 'tensor'", 9),
         ("data=2 parsecs", "'parsecs' is no unit of bytes; legal: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB", 5),
         ("data=sum:2GB", "op 'sum' is unknown; legal: all_reduce, reduce_scatter, all_gather, reduce,", 5),
+        (
+            "a=1GB,data=2GB behind 110%",
+            "'110%' is no part of the seconds; legal is 0% to 100%, or seconds such as 12",
+            22,
+        ),
+        ("data=2GB behind it", "expected a non-negative number and a unit (s, ms, us, ns), got 'it'", 16),
     ],
 )
 def test_traffic_text_errors(text, message, column):
