@@ -16,7 +16,7 @@ from launches.systems import linked_systems, placed, plain_groups, renaming, sys
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Placement, Topology, count, placements
-from shardplan.launches.audit import audit, leaving_bytes, stock_ranking, stock_seconds
+from shardplan.launches.audit import WORTH, audit, leaving_bytes, stock_ranking, stock_seconds
 from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.launch import Launch
@@ -56,13 +56,14 @@ def test_the_fix_costs_what_the_best_matrix_costs(case):
     launch, traffic = case
     found = audit(launch, traffic=traffic)
     ranking = stock_ranking(launch.mesh, launch.topology, demands_of(traffic, launch.mesh))
-    assert len({placement.matrix for placement, _ in ranking}) == count(launch.mesh, launch.topology)
-    assert found.best_seconds == pytest.approx(sum(ranking[0][1]))
+    assert len({row.placement.matrix for row in ranking}) == count(launch.mesh, launch.topology)
+    assert ranking[0].seconds * (1 - 1e-9) <= found.best_seconds <= ranking[0].seconds * (1 + WORTH)
     assert found.seconds == pytest.approx(sum(s.seconds for s in found.shares))
     if found.fix is None:
-        assert found.ratio <= 1 + 1e-6
+        assert found.ratio <= 1 + WORTH
+        assert found.placement in (None, found.best)
         return
-    assert found.ratio > 1 or found.verdict == "interleaved"
+    assert found.ratio > 1 + WORTH
     best = found.fix.placement
     table = launch.device_of_rank()
     ranks = renumbered(launch, best)
@@ -238,8 +239,7 @@ def test_tensor_across_nodes():
         ([r % 2 * 6 + r // 2 for r in range(12)], Mesh(data=12), SIX, {"data": [("reduce_scatter", 1e9, 1)]},
          "the rings over `data` pass between nodes 12 times, 2 would do"),
         ([r % 2 * 16 + r // 2 for r in range(32)], Mesh(data=32), A100X16, {"data": [("all_to_all", 1e9, 1)]},
-         "the rings over `data` pass between nodes 32 times, 2 would do; the cheapest algorithms for this traffic do "
-         "not feel it"),
+         "no matrix is faster for this traffic"),
         ([*range(1, 8), 0], Mesh(data=4, tensor=2), Topology.load("dgx-a100").resize(nodes=2, gpus=4), {"tensor": 1e9},
          "2 of the 4 groups over `tensor` span 2 nodes where a placement has 1"),
         (np.arange(12).reshape(6, 2).T.reshape(-1), Mesh(tensor=2, data=6), SIX,
@@ -386,11 +386,11 @@ def test_ranking_prices_single_axes_as_the_launch_of_the_placement():
     demands = demands_of({"data": 1e9, "tensor": [("all_gather", 1e6, 24), ("all_to_all", 5e6, 2)]}, mesh)
     fabric = Fabric(topology)
     ranking = stock_ranking(mesh, topology, demands)
-    assert [sum(each) for _, each in ranking] == sorted(sum(each) for _, each in ranking)
-    for placement, each in ranking:
-        launch = Launch.of(placement)
+    assert [row.seconds for row in ranking] == sorted(row.seconds for row in ranking)
+    for row in ranking:
+        launch, each = Launch.of(row.placement), [share.seconds for share in row.shares]
         assert each == pytest.approx([stock_seconds(launch.groups(d.axes), d, fabric) for d in demands], rel=1e-12)
-    assert math.isclose(audit(Launch.of(ranking[-1][0]), traffic=demands).seconds, sum(ranking[-1][1]))
+    assert math.isclose(audit(Launch.of(ranking[-1].placement), traffic=demands).seconds, ranking[-1].seconds)
 
 
 def test_traffic():

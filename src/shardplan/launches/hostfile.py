@@ -19,7 +19,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Launch
+from shardplan.launches.launch import Launch, counted
 
 _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@-]*"
 _LINE = re.compile(rf"(?P<host>{_HOST})(?::(?P<count>\d+))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
@@ -209,10 +209,10 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     others = [j for j in range(-1, len(names)) if _units(topology, j) == hosts]
     if others:
         return others[-1]
+    have = counted(_units(topology, named), names[named] if named >= 0 else "host")
     raise TopologyError(
-        f"{hosts} hosts, but topology {topology.name!r} has {_units(topology, named)} "
-        f"{names[named] if named >= 0 else 'host'}s ({topology.describe()}); legal is a host for each: give the "
-        f"topology its size, as {names[max(named, 0)]}s={hosts}"
+        f"{counted(hosts, 'host')}, but topology {topology.name!r} has {have} ({topology.describe()}); legal is a host "
+        f"for each: give the topology its size, as {names[max(named, 0)]}s={hosts}"
     )
 
 
