@@ -204,7 +204,7 @@ def audit(
         text = fix(launch, best.placement, together, device)
     if not causes:
         kept_text = "".join(f" that keeps `{axis}` inside {article(level)}" for axis, level in kept[:1])
-        worth = "" if total <= ranking[0].seconds * (1 + SAME) else f" by {WORTH:.0%} or more"
+        worth = "" if total <= ranking[0].seconds * (1 + SAME) else f" by {100 * WORTH:g} % or more"
         causes = (f"no matrix{kept_text} is faster for this traffic{worth}",)
     return Audit(launch, findings, rows, shares, total, best.placement, best.seconds, causes, text, kept)
 
@@ -281,14 +281,15 @@ def stock_ranking(
 def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: float) -> Placed:
     """Of the placements that are as good as the cheapest the launch's own, else the most local one.
 
-    It is the launch's own, too, where the best takes as long as `total`, the seconds as launched.
+    Where some of them are no better than `total`, the seconds as launched, it is one of the others.
     """
     own = next((row for row in ranking if row.placement == _own(launch, findings)), None)
     equal = [row for row in ranking if row.seconds <= ranking[0].seconds * (1 + WORTH)]
     if own is not None and own in equal:
         return own
-    found = _easiest(launch, [row for row in equal if row.crossing_bytes == min(r.crossing_bytes for r in equal)])
-    return own if own is not None and total <= found.seconds * (1 + WORTH) else found
+    better = [row for row in equal if total > row.seconds * (1 + WORTH)] or equal
+    least = min(row.crossing_bytes for row in better)
+    return _easiest(launch, [row for row in better if row.crossing_bytes == least])
 
 
 def _easiest(launch: Launch, rows: Sequence[Placed]) -> Placed:
@@ -346,13 +347,13 @@ def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement
     names = quoted(axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
     here, there = ([int(c.max()) for c in units_spanned(g, launch.topology)] for g in (groups, target))
-    for stray in findings.strays:
-        if set(stray.axes) <= set(axes):
-            return findings.reason
+    stray = {s.level for s in findings.strays if set(s.axes) <= set(axes)}
     rings = ring_of(launch, axes)
     verb = "spans" if len(axes) == 1 else "together span"
     for j in _relieved(groups, target, worst.demand, Fabric(launch.topology), algorithm):
         level = levels[j]
+        if level.name in stray:
+            return findings.reason
         if here[j] > there[j]:
             spans = f"{names} {verb} {counted(here[j], level.name)}"
             n = sharing(groups, launch.topology)[j]
