@@ -109,7 +109,10 @@ class Audit:
 
     @property
     def ratio(self) -> float | None:
-        """Seconds as launched over seconds on the best matrix; None without traffic."""
+        """Seconds as launched over seconds on the best matrix; infinite where compute hides all there.
+
+        None without traffic.
+        """
         if self.seconds is None or self.best_seconds is None:
             return None
         if self.best_seconds > 0:
