@@ -56,21 +56,38 @@ def test_run_under_torchrun_says_what_was_predicted_and_measured(tmp_path: Path)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
     plan, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     sp.redistribute(s, t).save(plan)
-    command = ("-m", "shardplan", "run", str(plan), "--backend", "torch", "--trace", str(trace))
-    done = torchrun(2, *command)
+    command = ("-m", "shardplan", "run", str(plan), "--backend", "torch")
+    done = torchrun(2, *command, "--topology", "nominal", "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     assert "ok: every shard of this process (1) equals the reference's" in done.stdout
     assert "all_to_all(%0; src_dim=0, dst_dim=1, axes=(a))" in done.stdout
     assert done.stdout.count("makespan") == 1
+    assert "predicted on nominal: device=8, 50 GB/s, 5 us between devices" in done.stdout
     predicted, measured = load_timelines(trace)
     assert (predicted.source, measured.source) == ("predicted", "measured")
     assert [i.device for i in measured.intervals] in ([0, 1], [1, 0])
     assert [i.received_bytes for i in measured.intervals] == [i.received_bytes for i in predicted.intervals]
-    told = torchrun(2, *command[:-2], "--json")
+    told = torchrun(2, *command, "--topology", "nominal", "--json")
     found = json.loads(told.stdout)
     assert found["ok"] is True
     assert found["seconds"] > 0
     assert found["predicted_seconds"] == pytest.approx(predicted.seconds, rel=1e-3)
+
+
+def test_run_predicts_for_the_links_that_there_are(tmp_path: Path) -> None:
+    """8 MiB between two processes: the nominal switch of 50 GB/s would be off by hundreds; what is measured is not."""
+    plan = tmp_path / "plan.json"
+    mesh = sp.Mesh(a=2)
+    sp.redistribute(*(sp.TensorType.parse(x, mesh) for x in ("f32[2048@a, 2048]", "f32[2048, 2048@a]"))).save(plan)
+    done = torchrun(2, "-m", "shardplan", "run", str(plan), "--backend", "torch", "--json")
+    found = json.loads(done.stdout)
+    links = sp.Topology.parse(found["predicted_on"])
+    assert (links.name, links.describe()) == ("measured links", "device=2")
+    assert 1e6 < links.levels[0].bandwidth < 2e10 and 1e-7 < links.levels[0].latency < 1
+    # What is received over the bandwidth, and the latency of one message.
+    least = 2048 * 2048 * 4 / 4 / links.levels[0].bandwidth + links.levels[0].latency
+    assert found["predicted_seconds"] == pytest.approx(least)
+    assert found["predicted_seconds"] / 100 < found["seconds"] < found["predicted_seconds"] * 100
 
 
 def test_run_without_a_launcher(
