@@ -16,7 +16,7 @@ from launches.systems import linked_systems, placed, plain_groups, renaming, sys
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Placement, Topology, count, placements
-from shardplan.launches.audit import WORTH, audit, leaving_bytes, stock_ranking, stock_seconds
+from shardplan.launches.audit import ADVISED, WORTH, audit, leaving_bytes, stock_ranking, stock_seconds
 from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.launch import Launch
@@ -60,9 +60,9 @@ def test_the_fix_costs_what_the_best_matrix_costs(case):
     assert ranking[0].seconds * (1 - 1e-9) <= found.best_seconds <= ranking[0].seconds * (1 + WORTH)
     assert found.seconds == pytest.approx(sum(s.seconds for s in found.shares))
     if found.fix is None:
-        assert found.ratio <= 1 + WORTH
+        assert found.ratio <= 1 + ADVISED
         return
-    assert found.ratio > 1 + WORTH
+    assert found.ratio > 1 + ADVISED
     best = found.fix.placement
     table = launch.device_of_rank()
     ranks = renumbered(launch, best)

@@ -3,8 +3,8 @@
 The launch is read as a placement (`launches.launch`), its traffic is priced as stock collectives in the order in which
 its groups list their members, and beside it every matrix of the same mesh; the best is written as text that runs
 (`fixes`). What is priced, loaded and felt is what the topology's library makes of that order. What compute hides costs
-nothing; a difference below `WORTH` is none: then the launch stays as it is, and among other placements the one is best
-that keeps the most traffic inside inner units.
+nothing; a difference below `WORTH` is none: then the launch is as good as the best, and among other placements the one
+is best that keeps the most traffic inside inner units. From `ADVISED` on the best is advised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-WORTH = 0.01  # relative: seconds closer than this are no difference, which nobody would start a job anew for
+WORTH = 0.01  # relative: seconds closer than this are no difference
+ADVISED = 0.02  # relative: a gain of less is said, and nobody would start a job anew for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Audit:
     best: Placement | None
     best_seconds: float | None  # of all demands there; None without traffic
     causes: tuple[str, ...]  # sentences, one for each demand that loses, the worst first; else why none does
-    fix: Fix | None  # how to launch `best`; None where nothing is to be gained
+    fix: Fix | None  # how to launch `best`; None where less than `ADVISED` is to be gained
     inside: tuple[tuple[str, str], ...] = ()  # axes that are to stay inside a unit of a level
 
     @property
@@ -192,7 +193,7 @@ def audit(
         for d, now, all_of, then, p in zip(demands, waited, whole, best.shares, paid, strict=True)
     )
     causes, text = torn, None
-    if total > best.seconds * (1 + WORTH):
+    if total > best.seconds * (1 + ADVISED):
         losing = sorted(shares, key=lambda s: s.best_seconds - s.seconds)
         # One that loses next to nothing is no cause; the worst always is one.
         losing = [s for s in losing if s.seconds - s.best_seconds > best.seconds * WORTH] or losing[:1]
@@ -207,7 +208,8 @@ def audit(
         text = fix(launch, best.placement, together, device)
     if not causes:
         kept_text = "".join(f" that keeps `{axis}` inside {article(level)}" for axis, level in kept[:1])
-        worth = "" if total <= ranking[0].seconds * (1 + SAME) else f" by {100 * WORTH:g} % or more"
+        least = next(x for x in (SAME, WORTH, ADVISED) if total <= ranking[0].seconds * (1 + x))
+        worth = "" if least == SAME else f" by {100 * least:g} % or more"
         causes = (f"no matrix{kept_text} is faster for this traffic{worth}",)
     return Audit(launch, findings, rows, shares, total, best.placement, best.seconds, causes, text, kept)
 
@@ -284,15 +286,14 @@ def stock_ranking(
 def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: float) -> Placed:
     """Of the placements that are as good as the cheapest the launch's own, else the most local one.
 
-    Where some of them are no better than `total`, the seconds as launched, it is one of the others.
+    Where some of them are worth a new launch, which takes `total` seconds now, it is one of those.
     """
-    own = next((row for row in ranking if row.placement == _own(launch, findings)), None)
     equal = [row for row in ranking if row.seconds <= ranking[0].seconds * (1 + WORTH)]
-    if own is not None and own in equal:
-        return own
-    better = [row for row in equal if total > row.seconds * (1 + WORTH)] or equal
+    better = [row for row in equal if total > row.seconds * (1 + ADVISED)] or equal
+    own = _own(launch, findings)
     least = min(row.crossing_bytes for row in better)
-    return _easiest(launch, [row for row in better if row.crossing_bytes == least])
+    local = [row for row in better if row.crossing_bytes == least]
+    return next((row for row in better if row.placement == own), None) or _easiest(launch, local)
 
 
 def _easiest(launch: Launch, rows: Sequence[Placed]) -> Placed:
