@@ -252,6 +252,14 @@ def test_causes(ids, mesh, topology, traffic, cause):
     assert found.cause == cause
 
 
+def test_causes_are_where_load_goes_away():
+    """`a` leaves its pod by an uplink of 8 GB/s for 8 groups and its node by a NIC of 1 GB/s for 4: it is the NIC."""
+    rates = {"pod": (2, 8e9), "node": (2, 1e9), "gpu": (4, 1e11)}
+    topology = Topology("", tuple(Level(name, n, "switch", rate, 0.0) for name, (n, rate) in rates.items()))
+    found = audit(range(16), Mesh(a=2, b=2, c=4), topology, {"a": 1e8, "c": 1e6})
+    assert found.cause == "`a` spans 2 nodes: 4 groups share each NIC" and found.fix is not None
+
+
 def test_the_worst_cause_is_the_first():
     """Over `a` 10 MB cross pods at 0.1 GB/s, over `b` 100 MB nodes at 1 GB/s: a loses 0.8 s, b 0.4 s."""
     rates = {"pod": (2, 1e8), "node": (2, 1e9), "gpu": (4, 1e10)}

@@ -58,7 +58,7 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     lines += ["", *_table(found), ""]
     if found.seconds is not None and found.best_seconds is not None and found.ratio is not None:
         hidden = sum(s.hidden_seconds for s in found.shares)
-        beside = f"beside {format_seconds(hidden)} behind compute" if hidden else "with nothing behind compute"
+        beside = f" beside {format_seconds(hidden)} behind compute" if hidden else ""
         then = f"{format_seconds(found.best_seconds)} of the best matrix"
         if found.ratio < 1 - WORTH:
             told = f"less than the {then}"
@@ -68,7 +68,7 @@ def audit_text(found: Audit, framework: str = "all") -> str:
             told = f"{found.ratio:.2f} times the {then}"
         else:
             told = "all of it hidden on the best matrix"
-        lines.append(f"cost     {format_seconds(found.seconds)} a step {beside}, {told}")
+        lines.append(f"cost     {format_seconds(found.seconds)} a step{beside}, {told}")
         if caveat := library(topology.library).caveat:
             lines.append(f"library  {caveat}")
     lines += [f"{'cause' if number == 0 else '':<9}{cause}" for number, cause in enumerate(found.causes)]
