@@ -74,7 +74,7 @@ class Placed:
         demands = [share.demand for share in self.shares]
         return sum(d.exposed(d.count * demand_bound(self.placement, d)) for d in demands)
 
-    @cached_property
+    @property
     def crossing_bytes(self) -> tuple[float, ...]:
         """For each level the least bytes that leave its units in a step, over all groups: the less, the more local.
 
