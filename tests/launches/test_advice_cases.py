@@ -30,6 +30,10 @@ TWO = cluster(("node", 2, 1, GB), ("gpu", 4, 1, 10 * GB))
 RAILS = cluster(("node", 2, 4, GB), ("gpu", 4, 1, 10 * GB))
 FOUR = cluster(("node", 4, 1, 2 * GB), ("gpu", 2, 1, 10 * GB))
 PODS = cluster(("pod", 2, 1, GB), ("node", 2, 1, GB), ("gpu", 2, 1, 10 * GB))
+# Pods of more rate and less latency than nodes: 8 GB/s and none, 1 GB/s and 10 us.
+ODD = altered(PODS, levels=(
+    altered(PODS.levels[0], bandwidth=8 * GB), altered(PODS.levels[1], latency=1e-5), PODS.levels[2]
+))  # fmt: skip
 # Four pods of four H100 nodes, as many uplinks a pod as its nodes have NICs; the file of `dgx-h100` but for the pods.
 H100 = Topology.load("dgx-h100", nodes=16)
 FAT = altered(H100, levels=(
@@ -108,6 +112,14 @@ CASES = {
     "what is hidden goes where it is local": Case(
         PODS, Mesh(x=2, a=2, b=2), "a=1GB behind 100%, b=1GB", 4.0, ((2, 1, 1), (1, 2, 1), (1, 1, 2)), 0.1,
         "`b` spans 2 pods: 4 groups share each uplink of a pod", ((1, 2, 1), (1, 1, 2), (2, 1, 1))),
+    # All of it is hidden wherever it lies: nothing is gained by having it inside.
+    "what costs nothing stays": Case(TWO, DP2_TP4, "tp=1GB behind 100%, dp=1MB behind 1 s", 0.0, placed=SPLIT),
+    # b over pods: a NIC passes 2 groups of 1 GB: 2 s, an uplink 4 in 0.5 s; a on GPUs 0.1 ms. Best: b on GPUs, 0.1 s;
+    # a passes 2 groups of 1 MB over a NIC, 2 ms, whether over pods or over nodes, where two rounds of 10 us are added.
+    # They are no difference, and a is more local there.
+    "a difference below 1 % goes to what is local": Case(
+        ODD, Mesh(x=2, a=2, b=2), "a=1MB, b=1GB", 2.0001, ((2, 1, 1), (1, 2, 1), (1, 1, 2)), 0.10202,
+        "`b` spans 2 nodes: 2 groups share each NIC", ((1, 2, 1), (1, 1, 2), (2, 1, 1))),
     # c over pods: 4 groups of 100 MB share an uplink, 0.4 s; b over nodes: 2 groups of 1 GB share a NIC, 2 s.
     # b on GPUs takes 0.1 s, c on nodes 2 * 100 MB, 0.2 s; a has nothing to send over the pods.
     "an axis without traffic takes the outermost level": Case(
