@@ -61,6 +61,12 @@ def test_what_reaches_process_groups() -> None:
             assert told == calls, (name, rank)
 
 
+@pytest.mark.parametrize("way", ["", "gloo"])
+def test_a_process_group_of_its_own(way: str) -> None:
+    """Moves of several groups are under way at once, and end in whatever order on each rank."""
+    assert printed(4, HERE / "torch_group_child.py", way) == {"wrong": []}
+
+
 @pytest.mark.gpu
 def test_every_program_equals_the_reference_on_nccl() -> None:
     import torch

@@ -25,7 +25,7 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Bound, Hands, Running, drive, finish
 from shardplan.execution.lower import own_shards, place_of
-from shardplan.execution.rank_names import NAME_DIGITS
+from shardplan.execution.rank_names import NAME_DIGITS, listed
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
@@ -155,6 +155,11 @@ def launch(
         BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
     """
     watch = TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+    if strange := sorted(set(bound.ranks) - set(watch.state.ranks)):
+        raise BackendError(
+            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are "
+            f"{listed(watch.state.ranks)}"
+        )
     device = next((x.device for name, x in values.items() if bound.needs[name]), None) or own_device(watch)
     problem = problem or checked(bound, values, device)
     wire = wire_for(watch, device)

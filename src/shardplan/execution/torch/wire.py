@@ -79,17 +79,17 @@ class TorchWire:
         if self.batched:
             self._greet([peer for peer, _ in receives], [peer for peer, _ in sends])
             return self._batch(receives, sends)
-        group, tag, under_way = self.group, self.tag, self.under_way
+        group, tag, under_way, rank_in = self.group, self.tag, self.under_way, self.watch.state.rank_in
         peer = -1
         try:
             ins: Pending = []
             for peer, x in receives:
-                work = group.recv([x], peer, tag)
+                work = group.recv([x], rank_in[peer], tag)
                 under_way[work] = 0
                 ins.append((peer, work))
             outs: Pending = []
             for peer, x in sends:
-                work = group.send([x], peer, tag)
+                work = group.send([x], rank_in[peer], tag)
                 under_way[work] = x.nbytes
                 outs.append((peer, work))
         except RuntimeError as error:
