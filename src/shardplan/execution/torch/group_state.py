@@ -163,11 +163,10 @@ def group_state() -> GroupState:
     if group not in _states:
         for gone in [old for old in _states if old not in c10d._world.pg_map]:  # pyright: ignore[reportPrivateUsage]
             _states.pop(gone).end()
-        store = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        _states[group] = GroupState(
-            group,
-            store if group is default else dist.distributed_c10d.PrefixStore(f"shardplan {group.group_name}", store),
-        )
+        store: Any = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        if group is not default:
+            store = c10d.PrefixStore(f"shardplan {group.group_name}", store)
+        _states[group] = GroupState(group, store, tuple(dist.get_process_group_ranks(group)))
     return _states[group]
 
 
