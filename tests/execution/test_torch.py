@@ -24,6 +24,49 @@ def test_batched_messages_as_nccl_takes_them() -> None:
     assert printed(3, HERE / "torch_child.py", 8, 60, "batched") == {"cases": 60, "wrong": []}
 
 
+@pytest.mark.parametrize(("processes", "count"), [(3, 40), (4, 100)])
+def test_native_collectives_as_nccl_runs_them(processes: int, count: int) -> None:
+    assert printed(processes, HERE / "torch_child.py", 8, count, "native") == {"cases": count, "wrong": []}
+
+
+def test_what_reaches_process_groups() -> None:
+    """Of each program the calls of rank 0 and of rank 3: ranks in member order and bytes given, worked out by hand."""
+    found = printed(4, HERE / "torch_native_child.py", "gloo")
+    every = [0, 1, 2, 3]
+    wanted = {
+        "gather": ([["allgather_base", [0, 1], 24]], [["allgather_base", [2, 3], 24]]),
+        "gather of a minor dim, in two chunks": (
+            [["allgather_base", [0, 1], 64]] * 2, [["allgather_base", [2, 3], 64]] * 2),
+        "exchange of dims": ([["alltoall_base", [0, 2, 1, 3], 16]],) * 2,
+        "scatter": ([["reduce_scatter_base", every, 160]],) * 2,
+        "reduce": ([["allreduce", [0, 2], 48]], [["allreduce", [1, 3], 48]]),
+        "to a root and back": ([["reduce", every, 24], ["broadcast", every, 24]],) * 2,
+        "packed, two widths": ([["allgather_base", every, 16], ["allgather_base", every, 1]],) * 2,
+        "an order of ranks": ([["allgather_base", [2, 0, 3, 1], 8]],) * 2,
+        "uneven": (
+            [["recv", every, n] for n in (8, 8, 4)] + [["send", every, 8]] * 3,
+            [["recv", every, 8]] * 3 + [["send", every, 4]] * 3),
+        # each reduces two of the eight numbers, and gives them to the others
+        "of no library": (([["recv", every, 4]] * 3 + [["send", every, 4]] * 3) * 2,) * 2,
+    }  # fmt: skip
+    assert found.keys() == wanted.keys()
+    for name, (first, last) in wanted.items():
+        assert all(right for right, _ in found[name]), name
+        for rank, calls in ((0, first), (3, last)):
+            header, *told = found[name][rank][1]
+            if calls[0][0] in ("recv", "send"):  # between gloo's tags there are no headers
+                told = [header, *told]
+            else:
+                assert header == ["allgather", calls[0][1], 16]
+            assert told == calls, (name, rank)
+
+
+@pytest.mark.parametrize("way", ["", "gloo"])
+def test_a_process_group_of_its_own(way: str) -> None:
+    """Moves of several groups are under way at once, and end in whatever order on each rank."""
+    assert printed(4, HERE / "torch_group_child.py", way) == {"wrong": []}
+
+
 @pytest.mark.gpu
 def test_every_program_equals_the_reference_on_nccl() -> None:
     import torch
@@ -37,10 +80,11 @@ def test_every_program_equals_the_reference_on_nccl() -> None:
 
 
 def test_memory_is_within_the_certificate() -> None:
-    found = printed(4, HERE / "torch_memory_child.py", 3, 60)
-    assert found["wrong"] == []
-    assert found["chunked"] >= 10
-    assert 0.5 < found["least"] <= 1.0
+    for way in ("", "gloo"):  # point-to-point, and the library's own collectives
+        found = printed(4, HERE / "torch_memory_child.py", 3, 60, way)
+        assert found["wrong"] == [], way
+        assert found["chunked"] >= 10
+        assert 0.5 < found["least"] <= 1.0
 
 
 def test_the_kernel_counts_the_bytes_of_the_program() -> None:

@@ -55,6 +55,11 @@ class TorchWire:
         self.timeout = timedelta(seconds=self.watch.timeout)
         self.tag = self.watch.tag
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the library's work stands in line on a stream of the device, so that the host need not wait."""
+        return self.batched and self.device.type != "cpu"
+
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a staging buffer."""
         return torch.empty(elements, dtype=dtype, device=self.device)
@@ -74,17 +79,17 @@ class TorchWire:
         if self.batched:
             self._greet([peer for peer, _ in receives], [peer for peer, _ in sends])
             return self._batch(receives, sends)
-        group, tag, under_way = self.group, self.tag, self.under_way
+        group, tag, under_way, rank_in = self.group, self.tag, self.under_way, self.watch.state.rank_in
         peer = -1
         try:
             ins: Pending = []
             for peer, x in receives:
-                work = group.recv([x], peer, tag)
+                work = group.recv([x], rank_in[peer], tag)
                 under_way[work] = 0
                 ins.append((peer, work))
             outs: Pending = []
             for peer, x in sends:
-                work = group.send([x], peer, tag)
+                work = group.send([x], rank_in[peer], tag)
                 under_way[work] = x.nbytes
                 outs.append((peer, work))
         except RuntimeError as error:
@@ -129,7 +134,7 @@ class TorchWire:
 
     def _same(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
         """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
-        if self.device.type != "cpu":
+        if self.streamed:
             equal = (theirs == mine).all()
             torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
         elif not torch.equal(theirs, mine.expand_as(theirs)):
@@ -146,7 +151,7 @@ class TorchWire:
         On a device its stream waits, without a bound: with one the host would poll, and the library's watchdog has one.
         """
         watch = self.watch
-        if self.device.type != "cpu":
+        if self.streamed:
             work.wait()
             self.under_way.pop(work, None)
             return
@@ -200,15 +205,26 @@ class TorchWire:
 
     def cut(self, peer: int) -> None:
         """End all waits of this rank, and its connections with them."""
-        if self.device.type != "cpu" and hasattr(self.group, "abort"):
-            self.group.abort()
+        if self.streamed:
+            self.abort()
             return
         start = self._batch if self.batched else self.post
         with contextlib.suppress(RuntimeError, ShardplanError):  # gloo closes all when any wait times out
             start([(peer, torch.empty(1))], [])[0][0][1].wait(AT_ONCE)
 
+    def abort(self) -> None:
+        """End the communicators of a device: no kernel of a failed move waits for a peer that will not come."""
+        for group in (self.group, *self.watch.state.groups.values()):
+            if hasattr(group, "abort"):
+                group.abort()
+
     def abandon(self) -> None:
-        """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes."""
+        """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes.
+
+        Communicators of a device are aborted.
+        """
+        if self.streamed and self.under_way:
+            self.abort()
         if self.under_way:
             self.watch.state.left_behind.append(tuple(self.under_way))
 
