@@ -36,6 +36,7 @@ NAMES = set(OPS)
 LANGUAGE = "the published language of reductions, whose instructions have these names"
 ALLOWED = {
     "execution/jax/native.py": "the table of the collectives that XLA has",
+    "execution/torch/native.py": "the table of the collectives that libraries have",
     "execution/lab/gloo.py": "the table of the collectives that gloo has",
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",

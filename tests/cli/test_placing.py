@@ -52,6 +52,8 @@ def test_reduce_prints_plan_paper_and_stock(capsys, tmp_path):
     more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "256MiB", "--algorithm", "ring")
     status, out, err = call(capsys, "reduce", "data", *WHERE, *more, "--out", path)
     assert (status, err) == (0, "")
+    assert out.startswith("placement  data=[2, 8], tensor=[1, 2] on node=2 x gpu=16: as asked\nprogram\n")
+    assert out.count("placement  ") == 1
     assert "paper      (node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, Ins" in out
     assert "stock      one collective takes 126 ms, 1.83 x this" in out
     plan = sp.Plan.load(path)
@@ -61,6 +63,79 @@ def test_reduce_prints_plan_paper_and_stock(capsys, tmp_path):
     _, text, _ = call(capsys, "reduce", "data", *WHERE, *more, "--json")
     found = json.loads(text)
     assert found["seconds"] == plan.seconds and found["matrix"] == [[2, 8], [1, 2]]
+
+
+def test_reduce_answers_for_a_launch(capsys, tmp_path):
+    """As `audit` takes it: cyclic ranks have pairs of neighbours across the nodes, block ones the whole of `tensor`."""
+    base = ("reduce", "data", *WHERE, "--bytes", "1MiB")
+    best = "placement  data=[1, 16], tensor=[2, 1] on node=2 x gpu=16: the best for this; --placement says another"
+    assert call(capsys, *base)[1].startswith(best)
+    block = "placement  data=[2, 8], tensor=[1, 2] on node=2 x gpu=16: that of the launch\n"
+    status, out, _ = call(capsys, *base, "--rank-order", "block")
+    asked = call(capsys, *base, "--placement", "data=[2,8],tensor=[1,2]")[1]
+    assert status == 0 and out.startswith(block) and out.split("\n", 1)[1] == asked.split("\n", 1)[1]
+    _, out, _ = call(capsys, *base, "--rank-order", "cyclic")
+    assert out.startswith("placement  data=[1, 16], tensor=[2, 1] on node=2 x gpu=16: that of the launch\n")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("h[00-01] slots=16\n")
+    assert call(capsys, *base, "--hostfile", hosts)[1].startswith(block)
+    code = call(capsys, *base, "--hostfile", hosts, "--export", "jax")[1]
+    assert code == call(capsys, *base, "--placement", "data=[2,8],tensor=[1,2]", "--export", "jax")[1]
+    for more, message in (
+        (("--rank-order", "cyclic", "--export", "jax"), "an export has the ranks of --placement, host by host; those"),
+        (("--rank-order", "block", "--placement", "data=[2,8],tensor=[1,2]"), "--placement says where, and so does a"),
+        (("--rank-order", ",".join(map(str, [*range(1, 32), 0]))), "the launch is no placement: 2 of the 16 groups"),
+    ):
+        status, out, err = call(capsys, *base, *more)
+        assert (status, out) == (2, "") and message in err
+
+
+@pytest.mark.parametrize(
+    ("spelling", "ours"),
+    [
+        ("Ring", "ring"),
+        ("NCCL_ALGO=Tree", "tree"),
+        ("NCCL_ALGO=NVLSTree NCCL_PROTO=Simple", "nvls_tree Simple"),
+        ("NVLS", "nvls"),
+        ("ring,ll128", "ring LL128"),
+        ("NCCL_PROTO=LL NCCL_ALGO=Ring", "ring LL"),
+    ],
+)
+def test_algorithms_by_the_names_that_users_set(spelling, ours, capsys):
+    where = ("--topology", "dgx-h100", "--nodes", "2", "--mesh", "data=16")
+    for command in (
+        ("place", *where, "--traffic", "data=1GB", "--json"),
+        ("reduce", "data", *where, "--bytes", "1MiB"),
+        ("audit", *where, "--traffic", "data=1GB", "--json"),
+    ):
+        told = [call(capsys, *command, "--algorithm", name) for name in (spelling, ours)]
+        assert told[0] == told[1] and told[0][0] == 0
+    assert json.loads(told[0][1])["shares"][0]["algorithm"].startswith(ours)
+
+
+@pytest.mark.parametrize("text", ["NCCL_PROTO=LL", "Ring,Tree", "NCCL_PROTO=LL NCCL_PROTO=LL128 NCCL_ALGO=Ring", ""])
+def test_one_algorithm_prices_all(text, capsys):
+    status, _, err = call(capsys, "place", *WHERE, "--traffic", "data=1GB", "--algorithm", text)
+    assert status == 2 and f"--algorithm {text!r}: legal is one algorithm, with a protocol or without: Ring, " in err
+
+
+def test_an_axis_is_kept_inside_a_node(capsys):
+    """A tensor axis of 16 is worth two nodes for a gigabyte of data, unless it is to stay inside one."""
+    where = ("--topology", "gcp-a100x16", "--nodes", "2", "--mesh", "tensor=2,data=16", "--traffic", "data=1GB")
+    for command in ("place", "audit"):
+        found = json.loads(call(capsys, command, *where, "--inside", "tensor=node", "--json")[1])
+        best = found["placements"][0]["matrix"] if command == "place" else found["best"]
+        assert best == [[1, 2], [2, 8]]
+        free = json.loads(call(capsys, command, *where, "--json")[1])
+        assert (free["placements"][0]["matrix"] if command == "place" else free["best"]) == [[2, 1], [1, 16]]
+        status, _, err = call(capsys, command, *where, "--inside", "tensor=node,data=node")
+        assert status == 2 and "satisfies the options; to stay inside: tensor=node, data=node" in err
+        status, _, err = call(capsys, command, "--topology", "dgx-a100", "--mesh", "tensor=2,data=16",
+                              "--traffic", "data=1GB", "--inside", "data=node")  # fmt: skip
+        assert status == 2 and "axis 'data' of size 16 cannot stay inside a node of 8 devices (node=4 x gpu=8)" in err
+    _, out, _ = call(capsys, "audit", *where, "--inside", "tensor=node")
+    assert "\ninside   tensor=node\n" in out and "\ncause    `tensor` spans 2 nodes, and is to stay inside one\n" in out
+    assert "\nbest     tensor=[1, 2], data=[2, 8]\n" in out and "less than the " in out
 
 
 def test_reduce_lists_programs(capsys):

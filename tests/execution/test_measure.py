@@ -8,8 +8,11 @@ from shardplan.core.ops import AllGather, Slice
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.execution import launched
-from shardplan.execution.measure import measure, own_devices, timeline_of
+from shardplan.execution import measure as module
+from shardplan.execution.measure import LARGE, SMALL, measure, measured_links, own_devices, timeline_of
 from shardplan.execution.record import StepSpan
+from shardplan.simulation.interval import Interval
+from shardplan.simulation.timeline import Timeline
 
 MESH = sp.Mesh(a=2)
 T = sp.TensorType.parse("f32[4@a]", MESH)
@@ -58,3 +61,21 @@ def test_a_wrong_shard_is_named() -> None:
     assert str(error.value) == "output %2, device 1: float32 of shape (1,), the reference has float32 (2,)"
     with pytest.raises(sp.BackendError, match=r": 5 at index \(3,\), the reference has 2$"):
         launched._compare("x", got.astype(int), want.astype(int), ((2, 4),))
+
+
+def test_links_by_the_seconds_of_all_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 devices: 2 rounds of 5 us, and a byte a nanosecond; runs are late by up to 2 ms, the first by a second."""
+    late = iter([1.0, 2e-3, 0.0, 1e-3, 1e-3] * 2)
+
+    def fake(program: Program, shards: list[np.ndarray], backend: str, timeout: float) -> tuple[None, Timeline]:
+        nbytes = program.input_types[0].shape[0] * 4 // 3
+        assert [x.nbytes for x in shards] == [nbytes] and nbytes in (SMALL, LARGE)
+        seconds = 2 * (5e-6 + nbytes * 1e-9) + next(late)
+        return None, Timeline((Interval(8, "comm", 0.0, seconds, "all_gather(%0)", "all_gather", 0),))
+
+    monkeypatch.setattr(module, "measure", fake)
+    monkeypatch.setattr(module, "own_devices", lambda backend: (8,))
+    found = measured_links((7, 8, 9), "torch")
+    assert found is not None and found.describe() == "device=10"
+    assert (found.levels[0].bandwidth, found.levels[0].latency) == pytest.approx((1e9, 5e-6 + SMALL * 1e-9))
+    assert measured_links((0,), "torch") is None

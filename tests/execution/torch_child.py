@@ -1,6 +1,7 @@
 """Run on every rank: conformance cases on this rank against the reference; rank 0 prints one JSON object.
 
-Arguments: seed, number of cases, and `gloo`, `batched` (the way of nccl, over gloo) or `nccl` (a GPU a rank).
+Arguments: seed, number of cases, and a way: `gloo`, `batched` (messages as on nccl, over gloo), `native` (the same,
+with gloo's own collectives) or `nccl` (a GPU a rank).
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -36,9 +38,9 @@ def main() -> None:
     dist.init_process_group("nccl" if way == "nccl" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if way == "nccl" else torch.device("cpu")
-    if way == "batched":
+    if way in ("batched", "native"):
         plain = backend.wire_for
-        backend.wire_for = lambda *a: replace(plain(*a), batched=True)
+        backend.wire_for = lambda *a: replace(plain(*a), batched=True, native=way == "native")
     if way == "nccl":
         torch.cuda.set_device(device)
     wrong = []
@@ -55,8 +57,8 @@ def main() -> None:
         for span in record.spans:
             step = case.program.steps[span.step]
             types = case.program.step_types(step)
-            here = places(types[1][0].mesh, span.device)
-            want = int(step.op.received(*types[0])[here[0]]) if here else 0
+            here = np.flatnonzero(step.op.devices(*types[1]) == span.device)
+            want = int(step.op.received(*types[0])[here[0]]) if len(here) else 0
             if span.received != want:
                 wrong.append(f"{case.name}: {step.op}: received {span.received}, the op says {want}")
     gathered = [None] * world

@@ -34,15 +34,19 @@ def main() -> None:
         # Devices that differ only along axes of one result have the same row of the result.
         places = np.arange(len(r.ranks)).reshape(r.sizes)
         first = places[tuple(slice(None) if n in r.differs else 0 for n in r.names)].reshape(-1)
-        for way, run, mesh in (("bound", bound, bound.mesh), ("text", text["reduce_rows"], text["MESH"])):
+        placed = recipe(case.program, case.placement).ranks
+        for way, run, mesh, ranks in (
+            ("bound", bound, bound.mesh, r.ranks),
+            ("text", text["reduce_rows"], text["MESH"], placed),
+        ):
             got = run(rows)
-            if [d.id for d in mesh.devices.flat] != list(r.ranks) or mesh.axis_names != r.names:
+            if [d.id for d in mesh.devices.flat] != list(ranks) or mesh.axis_names != r.names:
                 wrong.append(f"{case.name}, {way}: the mesh is {mesh}")
             shards = {s.device.id: np.asarray(s.data)[0] for s in got.addressable_shards}
             if len(got) != len(first):
                 wrong.append(f"{case.name}, {way}: {len(got)} rows for {len(first)}")
             for k, value in enumerate(want):
-                mine = shards[r.ranks[k]]
+                mine = shards[ranks[k]]
                 if value is None:
                     value = np.zeros_like(mine)
                 if not np.array_equal(mine, value):

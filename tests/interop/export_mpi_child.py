@@ -11,6 +11,7 @@ from export_cases import RANKS, cases
 from mpi4py import MPI
 
 from shardplan.interop.exports.mpi import bind, mpi_text
+from shardplan.interop.exports.recipe import recipe
 
 
 def main() -> None:
@@ -19,23 +20,28 @@ def main() -> None:
     assert world.Get_size() == RANKS
     wrong: list[str] = []
     for case in cases():
-        ranks = list(case.input_type.mesh.devices)
         text: dict = {}
         exec(compile(mpi_text(case.program, case.placement), "<exported>", "exec"), text)
         groups = text["make_groups"](text["MOVES"], text["SIZES"], text["RANKS"], world)
         bound = bind(case.program)
-        if rank in ranks:
-            place = ranks.index(rank)
+        placed = recipe(case.program, case.placement)
+        for way, found, made, run in (
+            ("bound", bound.recipe, bound.groups, bound),
+            ("text", placed, groups, lambda x, text=text, groups=groups: text["reduce_payload"](x, groups)),
+        ):
+            mine = {m.label for m in found.moves for group in found.groups(m) if rank in group}
+            if mine != set(made):
+                wrong.append(f"{case.name}, {way}: takes part in {set(made)}, not {mine}")
+            if rank not in found.ranks:
+                continue
+            place = found.ranks.index(rank)
             payload, want = case.payloads()[place], case.expected()[place]
             before = payload.copy()
-            for way, got in (("bound", bound(payload)), ("text", text["reduce_payload"](payload, groups))):
-                if want is not None and not np.array_equal(got, want):
-                    wrong.append(f"{case.name}, {way}: {got[:6].tolist()} for {want[:6].tolist()}")
-            mine = {m.label for m in bound.recipe.moves for group in bound.recipe.groups(m) if rank in group}
-            if not mine == set(bound.groups) == set(groups):
-                wrong.append(f"{case.name}: takes part in {set(bound.groups)}, not {mine}")
+            got = run(payload)
+            if want is not None and not np.array_equal(got, want):
+                wrong.append(f"{case.name}, {way}: {got[:6].tolist()} for {want[:6].tolist()}")
             if not np.array_equal(payload, before):
-                wrong.append(f"{case.name}: the payload was written to")
+                wrong.append(f"{case.name}, {way}: the payload was written to")
         for group in groups.values():
             group.Free()
         bound.free()

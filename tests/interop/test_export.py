@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardplan as sp
@@ -17,12 +18,15 @@ from execution.jax_child import said
 from execution.torch_launch import printed
 from interop.export_cases import RANKS, Case, cases, chain, place, random_case, topology
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter, Slice, ToPartial
+from shardplan.core.pattern import Groups
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.interop.exports.export import EXPORTS, export_text
-from shardplan.interop.exports.recipe import SHOWN, heading, recipe
+from shardplan.interop.exports.recipe import SHOWN, RecipeStep, heading, recipe
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
@@ -185,8 +189,54 @@ def test_a_text_says_where_ranks_run(name: str) -> None:
     assert "Placed as data=[2, 4] on node=2 x gpu=4." in text
     assert "Rank r runs on device r of the topology" in text
     beside = BY_NAME["level order is not mesh order"]
-    assert "0: 0, 1: 2, 2: 1, 3: 3, 4: 4, 5: 6, 6: 5, 7: 7" in EXPORTS[name](beside.program, beside.placement)
+    found = EXPORTS[name](beside.program, beside.placement)
+    assert "Rank r runs on device r of the topology" in found
+    assert "Ranks of the mesh, row-major: 0, 2, 1, 3, 4, 6, 5, 7" in found
+    # ids that a caller gave are its ranks
+    own = place([[2, 2], [1, 2]], topology(node=2, gpu=4), [7, 6, 5, 4, 3, 2, 1, 0])
+    moved = chain(own, ["data"], (2, 2), 64, AllReduce(("data",)))
+    assert "7: 0, 6: 1, 5: 2, 4: 3, 3: 4, 2: 5, 1: 6, 0: 7" in EXPORTS[name](moved, own)
     assert "Placed as" not in EXPORTS[name](TWO.program, None)
+
+
+def emitted(name: str, text: str, move: RecipeStep) -> np.ndarray:
+    """The ranks of the groups of a move as a text has them, [groups, members], read from its source alone."""
+    tree = ast.parse(text)
+    said = {
+        n.targets[0].id: n.value for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+    }
+    if name == "torch":
+        return np.array(ast.literal_eval(said["GROUPS"])[move.label])
+    if name == "jax":
+        names, ids = ast.literal_eval(said["NAMES"]), eval(ast.unparse(said["DEVICES"].generators[0].iter))
+        sizes = [ast.literal_eval(n) for n in said["MESH"].args[0].args]
+        at, zero = [names.index(a) for a in move.axes], []
+    else:
+        sizes, ids = ast.literal_eval(said["SIZES"]), eval(ast.unparse(said["RANKS"]))
+        at, zero = ast.literal_eval(said["MOVES"])[move.label]
+    array = np.array(list(ids)).reshape(sizes)
+    for k in zero:
+        array = array.take([0], axis=k)
+    rest = [k for k in range(array.ndim) if k not in at]
+    return array.transpose([*rest, *at]).reshape(-1, move.size)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "mpi"])
+@pytest.mark.parametrize("matrix", [[[1, 4], [2, 1]], [[2, 2], [1, 2]], [[2, 1], [1, 4]]])
+def test_what_is_emitted_takes_the_plans_seconds(name: str, matrix: list[list[int]]) -> None:
+    """Rank r on device r: the groups of the text, priced on the topology, cost what the plan says."""
+    levels = sp.Topology.load("gcp-v100x8", nodes=2)
+    placement = place([[a, 2 * b] if k == 0 else [a, b] for k, (a, b) in enumerate(matrix)], levels)
+    plan = sp.reduce(placement, ("data",), 2**26)
+    text = export_text(name, plan.program, placement)
+    seconds = 0.0
+    for move in recipe(plan.program).moves:
+        members = emitted(name, text, move)
+        pattern = plan.program.steps[move.step].op.pattern(*plan.program.step_types(plan.program.steps[move.step])[0])
+        assert isinstance(pattern, Groups)
+        held = np.full(len(members), pattern.nbytes.max())
+        seconds += price(Groups(move.kind, members, held), Fabric(levels)).seconds
+    assert seconds == pytest.approx(plan.seconds, rel=1e-9)
 
 
 def test_many_ranks_are_not_listed() -> None:

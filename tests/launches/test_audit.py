@@ -16,7 +16,7 @@ from launches.systems import linked_systems, placed, plain_groups, renaming, sys
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Placement, Topology, count, placements
-from shardplan.launches.audit import audit, leaving_bytes, stock_ranking, stock_seconds
+from shardplan.launches.audit import ADVISED, WORTH, audit, leaving_bytes, stock_ranking, stock_seconds
 from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.launch import Launch
@@ -56,13 +56,13 @@ def test_the_fix_costs_what_the_best_matrix_costs(case):
     launch, traffic = case
     found = audit(launch, traffic=traffic)
     ranking = stock_ranking(launch.mesh, launch.topology, demands_of(traffic, launch.mesh))
-    assert len({placement.matrix for placement, _ in ranking}) == count(launch.mesh, launch.topology)
-    assert found.best_seconds == pytest.approx(sum(ranking[0][1]))
+    assert len({row.placement.matrix for row in ranking}) == count(launch.mesh, launch.topology)
+    assert ranking[0].seconds * (1 - 1e-9) <= found.best_seconds <= ranking[0].seconds * (1 + WORTH)
     assert found.seconds == pytest.approx(sum(s.seconds for s in found.shares))
     if found.fix is None:
-        assert found.ratio <= 1 + 1e-6
+        assert found.ratio <= 1 + ADVISED
         return
-    assert found.ratio > 1 or found.verdict == "interleaved"
+    assert found.ratio > 1 + ADVISED
     best = found.fix.placement
     table = launch.device_of_rank()
     ranks = renumbered(launch, best)
@@ -238,8 +238,7 @@ def test_tensor_across_nodes():
         ([r % 2 * 6 + r // 2 for r in range(12)], Mesh(data=12), SIX, {"data": [("reduce_scatter", 1e9, 1)]},
          "the rings over `data` pass between nodes 12 times, 2 would do"),
         ([r % 2 * 16 + r // 2 for r in range(32)], Mesh(data=32), A100X16, {"data": [("all_to_all", 1e9, 1)]},
-         "the rings over `data` pass between nodes 32 times, 2 would do; the cheapest algorithms for this traffic do "
-         "not feel it"),
+         "no matrix is faster for this traffic"),
         ([*range(1, 8), 0], Mesh(data=4, tensor=2), Topology.load("dgx-a100").resize(nodes=2, gpus=4), {"tensor": 1e9},
          "2 of the 4 groups over `tensor` span 2 nodes where a placement has 1"),
         (np.arange(12).reshape(6, 2).T.reshape(-1), Mesh(tensor=2, data=6), SIX,
@@ -251,6 +250,14 @@ def test_tensor_across_nodes():
 def test_causes(ids, mesh, topology, traffic, cause):
     found = audit(ids, mesh, topology, traffic)
     assert found.cause == cause
+
+
+def test_causes_are_where_load_goes_away():
+    """`a` leaves its pod by an uplink of 8 GB/s for 8 groups and its node by a NIC of 1 GB/s for 4: it is the NIC."""
+    rates = {"pod": (2, 8e9), "node": (2, 1e9), "gpu": (4, 1e11)}
+    topology = Topology("", tuple(Level(name, n, "switch", rate, 0.0) for name, (n, rate) in rates.items()))
+    found = audit(range(16), Mesh(a=2, b=2, c=4), topology, {"a": 1e8, "c": 1e6})
+    assert found.cause == "`a` spans 2 nodes: 4 groups share each NIC" and found.fix is not None
 
 
 def test_the_worst_cause_is_the_first():
@@ -386,11 +393,11 @@ def test_ranking_prices_single_axes_as_the_launch_of_the_placement():
     demands = demands_of({"data": 1e9, "tensor": [("all_gather", 1e6, 24), ("all_to_all", 5e6, 2)]}, mesh)
     fabric = Fabric(topology)
     ranking = stock_ranking(mesh, topology, demands)
-    assert [sum(each) for _, each in ranking] == sorted(sum(each) for _, each in ranking)
-    for placement, each in ranking:
-        launch = Launch.of(placement)
+    assert [row.seconds for row in ranking] == sorted(row.seconds for row in ranking)
+    for row in ranking:
+        launch, each = Launch.of(row.placement), [share.seconds for share in row.shares]
         assert each == pytest.approx([stock_seconds(launch.groups(d.axes), d, fabric) for d in demands], rel=1e-12)
-    assert math.isclose(audit(Launch.of(ranking[-1][0]), traffic=demands).seconds, sum(ranking[-1][1]))
+    assert math.isclose(audit(Launch.of(ranking[-1].placement), traffic=demands).seconds, ranking[-1].seconds)
 
 
 def test_traffic():
@@ -403,6 +410,12 @@ def test_traffic():
         ("data",): [("all_reduce", 2e9, 1.0), ("all_reduce", 2.0**30, 1.0)],
         ("data", "tensor"): [("all_gather", 64e6, 24.0)],
     }
+    text = "data=reduce_scatter:2GB*3 behind 120 ms, data=1GB behind 90%"
+    assert parse_traffic(text) == {("data",): [("reduce_scatter", 2e9, 3.0, "120 ms"), ("all_reduce", 1e9, 1.0, "90%")]}
+    assert demands_of(text, mesh) == (
+        Demand(("data",), "reduce_scatter", 2e9, 3.0, hidden_seconds=0.12),
+        Demand(("data",), "all_reduce", 1e9, hidden_part=0.9),
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,6 +446,12 @@ def test_traffic_errors(traffic, message):
         ("data=2GB,tensor", "expected axes=bytes, such as data=2GB or data+tensor=all_gather:64MB*24, got 'tensor'", 9),
         ("data=2 parsecs", "'parsecs' is no unit of bytes; legal: B, kB, MB, GB, TB, KiB, MiB, GiB, TiB", 5),
         ("data=sum:2GB", "op 'sum' is unknown; legal: all_reduce, reduce_scatter, all_gather, reduce,", 5),
+        (
+            "a=1GB,data=2GB behind 110%",
+            "'110%' is no part of the seconds; legal is 0% to 100%, or seconds such as 12",
+            22,
+        ),
+        ("data=2GB behind it", "expected a non-negative number and a unit (s, ms, us, ns), got 'it'", 16),
     ],
 )
 def test_traffic_text_errors(text, message, column):

@@ -13,6 +13,7 @@ from shardplan.launches.hostfile import (
     host_level,
     host_names,
     hostfile_text,
+    hosts_of,
     launch_of,
     parse_hostfile,
     parse_rankfile,
@@ -141,7 +142,12 @@ def test_hostfile_errors(text, message):
     [
         ("rank 0=a", "ranks, line 1: 'rank 0=a' places no rank; legal: 'rank 0=host slot=0' or '0 host 0', slot a "
          "device's number on its host"),
-        ("rank 0=a slot=0:1", "ranks, line 1: slot '0:1' is no number; legal is one, the device's number on 'a'"),
+        ("rank 0=a slot=0:x", "ranks, line 1: slot '0:x' is no number; legal is one, the device's number on 'a', or "
+         "socket:core"),
+        ("rank 0=a slot=0:1\nrank 1=a slot=1", "ranks, line 2: slot '1' is of another form than those before; legal is "
+         "one in a file"),
+        ("rank 0=a slot=0:1\nrank 1=a slot=0:1", "ranks, line 2: slot 0:1 of 'a' holds rank 0 (line 1) already; legal "
+         "is one rank a slot"),
         ("0 a 0\n0 a 1", "ranks, line 2: rank 0 stands in line 1 already; each rank stands once"),
         ("0 a 0\n1 a 0", "ranks, line 2: slot 0 of 'a' holds rank 0 (line 1) already; legal is one rank a slot"),
         ("0 a 0\n2 a 1", "ranks: rank 1 is missing of 2; legal are the ranks 0 to n - 1"),
@@ -166,3 +172,42 @@ def test_what_does_not_fit_the_topology():
     with pytest.raises(TopologyError) as caught:
         devices_of(parse_hostfile("a slots=3\nb slots=1", "hosts"), SMALL)
     assert str(caught.value) == ("hosts puts rank 2 on device 2 of 'a', which has 2 (node=2 x gpu=2); legal are 0 to 1")
+
+
+def test_lists_as_slurm_writes_them():
+    """A line of several hosts is as many lines of one, with the numbers as wide as they are written."""
+    assert hosts_of("h[00-03]") == ["h00", "h01", "h02", "h03"]
+    assert hosts_of("r[1-2]n[09-10],login,x[7,9-10]") == [
+        "r1n09", "r1n10", "r2n09", "r2n10", "login", "x7", "x9", "x10"
+    ]  # fmt: skip
+    for listed, lines in (
+        ("h[00-03]", "h00\nh01\nh02\nh03"),
+        ("h[00-01],g1 slots=4", "h00 slots=4\nh01 slots=4\ng1 slots=4"),
+        ("h[1-2]:2\nh[1-2]:2", "h1:2\nh2:2\nh1:2\nh2:2"),
+    ):
+        assert parse_hostfile(listed) == parse_hostfile(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h[03-00]", "hosts, line 1: 'h[03-00]': '03-00' is no range of numbers; legal is such as 00-03"),
+        ("h[a]", "hosts, line 1: 'h[a]': 'a' is no range of numbers"),
+        ("h[0-1", "hosts, line 1: 'h[0-1' names 'h[0-1', which is no host; legal is such as h[00-03,07],g1"),
+        ("h[0-999999999]", "hosts, line 1: 'h[0-999999999]': '0-999999999' is no range of numbers"),
+        ("h[0-999]n[0-999]", "hosts, line 1: 'h[0-999]n[0-999]' is more than 65536 hosts"),
+        ("a,,b", "hosts, line 1: 'a,,b' names '', which is no host"),
+    ],
+)
+def test_malformed_lists(text, message):
+    with pytest.raises(ParseError) as caught:
+        parse_hostfile(text, "hosts")
+    assert str(caught.value).startswith(message)
+
+
+def test_slots_of_sockets_and_cores_number_the_devices_in_their_order():
+    """Two sockets of two: ranks on sockets 0, 1, 0, 1 are on devices 0, 2, 1, 3; of several cores the first counts."""
+    text = "rank 0=a slot=0:0-3\nrank 1=a slot=1:0-3\nrank 2=a slot=0:4\nrank 3=a slot=1:10\n"
+    found = parse_rankfile(text)
+    assert found.ranks == ((0, 0), (0, 2), (0, 1), (0, 3)) and found.slots == (4,)
+    assert devices_of(found, Topology.load("dgx-a100").resize(nodes=1, gpus=4)) == (0, 2, 1, 3)

@@ -320,3 +320,48 @@ def test_a_small_reduction_is_one_collective_under_nccl(preset):
         (row,) = sp.place(mesh, topology, {"data": nbytes})
         assert [step.op.name for step in row.plans["data",].program.steps] == ["all_reduce"]
         assert row.seconds == row.stock_seconds >= topology.device.launch > 0
+
+
+def test_an_axis_stays_inside_a_unit():
+    """Of pod, node and gpu: inside a node is on gpus; a gpu is one device, so the unit around it is meant."""
+    topology = sp.Topology("t", tuple(Level(name, 4, "switch", 1e9, 0.0) for name in ("pod", "node", "gpu")))
+    mesh = sp.Mesh(a=4, b=16)
+    wanted = {"pod": {(1, 1, 4), (1, 4, 1), (1, 2, 2)}, "node": {(1, 1, 4)}, "gpu": {(1, 1, 4)}}
+    for level, rows in wanted.items():
+        found = sp.place(mesh, topology, {"a": 1e9}, inside={"a": level})
+        assert {row.placement.matrix[0] for row in found} == rows
+    with pytest.raises(LayoutError) as caught:
+        sp.place(mesh, topology, {"a": 1e9}, inside={"b": "node"})
+    assert str(caught.value) == (
+        "axis 'b' of size 16 cannot stay inside a node of 4 devices (pod=4 x node=4 x gpu=4); legal is a size that "
+        "divides 4, or a level further out"
+    )
+    with pytest.raises(LayoutError, match="satisfies the options; to stay inside: a=node, c=node"):
+        sp.place(sp.Mesh(a=4, b=4, c=4), topology, {"a": 1e9}, inside={"a": "node", "c": "node"})
+    with pytest.raises(TopologyError, match="inside: axis 'x' is not in mesh a=4, b=16; axes: a, b"):
+        sp.place(mesh, topology, {"a": 1e9}, inside={"x": "node"})
+
+
+@pytest.mark.parametrize(("behind", "left"), [("0.5 s", 1.5), ("90%", 0.2), ("3 s", 0.0), ("0%", 2.0), ("100%", 0.0)])
+def test_what_runs_behind_compute_costs_what_sticks_out(behind, left):
+    """1 GB twice in a ring of two over ports of 1 GB/s is 2 s."""
+    topology = sp.Topology("t", (Level("l0", 2, "switch", 1e9, 0.0),))
+    for traffic in ({"a": [("all_reduce", 1e9, 2, behind)]}, f"a=1GB*2 behind {behind}"):
+        (row,) = sp.place(sp.Mesh(a=2), topology, traffic, algorithm="ring")
+        assert (row.seconds, row.stock_seconds) == pytest.approx(
+            (left, left)
+        ) and row.lower_bound_seconds <= row.seconds
+    (demand,) = demands_of(traffic, sp.Mesh(a=2))
+    said = {"0.5 s": " behind 500 ms", "0%": ""}.get(behind, f" behind {behind}")
+    assert str(demand) == f"all_reduce over a: 1 GB x 2{said}"
+
+
+def test_of_equal_placements_the_more_local_comes_first():
+    """All of it is hidden, so every placement costs nothing; `b` has ten times the bytes of `c`, and `a` has none."""
+    topology = switches((2, 1e9), (2, 1e9), (2, 1e9))
+    found = sp.place(sp.Mesh(a=2, c=2, b=2), topology, "c=1MB behind 1 s, b=10MB behind 100%")
+    assert {row.seconds for row in found} == {0.0}
+    assert found[0].placement.matrix == ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+    # 4 groups of two units: an all-reduce passes its payload twice.
+    assert found[0].crossing_bytes == (0.0, 8e6, 8e6 + 8e7)
+    assert list(found) == sorted(found, key=lambda row: row.crossing_bytes)

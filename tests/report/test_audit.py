@@ -1,12 +1,15 @@
 """What `audit` prints: the text and the JSON object."""
 
 import doctest
+import math
+from dataclasses import replace
 
 import msgspec
 
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import Topology
 from shardplan.launches.audit import audit
+from shardplan.launches.launch import counted, plural
 from shardplan.report.audit import audit_object, audit_text
 
 SMALL = Topology.load("gcp-a100x16", nodes=2)
@@ -112,3 +115,36 @@ def test_object():
     assert [row["axes"] for row in found["rows"]] == [["tensor"], ["data"], ["tensor", "data"]]
     assert set(found["fix"]["nccl_tests"]) == {"tensor", "data", "tensor,data"}
     assert found["fix"]["rankfile"].count("\n") == 32
+
+
+def test_the_grammar_of_units():
+    """A rack has an uplink and a chassis has them, and of one unit there is no plural."""
+    nodes = Topology.load("gcp-a100x16", nodes=4).levels
+    for outer, article, several in (("rack", "a", "racks"), ("island", "an", "islands"), ("chassis", "a", "chassis")):
+        topology = Topology("", (replace(nodes[0], name=outer, size=2), replace(nodes[0], size=2), nodes[1]))
+        text = audit_text(audit(range(64), Mesh(tensor=2, data=32), topology, {"tensor": 2e9}), "mpi")
+        assert f"groups an uplink of {article} {outer}" in text and f"load an uplink of {article} {outer}" in text
+        assert f"cause    `tensor` spans 2 {several}: 32 groups share each uplink of {article} {outer}" in text
+    # 14 pairs over both nodes, and two inside one.
+    pairs = audit([r % 2 * 16 + r // 2 for r in range(28)] + [14, 15, 30, 31], Mesh(data=16, tensor=2), SMALL)
+    assert "span 1 node where a placement has 2\n" in audit_text(pairs) and "span 1 node, not 2\n" in audit_text(pairs)
+    assert (counted(1, "pod"), counted("1 to 2", "switch"), plural("box")) == ("1 pod", "1 to 2 switches", "boxes")
+
+
+def test_what_runs_behind_compute_is_said():
+    """Groups of 16 share a NIC of 8 GB/s: 100 MB each is 200 ms, of which 150 ms are hidden; tensor inside is not."""
+    found = audit(range(32), Mesh(data=2, tensor=16), SMALL, "data=100MB behind 150ms, tensor=1GB")
+    lines = audit_text(found).splitlines()
+    assert "100 MB in 200 ms, 50 ms of it not behind compute" in lines[5]
+    data, tensor = found.shares
+    assert lines[8].startswith("cost     ") and " a step beside 150 ms behind compute, as on the best" in lines[8]
+    assert (data.hidden_seconds, tensor.hidden_seconds) == (0.15, 0.0)
+    assert found.seconds == data.seconds + tensor.seconds and 0.05 < data.seconds < 0.0501
+    told = audit_object(found)["shares"]
+    assert [(s["seconds"], s["hidden_seconds"]) for s in told] == [(s.seconds, s.hidden_seconds) for s in found.shares]
+
+
+def test_all_of_it_hidden_on_the_best():
+    found = audit(range(32), Mesh(tensor=2, data=16), SMALL, "tensor=100MB behind 10ms")
+    assert (found.ratio, found.best_seconds) == (math.inf, 0) and audit_object(found)["ratio"] is None
+    assert ", all of it hidden on the best matrix" in audit_text(found) and found.fix is not None

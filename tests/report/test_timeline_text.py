@@ -78,6 +78,16 @@ step  op                               predicted  measured min  median    max  r
     )
 
 
+@pytest.mark.parametrize(("times", "shown"), [(99, "99.00"), (101, "-"), (1 / 99, "0.01"), (1 / 101, "-")])
+def test_no_ratio_to_other_links(times: float, shown: str) -> None:
+    """Where a run takes more than a hundred times its prediction, or a hundredth, it is one for other links."""
+    one, other = (Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (1e-3, 1e-3 * times))
+    lines = comparison_text(one, other).splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == [shown, shown]
+    note = "these are not the links that are predicted for: without --topology they are measured first"
+    assert lines[3:] == ([note] if shown == "-" else [])
+
+
 def test_a_timeline_equals_itself() -> None:
     for line in comparison_text(PREDICTED, PREDICTED).splitlines()[1:]:
         assert line.split()[-1] in ("1.00", "-")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.hardware.topology import Topology
 from shardplan.launches.audit import audit
 from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
+from shardplan.launches.launch import Launch
 from shardplan.launches.megatron import fastest_first, order_ranks
 from shardplan.movement.placing.placed import SAME
 from shardplan.movement.placing.traffic import parse_traffic
@@ -45,6 +46,8 @@ def audit_command(
     framework: str = "all",
     show: bool = False,
     svg: bool = False,
+    inside: Mapping[str, str] | None = None,
+    algorithm: str = "auto",
 ) -> AuditAnswer:
     """Return the answer to what the command line asks, in its texts.
 
@@ -56,21 +59,51 @@ def audit_command(
         rank_order: `block` or `cyclic`, the device of every rank as numbers with commas between them, or a file: a
             rankfile, or a hostfile that orders the ranks where `hostfile` orders the units.
         megatron: An order string such as `tp-cp-ep-dp-pp`, which numbers the ranks of the mesh.
-        traffic: What a step communicates, `data=2GB,tensor=500MB`.
+        traffic: What a step communicates, `data=2GB behind 120ms,tensor=500MB`.
         fail_above: Ratio of seconds to those of the best matrix above which the status is 1.
         framework: Whose fix to print.
         show: Whether the text ends with the picture.
         svg: Whether to draw the picture as SVG.
+        inside: By axis the level within one unit of which it must stay.
+        algorithm: `auto`, or an algorithm of the topology's library for all traffic.
 
     Raises:
         ParseError: A file cannot be read or a text is malformed.
         TopologyError: What is given does not fit together.
-        LayoutError: An option is unknown or lacks another.
+        LayoutError: An option is unknown or lacks another, or no placement keeps axes where they are to stay.
     """
     if fail_above is not None and traffic is None:
         raise LayoutError("--fail-above compares seconds, which need --traffic, such as data=2GB,tensor=500MB")
     if fail_above is not None and not 1 <= fail_above < math.inf:
         raise LayoutError(f"--fail-above {fail_above:g} is below 1, the ratio of the best matrix; legal is 1 or more")
+    launch = read_launch(topology, mesh, nodes, hostfile, rank_order, megatron)
+    demands = None
+    if traffic is not None:
+        try:
+            demands = parse_traffic(traffic)
+        except ParseError as error:
+            raise ParseError(f"--traffic: {error}") from None
+    found = audit(launch, traffic=demands, inside=inside, algorithm=algorithm)
+    text = audit_text(found, framework)
+    if show:
+        text += "\n\n" + text_placement(launch, demands)
+    ratio = found.ratio if found.ratio is not None and found.slower else 1.0
+    status = int(fail_above is not None and ratio > fail_above * (1 + SAME))
+    if status:
+        text += f"\nabove    the ratio {ratio:.4g} is above --fail-above {fail_above:g}"
+    picture = svg_placement(launch, demands) if svg else ""
+    return AuditAnswer(text, audit_object(found) | {"fail_above": fail_above, "status": status}, picture, status)
+
+
+def read_launch(
+    topology: str,
+    mesh: str,
+    nodes: int | None = None,
+    hostfile: Path | str | None = None,
+    rank_order: Path | str | None = None,
+    megatron: str | None = None,
+) -> Launch:
+    """Return the launch that texts and files say; arguments and errors as for `audit_command`."""
     try:
         ours = Mesh.parse(mesh)
     except ParseError as error:
@@ -86,21 +119,7 @@ def audit_command(
     launch = launch_of(ours, cluster, order if order is not None else hosts, ranks)
     if hosts is None and order is not None and order.source == _NUMBERS:
         launch = replace(launch, hosts=())  # names made up here are no hosts'
-    demands = None
-    if traffic is not None:
-        try:
-            demands = parse_traffic(traffic)
-        except ParseError as error:
-            raise ParseError(f"--traffic: {error}") from None
-    found = audit(launch, traffic=demands)
-    text = audit_text(found, framework)
-    if show:
-        text += "\n\n" + text_placement(launch, demands)
-    status = 1 if fail_above is not None and found.ratio is not None and found.ratio > fail_above * (1 + SAME) else 0
-    if status:
-        text += f"\nabove    the ratio {found.ratio:.4g} is above --fail-above {fail_above:g}"
-    picture = svg_placement(launch, demands) if svg else ""
-    return AuditAnswer(text, audit_object(found) | {"fail_above": fail_above, "status": status}, picture, status)
+    return launch
 
 
 def _read(path: Path | str) -> str:

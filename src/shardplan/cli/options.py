@@ -18,8 +18,47 @@ MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or d
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture to FILE.")]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="The size of the topology's level called node.")]
-ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, tree, nvls, ..., 'ring LL'."
-Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP)]
+ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, 'ring LL', NVLSTree, NCCL_ALGO=Ring."
+# NCCL's names that are not ours but for their capitals.
+_NCCL_ALGORITHMS = {"nvlstree": "nvls_tree", "collnetdirect": "collnet", "collnetchain": "collnet"}
+_PROTOCOLS = {"ll": "LL", "ll128": "LL128", "simple": "Simple"}
+
+
+def read_algorithm(text: str) -> str:
+    """Return the name that a library has for an algorithm; NCCL's variables, and its names in any case, are read too.
+
+    Raises `LayoutError` for a protocol without an algorithm, and for several algorithms.
+
+    >>> read_algorithm("NCCL_ALGO=NVLSTree NCCL_PROTO=Simple"), read_algorithm("Ring LL128"), read_algorithm("auto")
+    ('nvls_tree Simple', 'ring LL128', 'auto')
+    """
+    algorithms: list[str] = []
+    protocols: list[str] = []
+    for word in text.replace(",", " ").split():
+        name = word.removeprefix("NCCL_ALGO=").removeprefix("NCCL_PROTO=").lower()
+        if name in _PROTOCOLS:
+            protocols.append(_PROTOCOLS[name])
+        else:
+            algorithms.append(_NCCL_ALGORITHMS.get(name, name))
+    if len(algorithms) != 1 or len(protocols) > 1:
+        raise LayoutError(
+            f"--algorithm {text!r}: legal is one algorithm, with a protocol or without: Ring, 'Ring LL128', "
+            "'NCCL_ALGO=Ring NCCL_PROTO=LL128'"
+        )
+    return " ".join([*algorithms, *protocols])
+
+
+Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP, callback=read_algorithm)]
+INSIDE_HELP = "Keep an axis within one unit of a level: tensor=node; several with commas between."
+Inside = Annotated[str | None, typer.Option("--inside", metavar="AXIS=LEVEL", help=INSIDE_HELP)]
+Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts in the order of the topology's units.")
+]
+RankOrder = Annotated[
+    str | None,
+    typer.Option("--rank-order", metavar="ORDER", help="block, cyclic, the ranks' devices 0,8,1,.., or a file."),
+]
+Megatron = Annotated[str | None, typer.Option("--megatron", metavar="ORDER", help="Numbers the ranks: tp-cp-ep-dp-pp.")]
 TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
 
 

@@ -11,8 +11,12 @@ from shardplan.cli.options import (
     MESH_HELP,
     TOPOLOGY_HELP,
     Algorithm,
+    Hostfile,
+    Inside,
     Json,
+    Megatron,
     Nodes,
+    RankOrder,
     Svg,
     check_writable,
     read_bytes,
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)]
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
-TRAFFIC_HELP = "All-reduce bytes a step by axes, data=2GB,tensor=500MB; or data+tensor=all_gather:64MB*24."
+TRAFFIC_HELP = "All-reduce bytes a step by axes: data=2GB behind 120ms, tensor=500MB; or data=all_gather:64MB*24."
 TrafficText = Annotated[str | None, typer.Option("--traffic", metavar="TRAFFIC", help=TRAFFIC_HELP)]
 
 
@@ -47,9 +51,7 @@ def place(
     traffic: TrafficText = None,
     programs: Annotated[str, typer.Option("--programs", help="best, or stock: every collective as one op.")] = "best",
     algorithm: Algorithm = "auto",
-    inside: Annotated[
-        str | None, typer.Option("--inside", metavar="AXIS=LEVEL", help="Keep axes inside a level: tensor=gpu.")
-    ] = None,
+    inside: Inside = None,
     top: Annotated[int, typer.Option("--top", help="How many placements to print.")] = 10,
     show_picture: Annotated[bool, typer.Option("--show", help="Draw the best placement.")] = False,
     svg: Svg = None,
@@ -100,6 +102,9 @@ def reduce(
         str | None,
         typer.Option("--placement", metavar="MATRIX", help="data=[2,4],tensor=[1,2]; by default the best for this."),
     ] = None,
+    hostfile: Hostfile = None,
+    rank_order: RankOrder = None,
+    megatron: Megatron = None,
     target: Annotated[str, typer.Option("--target", help="replicated, sharded or root.")] = "replicated",
     algorithm: Algorithm = "auto",
     subsets: Annotated[bool, typer.Option("--subsets", help="Collectives over any set of levels.")] = False,
@@ -123,9 +128,17 @@ def reduce(
     from shardplan.report.text import json_text
 
     check_writable(out)
-    cluster, amount = _needed(topology, nodes), read_bytes("--bytes", nbytes)
+    amount = read_bytes("--bytes", nbytes)
     names = tuple(a.strip() for a in axes.split(","))
-    chosen = _placement(placement, read_mesh("--mesh", mesh), cluster, names, amount, algorithm)
+    exported = export is not None and not every
+    if hostfile is not None or rank_order is not None or megatron is not None:
+        if placement is not None:
+            raise LayoutError("--placement says where, and so does a launch; give one of them")
+        launch = (topology, mesh, nodes, hostfile, rank_order, megatron)
+        chosen, origin = _launched(launch, exported)
+    else:
+        chosen = _placement(placement, read_mesh("--mesh", mesh), _needed(topology, nodes), names, amount, algorithm)
+        origin = "as asked" if placement is not None else "the best for this; --placement says another"
     if every:
         if top < 1:
             raise LayoutError(f"--top {top}: at least 1 program is printed")
@@ -144,28 +157,23 @@ def reduce(
         return
     paper = instructions_text(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     one = Demand(names, stock_op(wanted), amount)
-    stock = stock_seconds(factors(chosen, names), cluster, one, algorithm)
+    stock = stock_seconds(factors(chosen, names), chosen.topology, one, algorithm)
     if as_json:
         print(json_text(told.reduction_object(plan, paper, stock, chosen)))
     else:
-        print(told.reduction_text(plan, paper, stock))
+        print(told.reduction_text(plan, paper, stock, chosen, origin))
 
 
 def audit(
     topology: NeededTopology,
     mesh: NeededMesh,
     nodes: Nodes = None,
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts in the order of the topology's units.")
-    ] = None,
-    rank_order: Annotated[
-        str | None,
-        typer.Option("--rank-order", metavar="ORDER", help="block, cyclic, the ranks' devices 0,8,1,.., or a file."),
-    ] = None,
-    megatron: Annotated[
-        str | None, typer.Option("--megatron", metavar="ORDER", help="Numbers the ranks: tp-cp-ep-dp-pp.")
-    ] = None,
+    hostfile: Hostfile = None,
+    rank_order: RankOrder = None,
+    megatron: Megatron = None,
     traffic: TrafficText = None,
+    inside: Inside = None,
+    algorithm: Algorithm = "auto",
     fail_above: Annotated[
         float | None, typer.Option("--fail-above", metavar="RATIO", help="Exit 1 if the launch takes longer than that.")
     ] = None,
@@ -194,6 +202,8 @@ def audit(
         framework,
         show_picture,
         svg is not None,
+        _pairs(inside),
+        algorithm,
     )
     if svg is not None:
         write_atomic(svg, found.svg.encode())
@@ -227,6 +237,24 @@ def _pairs(text: str | None) -> dict[str, str] | None:
     if not all(sep and name.strip() and level.strip() for name, sep, level in pairs):
         raise LayoutError(f"--inside {text!r}: legal is AXIS=LEVEL, such as tensor=gpu, several with commas between")
     return {name.strip(): level.strip() for name, _, level in pairs}
+
+
+def _launched(
+    launch: tuple[str, str, int | None, Path | None, str | None, str | None], exported: bool
+) -> tuple[Placement, str]:
+    """The placement that a launch is, and in words where it comes from; the texts are those of `read_launch`."""
+    from shardplan.cli.audit import read_launch
+    from shardplan.hardware.placement import Placement
+    from shardplan.launches.verdict import analyse
+
+    read = read_launch(*launch)
+    found = analyse(read)
+    if found.matrix is None:
+        raise LayoutError(f"the launch is no placement: {found.reason}; audit says more, --placement chooses one")
+    placed = Placement(read.mesh, read.topology, found.matrix, found.order)
+    if exported and list(read.mesh.devices) != placed.device_mesh().reshape(-1).tolist():
+        raise LayoutError("an export has the ranks of --placement, host by host; those of this launch are others")
+    return placed, "that of the launch" + (", its members in a better order" if found.felt else "")
 
 
 def _placement(

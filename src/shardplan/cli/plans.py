@@ -24,6 +24,7 @@ from shardplan.errors import BackendError, LayoutError, ParseError, line
 if TYPE_CHECKING:
     from shardplan.core.program import Program
     from shardplan.core.tensor import TensorType
+    from shardplan.hardware.topology import Topology
     from shardplan.plans.plan import Plan
 
 
@@ -131,6 +132,11 @@ def run(
         str, typer.Option("--backend", help="reference, or torch, jax, mpi, the last three under their launcher.")
     ] = "reference",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that any wait may take.")] = 300.0,
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", metavar="NAME|FILE", help="What the ranks run on; by default it is measured."),
+    ] = None,
+    nodes: Nodes = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write the predicted and the measured timeline, for Perfetto."),
@@ -140,7 +146,7 @@ def run(
     """Run a plan or a program on index data, and print the checksum of every output.
 
     Under a launcher every process compares its shards with the reference's, and the one with the first device prints
-    what was predicted beside what was measured.
+    what was predicted for these links beside what was measured.
     """
     from shardplan.execution.run import BACKENDS
     from shardplan.execution.verify import trial
@@ -153,11 +159,14 @@ def run(
         raise LayoutError(
             "--trace writes what a real run took; the reference has no time: give --backend torch, jax or mpi"
         )
+    if topology is not None and backend == "reference":
+        raise LayoutError("--topology predicts what a real run takes; give --backend torch, jax or mpi")
     check_writable(trace)
+    cluster = read_topology(topology, nodes)
     subject = load_plan(what)
     program = subject.program if isinstance(subject, Plan) else subject
     if backend != "reference":
-        _run_launched(subject, backend, timeout, trace, as_json)
+        _run_launched(subject, backend, timeout, cluster, trace, as_json)
         return
     sums, ok = trial(program, backend)
     found = run_object(program, backend, sums, ok)
@@ -166,32 +175,46 @@ def run(
         raise BackendError(f"{line(what)}: an output that was only moved differs from its input")
 
 
-def _run_launched(subject: Plan | Program, backend: str, timeout: float, trace: Path | None, as_json: bool) -> None:
+def _run_launched(
+    subject: Plan | Program, backend: str, timeout: float, cluster: Topology | None, trace: Path | None, as_json: bool
+) -> None:
     """Run as one process of a launcher; the one with the first device prints."""
     from shardplan.execution.launched import launched, trial
+    from shardplan.execution.measure import measured_links
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
-    from shardplan.report.timeline import comparison_text
+    from shardplan.report.timeline import comparison_text, links_text, timeline_text
     from shardplan.simulation.predict import predict
     from shardplan.simulation.trace import save_traces
 
     program = subject.program if isinstance(subject, Plan) else subject
     with launched(backend):
         found = trial(program, backend, timeout)
+        links = measured_links(program.devices, backend, timeout) if cluster is None else cluster
     if not found.first:
         return
-    predicted = predict(program, subject.certificate.where if isinstance(subject, Plan) else None)
+    where = subject.certificate.where if isinstance(subject, Plan) and cluster is not None else None
+    if links is None:
+        predicted = None
+    else:  # a plan's placement says where on the cluster its devices are
+        predicted = predict(program, where if getattr(where, "topology", None) == links else links)
     if trace is not None:
-        save_traces(trace, [predicted, found.timeline])
+        save_traces(trace, [found.timeline] if predicted is None else [predicted, found.timeline])
     told = run_object(program, backend, found.sums, True) | {
         "seconds": found.timeline.seconds,
-        "predicted_seconds": predicted.seconds,
+        "predicted_seconds": None if predicted is None else predicted.seconds,
+        "predicted_on": None if links is None else str(links),
     }
     if as_json:
         print(json_text(told))
         return
     print(run_text(told).rpartition("\n")[0])
     print(f"ok: every shard of this process ({found.shards}) equals the reference's\n")
+    if predicted is None or links is None:
+        print("one device has no links to predict: --topology gives the time of its kernels")
+        print(timeline_text(found.timeline))
+        return
+    print(f"predicted on {links_text(links)}")
     print(comparison_text(predicted, found.timeline))
 
 

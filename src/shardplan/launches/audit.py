@@ -1,14 +1,16 @@
 """Audit: is an existing launch placed well, what does it cost, why, and what would be better.
 
 The launch is read as a placement (`launches.launch`), its traffic is priced as stock collectives in the order in which
-its groups list their members, and beside it every matrix of the same mesh; the cheapest is written as text that runs
-(`fixes`). What is priced, loaded and felt is what the topology's library makes of that order.
+its groups list their members, and beside it every matrix of the same mesh; the best is written as text that runs
+(`fixes`). What is priced, loaded and felt is what the topology's library makes of that order. What compute hides costs
+nothing; a difference below `WORTH` is none: then the launch is as good as the best, and among other placements the one
+is best that keeps the most traffic inside inner units. From `ADVISED` on the best is advised.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,21 +21,25 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.level import Level
-from shardplan.hardware.placement import Matrix, Placement, orders, placements
+from shardplan.hardware.placement import Matrix, Placement, orders
 from shardplan.hardware.prices.aggregate import units_spanned
-from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.cost import Price, checked_algorithm, price
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.fixes import Fix, fix, renumbered
-from shardplan.launches.launch import Launch, Ring, crowding, detour_text, ring_of, sharing
+from shardplan.launches.launch import Launch, Ring, article, counted, crowding, detour_text, quoted, ring_of, sharing
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
-from shardplan.movement.placing.placed import SAME, ranked
+from shardplan.movement.placing.place import candidates, outermost
+from shardplan.movement.placing.placed import SAME, Placed, ranked
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+WORTH = 0.01  # relative: seconds closer than this are no difference
+ADVISED = 0.02  # relative: a gain of less is said, and nobody would start a job anew for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,10 @@ class CostShare:
     """What one demand costs."""
 
     demand: Demand
-    seconds: float  # of a step, as launched
-    best_seconds: float  # of a step, on the best matrix
+    seconds: float  # that a step waits for it, as launched
+    hidden_seconds: float  # of a step that run behind compute, as launched
+    best_seconds: float  # that a step waits for it on the best matrix
+    algorithm: str  # the library's that is priced, as launched
     uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step
     port_bytes: tuple[float, ...]  # for each level the bytes that leave by its busiest port or link in a step
 
@@ -65,13 +73,15 @@ class Audit:
     findings: Findings
     rows: tuple[AxisRow, ...]  # one for each axis of more than one device, and one for each tuple of axes with traffic
     shares: tuple[CostShare, ...]  # one for each demand; none without traffic
-    seconds: float | None  # of all demands, as launched; None without traffic
-    # The cheapest placement; of equals this launch's matrix, then one that ranks in row-major order are. Without
-    # traffic this launch's matrix, None where it has none.
+    seconds: float | None  # that a step waits for all demands, as launched; None without traffic
+    # The cheapest placement that keeps axes where they are to stay. Of those within `WORTH` this launch's matrix, then
+    # the most local, then one that ranks in row-major order are. Without traffic this launch's matrix, None where it
+    # has none.
     best: Placement | None
     best_seconds: float | None  # of all demands there; None without traffic
     causes: tuple[str, ...]  # sentences, one for each demand that loses, the worst first; else why none does
-    fix: Fix | None  # how to launch `best`; None where nothing is to be gained and no order costs the library anything
+    fix: Fix | None  # how to launch `best`; None where less than `ADVISED` is to be gained
+    inside: tuple[tuple[str, str], ...] = ()  # axes that are to stay inside a unit of a level
 
     @property
     def placement(self) -> Placement | None:
@@ -100,10 +110,20 @@ class Audit:
 
     @property
     def ratio(self) -> float | None:
-        """Seconds as launched over seconds on the best matrix; None without traffic."""
+        """Seconds as launched over seconds on the best matrix; infinite where compute hides all there.
+
+        None without traffic.
+        """
         if self.seconds is None or self.best_seconds is None:
             return None
-        return self.seconds / self.best_seconds if self.best_seconds > 0 else 1.0
+        if self.best_seconds > 0:
+            return self.seconds / self.best_seconds
+        return math.inf if self.seconds > 0 else 1.0
+
+    @property
+    def slower(self) -> bool:
+        """Whether the best matrix is faster by `WORTH` or more."""
+        return self.ratio is not None and self.ratio > 1 + WORTH
 
 
 def audit(
@@ -113,6 +133,8 @@ def audit(
     traffic: Traffic | str | Sequence[Demand] | None = None,
     hosts: Sequence[str] = (),
     device: str = "cuda",
+    inside: Mapping[str, str] | None = None,
+    algorithm: str = "auto",
 ) -> Audit:
     """Return whether a launch is placed well, what it costs, why, and what would be better.
 
@@ -121,15 +143,18 @@ def audit(
         mesh: The axes, as a mesh or its text; its device ids are the ranks at the coordinates.
         topology: The hardware, as a topology or its text; the mesh fills it, nothing is resized.
         traffic: What a step communicates: axes to all-reduce bytes or to a list of `(op, bytes, count)`, or its text
-            such as `"data=2GB"`. Without it there are no seconds, and nothing is known to be better than another order
-            of the same matrix.
+            such as `"data=2GB"`. What runs behind compute costs what sticks out: `"data=2GB behind 120ms"`. Without
+            it there are no seconds, and nothing is known to be better than another order of the same matrix.
         hosts: Names in the order of the topology's units.
         device: torch's device type in the fix.
+        inside: By axis the level within one unit of which it must stay, `{"tensor": "node"}`, as `place` takes it.
+        algorithm: `auto`, the library's cheapest row for each collective, or an algorithm of it for all.
 
     Raises:
         TopologyError: The ids are no permutation of the topology's devices, the mesh does not fill the topology, or one
-            of the two is missing.
-        LayoutError: Traffic names an axis that the mesh has not, or is malformed; an argument is of another kind.
+            of the two is missing; an unknown axis, level or algorithm.
+        LayoutError: Traffic names an axis that the mesh has not, or is malformed; no placement keeps axes where they
+            are to stay; an argument is of another kind.
 
     Source: the audit of placements after arXiv 2110.10548.
 
@@ -143,39 +168,61 @@ def audit(
         raise TopologyError("a Launch brings its own mesh, topology and hosts; give none with it")
     border.text("device", device)
     mesh, topology = launch.mesh, launch.topology
+    checked_algorithm(algorithm, library(topology.library))
     demands = () if traffic is None else _demands(traffic, mesh)
     together = tuple(dict.fromkeys(d.axes for d in demands if len(d.axes) > 1))
     findings = analyse(launch, together)
     fabric = Fabric(topology)
     wide = [ring for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1]
     rows = tuple(_row(launch, ring, fabric) for ring in wide)
+    kept = tuple((inside or {}).items())
+    torn = _torn(launch, inside)
+    ranking = stock_ranking(mesh, topology, demands, inside, algorithm) if demands or torn else []
     if not demands:
-        own = _own(launch, findings)
-        text = fix(launch, own, (), device) if own is not None and findings.felt else None
-        cause = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
-        return Audit(launch, findings, rows, (), None, own, None, (cause,), text)
-    seconds = [stock_seconds(launch.groups(d.axes), d, fabric) for d in demands]
-    best, best_each = _best(launch, findings, stock_ranking(mesh, topology, demands))
+        best = _easiest(launch, ranking).placement if torn else _own(launch, findings)
+        text = fix(launch, best, (), device) if best is not None and (torn or findings.felt) else None
+        reason = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
+        return Audit(launch, findings, rows, (), None, best, None, torn or (reason,), text, kept)
+    paid = [price(demand_pattern(d.op, launch.groups(d.axes), d.nbytes), fabric, algorithm) for d in demands]
+    whole = [d.count * p.seconds for d, p in zip(demands, paid, strict=True)]
+    waited = [d.exposed(s) for d, s in zip(demands, whole, strict=True)]
+    total = sum(waited)
+    best = _best(launch, findings, ranking, total)
     shares = tuple(
-        CostShare(d, now, then, *_busiest(leaving_bytes(launch.groups(d.axes), d, fabric), fabric))
-        for d, now, then in zip(demands, seconds, best_each, strict=True)
+        CostShare(d, now, all_of - now, then.seconds, p.algorithm, *_busiest(_leaving(p, d, fabric), fabric))
+        for d, now, all_of, then, p in zip(demands, waited, whole, best.shares, paid, strict=True)
     )
-    total, best_total = sum(seconds), sum(best_each)
-    causes, text = ("no matrix is faster for this traffic",), None
-    if total > best_total * (1 + SAME):
+    causes, text = torn, None
+    if total > best.seconds * (1 + ADVISED):
         losing = sorted(shares, key=lambda s: s.best_seconds - s.seconds)
-        losing = [s for s in losing if s.seconds > s.best_seconds * (1 + SAME)]
-        causes = tuple(dict.fromkeys(_cause(launch, findings, s, best) for s in losing))
+        # One that loses next to nothing is no cause; the worst always is one.
+        losing = [s for s in losing if s.seconds - s.best_seconds > best.seconds * WORTH] or losing[:1]
+        causes += tuple(dict.fromkeys(_cause(launch, findings, s, best.placement, algorithm) for s in losing))
         joint = all(len(s.demand.axes) > 1 for s in losing)
-        if joint and _own(launch, findings) == best and not findings.felt:
+        if joint and _own(launch, findings) == best.placement and not findings.felt:
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
             causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
         else:
-            text = fix(launch, best, together, device)
-    elif findings.felt and _own(launch, findings) == best:
-        causes = (f"{findings.reason}; the cheapest algorithms for this traffic do not feel it",)
-        text = fix(launch, best, together, device)
-    return Audit(launch, findings, rows, shares, total, best, best_total, causes, text)
+            text = fix(launch, best.placement, together, device)
+    elif torn:
+        text = fix(launch, best.placement, together, device)
+    if not causes:
+        kept_text = "".join(f" that keeps `{axis}` inside {article(level)}" for axis, level in kept[:1])
+        least = next(x for x in (SAME, WORTH, ADVISED) if total <= ranking[0].seconds * (1 + x))
+        worth = "" if least == SAME else f" by {100 * least:g} % or more"
+        causes = (f"no matrix{kept_text} is faster for this traffic{worth}",)
+    return Audit(launch, findings, rows, shares, total, best.placement, best.seconds, causes, text, kept)
+
+
+def _torn(launch: Launch, inside: Mapping[str, str] | None) -> tuple[str, ...]:
+    """A sentence for each axis that spans several of the units inside one of which it is to stay."""
+    found: list[str] = []
+    for axis, j in outermost(inside, launch.mesh, launch.topology).items():
+        spans = units_spanned(launch.groups((axis,)), launch.topology)
+        if j and (most := int(spans[j - 1].max())) > 1:
+            unit = launch.topology.levels[j - 1].name
+            found.append(f"`{axis}` spans {counted(most, unit)}, and is to stay inside one")
+    return tuple(found)
 
 
 def _own(launch: Launch, findings: Findings) -> Placement | None:
@@ -222,30 +269,37 @@ def stock_seconds(members: Ints, demand: Demand, fabric: Fabric) -> float:
 
 
 def stock_ranking(
-    mesh: Mesh, topology: Topology, demands: Sequence[Demand]
-) -> list[tuple[Placement, tuple[float, ...]]]:
-    """Return every placement, in every order, with the seconds of each demand as a stock collective, cheapest first.
+    mesh: Mesh,
+    topology: Topology,
+    demands: Sequence[Demand],
+    inside: Mapping[str, str] | None = None,
+    algorithm: str = "auto",
+) -> list[Placed]:
+    """Return every placement, in every order, with its price where every demand is a stock collective, cheapest first.
 
-    Groups list their members in level-major order. Raises `TopologyError` where sizes differ.
+    Groups list their members in level-major order. Raises as `movement.placing.place.candidates`.
     """
-    rows = ranked([one for p in placements(mesh, topology) for one in orders(p)], demands, programs="stock")
-    return [(row.placement, tuple(share.seconds for share in row.shares)) for row in rows]
+    every = [row for p in candidates(mesh, topology, inside) for row in orders(p)]
+    return ranked(every, demands, "stock", algorithm)
 
 
-def _best(
-    launch: Launch, findings: Findings, ranking: Sequence[tuple[Placement, tuple[float, ...]]]
-) -> tuple[Placement, tuple[float, ...]]:
-    """Of the cheapest placements that are equal the one that asks least of the user: none, no renumbering, or any."""
-    least = sum(ranking[0][1])
-    equal = [row for row in ranking if sum(row[1]) <= least * (1 + SAME)]
-    natural, own = np.arange(launch.mesh.size), _own(launch, findings)
+def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: float) -> Placed:
+    """Of the placements that are as good as the cheapest the launch's own, else the most local one.
 
-    def effort(row: tuple[Placement, tuple[float, ...]]) -> int:
-        if row[0] == own:
-            return 0
-        return 1 if np.array_equal(renumbered(launch, row[0]).reshape(-1), natural) else 2
+    Where some of them are worth a new launch, which takes `total` seconds now, it is one of those.
+    """
+    equal = [row for row in ranking if row.seconds <= ranking[0].seconds * (1 + WORTH)]
+    better = [row for row in equal if total > row.seconds * (1 + ADVISED)] or equal
+    own = _own(launch, findings)
+    least = min(row.crossing_bytes for row in better)
+    local = [row for row in better if row.crossing_bytes == least]
+    return next((row for row in better if row.placement == own), None) or _easiest(launch, local)
 
-    return min(equal, key=effort)
+
+def _easiest(launch: Launch, rows: Sequence[Placed]) -> Placed:
+    """The first that ranks in row-major order are, else the first."""
+    natural = np.arange(launch.mesh.size)
+    return next((r for r in rows if np.array_equal(renumbered(launch, r.placement).reshape(-1), natural)), rows[0])
 
 
 def _row(launch: Launch, one: Ring, fabric: Fabric) -> AxisRow:
@@ -268,7 +322,11 @@ def leaving_bytes(members: Ints, demand: Demand, fabric: Fabric) -> list[Floats]
     They are the load that is priced. `members` are topology ids, int64 [groups, k], in member order. A port may stand
     for several that act as one, and what a unit of a ring, torus or mesh passes on counts as well.
     """
-    paid = price(demand_pattern(demand.op, members, demand.nbytes), fabric)
+    return _leaving(price(demand_pattern(demand.op, members, demand.nbytes), fabric), demand, fabric)
+
+
+def _leaving(paid: Price, demand: Demand, fabric: Fabric) -> list[Floats]:
+    """The bytes that leave units, of a price."""
     found: list[Floats] = []
     for j, wires in enumerate(fabric.wires):
         seconds = paid.load[j] if paid.load else None
@@ -283,24 +341,25 @@ def uplink_word(level: Level, count: int = 1) -> str:
     """Return what uplinks of a level are called: those of a node are NICs."""
     several = "s" if count > 1 else ""
     if level.link != "switch":
-        return f"link{several} of a {level.name}"
-    return f"NIC{several}" if level.name in ("node", "host") else f"uplink{several} of a {level.name}"
+        return f"link{several} of {article(level.name)}"
+    return f"NIC{several}" if level.name in ("node", "host") else f"uplink{several} of {article(level.name)}"
 
 
-def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement) -> str:
-    """Say in one sentence why a demand is slow; the outermost level first, where a crossing costs most."""
+def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement, algorithm: str) -> str:
+    """Say in one sentence why a demand is slow, where it loses the most."""
     axes, levels = worst.demand.axes, launch.topology.levels
-    names = ", ".join(f"`{axis}`" for axis in axes)
+    names = quoted(axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
     here, there = ([int(c.max()) for c in units_spanned(g, launch.topology)] for g in (groups, target))
-    for stray in findings.strays:
-        if set(stray.axes) <= set(axes):
-            return findings.reason
+    stray = {s.level for s in findings.strays if set(s.axes) <= set(axes)}
     rings = ring_of(launch, axes)
     verb = "spans" if len(axes) == 1 else "together span"
-    for j, level in enumerate(levels):
+    for j in _relieved(groups, target, worst.demand, Fabric(launch.topology), algorithm):
+        level = levels[j]
+        if level.name in stray:
+            return findings.reason
         if here[j] > there[j]:
-            spans = f"{names} {verb} {here[j]} {level.name}s"
+            spans = f"{names} {verb} {counted(here[j], level.name)}"
             n = sharing(groups, launch.topology)[j]
             if n > 1 and level.uplinks == 1:
                 return f"{spans}: {n} groups share each {uplink_word(level)}"
@@ -312,10 +371,30 @@ def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement
             return detour_text(rings, launch.topology, j)
         busy, idle = (sharing(g, launch.topology)[j] for g in (groups, target))
         if busy > idle > 0:
-            return f"{names} {verb} {here[j]} {level.name}s: {busy} groups leave each {level.name}, where {idle} could"
+            spans = counted(here[j], level.name)
+            return f"{names} {verb} {spans}: {busy} groups leave each {level.name}, where {idle} could"
     if findings.felt:
         return findings.reason
     return (
         f"{worst.demand.op} over {names} of {format_bytes(worst.demand.nbytes)} takes "
         f"{format_seconds(worst.seconds)}, {format_seconds(worst.best_seconds)} on the best matrix"
     )
+
+
+def _relieved(groups: Ints, target: Ints, demand: Demand, fabric: Fabric, algorithm: str) -> list[int]:
+    """Levels by the seconds of load that other groups take off their busiest wire, the outermost of equals first.
+
+    A level of more load there is no cause, and left out, unless none has less: then latency is all that is lost.
+    """
+    now, then = (
+        [
+            0.0 if seconds is None else float(seconds.max(initial=0.0))
+            for seconds in price(demand_pattern(demand.op, members, demand.nbytes), fabric, algorithm).load
+            or [None] * len(fabric.wires)
+        ]
+        for members in (groups, target)
+    )
+    least = SAME * max([*now, *then])
+    saved = {j: a - b for j, (a, b) in enumerate(zip(now, then, strict=True))}
+    better = [j for j in saved if saved[j] > least]
+    return sorted(better or saved, key=lambda j: (-float(f"{max(saved[j], 0.0):.3g}"), j))

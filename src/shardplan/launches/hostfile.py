@@ -3,12 +3,15 @@
 A host is a unit of a level, the level called `node` where there is one; the hosts' order in a hostfile is the order of
 the units. Read are Open MPI's hostfile (`host slots=n`, as DeepSpeed has it too; lines of one host add up), MPICH's
 (`host:n`) and plain lists (`host`), of which each line takes its ranks in turn, so a host may come again; and Open
-MPI's rankfile (`rank r=host slot=s`) or rows `rank host local_rank`. A slot is the number of a device on its host.
-Comments run from '#' to the end of the line.
+MPI's rankfile (`rank r=host slot=s`) or rows `rank host local_rank`. A slot is the number of a device on its host; of
+slots `socket:core` those of a host number its devices in their order. Where a hostfile has a host it may have a list as
+Slurm writes it, `h[00-03,07],g1`: as many lines. Comments run from '#' to the end of the line.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +22,17 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Launch
+from shardplan.launches.launch import Launch, counted
 
 _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@-]*"
-_LINE = re.compile(rf"(?P<host>{_HOST})(?::(?P<count>\d+))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
+_LISTED = r"[A-Za-z0-9_][A-Za-z0-9_.@,\[\]-]*"  # hosts, several with commas between and numbers in brackets
+_LINE = re.compile(rf"(?P<host>{_LISTED})(?::(?P<count>\d+))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
 _WORD = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
 _RANK = re.compile(rf"rank\s+(?P<rank>\d+)\s*=\s*(?P<host>\+n\d+|{_HOST})\s+slots?\s*=\s*(?P<slot>\S+)")
 _ROW = re.compile(rf"(?P<rank>\d+)\s+(?P<host>{_HOST})\s+(?P<slot>\d+)")
+_SLOT = re.compile(r"(\d+)(?::(\d+)(?:-\d+)?)?")
 _LEGAL = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
+MOST_HOSTS = 65536  # of one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class _RankLine(NamedTuple):
 
     number: int
     host: str
-    slot: int
+    slot: tuple[int, ...]  # a device's number, or socket and core
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -105,9 +111,10 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
                 f"{at}: {line!r} is of the form {form!r}, line {first.number} of the form {first.form!r}; legal is "
                 f"one form in a file: {_LEGAL}"
             )
-        if hosts is not None and match["host"] not in hosts.names:
-            raise ParseError(f"{at}: host {match['host']!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
-        found.append(_HostLine(number, match["host"], form, int(count)))
+        for host in hosts_of(match["host"], at):
+            if hosts is not None and host not in hosts.names:
+                raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+            found.append(_HostLine(number, host, form, int(count)))
     if not found:
         raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
     named = tuple(dict.fromkeys(row.host for row in found))
@@ -133,10 +140,48 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
     return Hosts(names, tuple(total.get(name, 0) for name in names), tuple(ranks), source)
 
 
+def hosts_of(text: str, at: str = "hosts") -> list[str]:
+    """Return the hosts of a list as Slurm writes it, in order; `at` says in an error where it stands.
+
+    Names have commas between them, and brackets hold numbers and ranges of numbers with leading zeros.
+
+    Raises `ParseError` where it is malformed or has more than `MOST_HOSTS`.
+
+    >>> hosts_of("h[00-02,07],g1")
+    ['h00', 'h01', 'h02', 'h07', 'g1']
+    """
+    found: list[str] = []
+    legal = "legal is such as h[00-03,07],g1"
+    for part in re.split(r",(?![^\[]*\])", text):
+        choices: list[list[str]] = []
+        for k, piece in enumerate(re.split(r"\[([^\[\]]*)\]", part)):
+            choices.append([piece] if k % 2 == 0 else _numbers(piece, f"{at}: {text!r}"))
+        if math.prod(map(len, choices)) + len(found) > MOST_HOSTS:
+            raise ParseError(f"{at}: {text!r} is more than {MOST_HOSTS} hosts")
+        found += map("".join, itertools.product(*choices))
+    wrong = next((name for name in found if re.fullmatch(_HOST, name) is None), None)
+    if wrong is not None:
+        raise ParseError(f"{at}: {text!r} names {wrong!r}, which is no host; {legal}")
+    return found
+
+
+def _numbers(text: str, at: str) -> list[str]:
+    """What stands in brackets, `00-03,07`: numbers as wide as they are written."""
+    found: list[str] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < int(first) + MOST_HOSTS):
+            raise ParseError(f"{at}: {part!r} is no range of numbers; legal is such as 00-03")
+        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return found
+
+
 def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = None) -> Hosts:
     r"""Return the hosts of a rank order, which gives every rank its host and its device there, and the ranks.
 
-    Lines are `rank r=host slot=s`, where `+n2` is the third host of the hostfile; or `rank host local_rank`. `source`
+    Lines are `rank r=host slot=s`, where `+n2` is the third host of the hostfile; or `rank host local_rank`. A slot may
+    be `socket:core`, the first of several cores too: those of a host number its devices in their order. `source`
     is the file's name, for messages. `hosts` is what a hostfile says; it gives the hosts' order, else the order in
     which ranks name them does.
 
@@ -149,15 +194,21 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     """
     legal = "'rank 0=host slot=0' or '0 host 0', slot a device's number on its host"
     table: dict[int, _RankLine] = {}
-    holder: dict[tuple[str, int], int] = {}
+    holder: dict[tuple[str, tuple[int, ...]], int] = {}
     for number, line in _lines(text):
         at = f"{source}, line {number}"
         match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
         if match is None:
             raise ParseError(f"{at}: {line!r} places no rank; legal: {legal}")
-        rank, host, slot = int(match["rank"]), match["host"], match["slot"]
-        if not slot.isdigit():
-            raise ParseError(f"{at}: slot {slot!r} is no number; legal is one, the device's number on {host!r}")
+        rank, host, said = int(match["rank"]), match["host"], match["slot"]
+        form = _SLOT.fullmatch(said)
+        if form is None:
+            raise ParseError(
+                f"{at}: slot {said!r} is no number; legal is one, the device's number on {host!r}, or socket:core"
+            )
+        slot = tuple(int(n) for n in form.groups() if n is not None)
+        if table and len(slot) != len(next(iter(table.values())).slot):
+            raise ParseError(f"{at}: slot {said!r} is of another form than those before; legal is one in a file")
         if host.startswith("+n"):
             if hosts is None or int(host[2:]) >= len(hosts.names):
                 have = f"has {len(hosts.names)} hosts" if hosts is not None else "is not given"
@@ -167,13 +218,13 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
             raise ParseError(f"{at}: rank {rank} stands in line {table[rank].number} already; each rank stands once")
         if hosts is not None and host not in hosts.names:
             raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
-        other = holder.setdefault((host, int(slot)), rank)
+        other = holder.setdefault((host, slot), rank)
         if other != rank:
             raise ParseError(
-                f"{at}: slot {slot} of {host!r} holds rank {other} (line {table[other].number}) already; legal is "
+                f"{at}: slot {said} of {host!r} holds rank {other} (line {table[other].number}) already; legal is "
                 "one rank a slot"
             )
-        table[rank] = _RankLine(number, host, int(slot))
+        table[rank] = _RankLine(number, host, slot)
     if not table:
         raise ParseError(f"{source}: places no rank; legal: {legal}")
     missing = next((r for r in range(len(table)) if r not in table), None)
@@ -183,9 +234,15 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     names = hosts.names if hosts is not None else tuple(dict.fromkeys(row.host for row in rows))
     number_of = {name: k for k, name in enumerate(names)}
     slots = [0] * len(names)
+    ranks: list[tuple[int, int]] = []
+    cores: dict[str, list[tuple[int, ...]]] = {}
+    for host, slot in sorted(holder):
+        cores.setdefault(host, []).append(slot)
     for row in rows:
-        slots[number_of[row.host]] = max(slots[number_of[row.host]], row.slot + 1)
-    return Hosts(names, tuple(slots), tuple((number_of[row.host], row.slot) for row in rows), source)
+        device = row.slot[0] if len(row.slot) == 1 else cores[row.host].index(row.slot)
+        slots[number_of[row.host]] = max(slots[number_of[row.host]], device + 1)
+        ranks.append((number_of[row.host], device))
+    return Hosts(names, tuple(slots), tuple(ranks), source)
 
 
 def _some(names: Sequence[str], most: int = 6) -> str:
@@ -209,10 +266,10 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     others = [j for j in range(-1, len(names)) if _units(topology, j) == hosts]
     if others:
         return others[-1]
+    have = counted(_units(topology, named), names[named] if named >= 0 else "host")
     raise TopologyError(
-        f"{hosts} hosts, but topology {topology.name!r} has {_units(topology, named)} "
-        f"{names[named] if named >= 0 else 'host'}s ({topology.describe()}); legal is a host for each: give the "
-        f"topology its size, as {names[max(named, 0)]}s={hosts}"
+        f"{counted(hosts, 'host')}, but topology {topology.name!r} has {have} ({topology.describe()}); legal is a host "
+        f"for each: give the topology its size, as {names[max(named, 0)]}s={hosts}"
     )
 
 

@@ -171,10 +171,35 @@ def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:
     for j, level in list(enumerate(topology.levels))[first:]:
         if ring.detours[j]:
             return (
-                f"the rings over {quoted(ring.axes)} pass between {level.name}s {ring.crossings[j]} times, "
+                f"the rings over {quoted(ring.axes)} pass between {plural(level.name)} {ring.crossings[j]} times, "
                 f"{ring.contiguous[j]} would do"
             )
     return ""
+
+
+def article(noun: str) -> str:
+    """Return a noun with its article, as it is spoken: a NIC, an uplink, a unit.
+
+    >>> article("uplink of a rack"), article("node")
+    ('an uplink of a rack', 'a node')
+    """
+    return f"{'an' if noun[0].lower() in 'aeiou' and not noun.startswith('uni') else 'a'} {noun}"
+
+
+def counted(number: int | str, name: str) -> str:
+    """Return a number of units of a level in words; a text is a range of numbers.
+
+    >>> counted(1, "pod"), counted("2 to 3", "switch")
+    ('1 pod', '2 to 3 switches')
+    """
+    return f"{number} {name if str(number) == '1' else plural(name)}"
+
+
+def plural(name: str) -> str:
+    """Return what several units of a level are called."""
+    if name.endswith("is"):  # chassis
+        return name
+    return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"
 
 
 def quoted(axes: Sequence[str]) -> str:

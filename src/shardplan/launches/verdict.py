@@ -23,7 +23,7 @@ from shardplan.hardware.prices.cost import KINDS, seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Ints, Launch, Ring, detour_text, quoted, ring_of
+from shardplan.launches.launch import Ints, Launch, Ring, article, counted, detour_text, plural, quoted, ring_of
 from shardplan.movement.placing.placed import SAME
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
@@ -128,8 +128,8 @@ def _turned(launch: Launch, placed: Ints) -> str:
         units = renamed.reshape(-1, stride) // stride
         if bool((units != units[:, :1]).any()):
             return (
-                f"the groups are right, but some begin inside a {level.name}: their rings cross no more, their chains "
-                "do"
+                f"the groups are right, but some begin inside {article(level.name)}: their rings cross no more, their "
+                "chains do"
             )
     return ""
 
@@ -149,8 +149,8 @@ def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
         for j, level in enumerate(levels):
             if row[j + 1] % row[j]:
                 reason = (
-                    f"every group over `{axis}` spans {row[j]} {levels[j - 1].name}s but {row[j + 1]} {level.name}s, "
-                    "which is no multiple"
+                    f"every group over `{axis}` spans {counted(row[j], levels[j - 1].name)} but "
+                    f"{counted(row[j + 1], level.name)}, which is no multiple"
                 )
                 return reason, _listed(launch, (axis,), level.name, counts[axis][j], row[j])
     for size in range(2, len(mesh.axes) + 1):
@@ -169,7 +169,7 @@ def _told(launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: 
     name, wrong = launch.topology.levels[j].name, found[found != expected]
     some = f"{len(wrong)} of the {len(found)} groups" if len(found) > 1 else "the group"
     reason = (
-        f"{some} over {quoted(axes)} {'span' if len(wrong) > 1 else 'spans'} {_range(wrong)} {name}s where a "
+        f"{some} over {quoted(axes)} {'span' if len(wrong) > 1 else 'spans'} {counted(_range(wrong), name)} where a "
         f"placement has {expected}"
     )
     return reason, _listed(launch, axes, name, found, expected)
@@ -202,8 +202,8 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
             best = min(offers, key=sum)
             i = max(range(len(found)), key=lambda k: found[k] - best[k])
             return (
-                f"the rings over `{mesh.axes[i]}` take {found[i]} hops between {level.name}s on their {level.link}, "
-                f"{best[i]} would do"
+                f"the rings over `{mesh.axes[i]}` take {found[i]} hops between {plural(level.name)} on their "
+                f"{level.link}, {best[i]} would do"
             )
     return ""
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from shardplan.errors import LayoutError
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.launches.audit import Audit, uplink_word
+from shardplan.launches.audit import WORTH, Audit, uplink_word
+from shardplan.launches.launch import article, counted
 from shardplan.launches.verdict import Stray
-from shardplan.movement.placing.placed import SAME
 from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
 MOST_LINES = 12  # lines of a rankfile or hostfile printed
-WORTH_SAYING = 1.005  # times the best: seconds are printed with three digits, and closer ones look the same
 FRAMEWORKS = ("all", "torch", "jax", "megatron", "mpi", "nccl-tests")
 
 
@@ -50,19 +50,25 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     lines.append(f"on       {topology.name or 'a topology'}: {topology.describe()}, {topology.size} devices")
     if findings.reason:
         lines.append(f"why      {findings.reason}")
+    if found.inside:
+        lines.append("inside   " + ", ".join(f"{axis}={level}" for axis, level in found.inside))
     lines += [f"         {_stray(s)}" for s in findings.strays[:MOST_STRAYS]]
     if len(findings.strays) > MOST_STRAYS:
         lines.append(f"         ... and {len(findings.strays) - MOST_STRAYS} more groups")
     lines += ["", *_table(found), ""]
     if found.seconds is not None and found.best_seconds is not None and found.ratio is not None:
-        cost = f"cost     {format_seconds(found.seconds)} a step"
-        if found.ratio < 1 - SAME:
-            cost += f", less than on the best matrix ({format_seconds(found.best_seconds)})"
-        elif found.ratio < 1 + SAME:
-            cost += ", as on the best matrix"
+        hidden = sum(s.hidden_seconds for s in found.shares)
+        beside = f" beside {format_seconds(hidden)} behind compute" if hidden else ""
+        then = f"{format_seconds(found.best_seconds)} of the best matrix"
+        if found.ratio < 1 - WORTH:
+            told = f"less than the {then}"
+        elif not found.slower:
+            told = "as on the best matrix"
+        elif found.best_seconds:
+            told = f"{found.ratio:.2f} times the {then}"
         else:
-            cost += f", {found.ratio:.2f} times the {format_seconds(found.best_seconds)} of the best matrix"
-        lines.append(cost)
+            told = "all of it hidden on the best matrix"
+        lines.append(f"cost     {format_seconds(found.seconds)} a step{beside}, {told}")
         if caveat := library(topology.library).caveat:
             lines.append(f"library  {caveat}")
     lines += [f"{'cause' if number == 0 else '':<9}{cause}" for number, cause in enumerate(found.causes)]
@@ -86,7 +92,7 @@ def _short(text: str) -> list[str]:
 def _stray(stray: Stray) -> str:
     """An offending group in a line."""
     ranks = ", ".join(map(str, stray.ranks[:MOST_RANKS])) + (", ..." if len(stray.ranks) > MOST_RANKS else "")
-    return f"{', '.join(stray.axes)}: ranks {ranks} span {stray.spans} {stray.level}s, not {stray.expected}"
+    return f"{', '.join(stray.axes)}: ranks {ranks} span {counted(stray.spans, stray.level)}, not {stray.expected}"
 
 
 def _table(found: Audit) -> list[str]:
@@ -111,13 +117,15 @@ def _table(found: Audit) -> list[str]:
             demand = share.demand
             op = f"{demand.op} " if len(ops) > 1 else ""
             times = "" if demand.count == 1 else f" x {demand.count:g}"
-            better = share.seconds > share.best_seconds * WORTH_SAYING
+            better = share.seconds > share.best_seconds * (1 + WORTH)
             best = f" (best {format_seconds(share.best_seconds)})" if better else ""
-            words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {format_seconds(share.seconds)}{best}")
+            took = format_seconds(share.seconds + share.hidden_seconds)
+            waited = f", {format_seconds(share.seconds)} of it not behind compute" if share.hidden_seconds else ""
+            words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {took}{waited}{best}")
         rows.append([", ".join(row.axes), *cells, "; ".join(words)])
-    words = [uplink_word(levels[j]) for j in shared]
-    head = ["axes", *(level.name for level in levels), *(f"groups a {word}" for word in words)]
-    head += [f"load a {word}" for word in words if found.shares]
+    words = [article(uplink_word(levels[j])) for j in shared]
+    head = ["axes", *(level.name for level in levels), *(f"groups {word}" for word in words)]
+    head += [f"load {word}" for word in words if found.shares]
     head.append("" if not ops else f"a step ({ops[0]})" if len(ops) == 1 else "a step")
     widths = [max(len(r[k]) for r in [head, *rows]) for k in range(len(head))]
     out: list[str] = []
@@ -169,7 +177,9 @@ def audit_object(found: Audit) -> dict[str, Any]:
                 "bytes": s.demand.nbytes,
                 "count": s.demand.count,
                 "seconds": s.seconds,
+                "hidden_seconds": s.hidden_seconds,
                 "best_seconds": s.best_seconds,
+                "algorithm": s.algorithm,
                 "uplink_bytes": list(s.uplink_bytes),
                 "port_bytes": list(s.port_bytes),
             }
@@ -178,7 +188,8 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "seconds": found.seconds,
         "best": None if found.best is None else [list(row) for row in found.best.matrix],
         "best_seconds": found.best_seconds,
-        "ratio": found.ratio,
+        "ratio": found.ratio if found.ratio is None or math.isfinite(found.ratio) else None,
+        "inside": dict(found.inside),
         "cause": found.cause,
         "causes": list(found.causes),
         "fixes": found.fixes,

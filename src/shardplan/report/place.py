@@ -122,12 +122,14 @@ def placed_object(row: Placed) -> dict[str, Any]:
     }
 
 
-def reduction_text(plan: Plan, paper: str, stock: float) -> str:
+def reduction_text(plan: Plan, paper: str, stock: float, placement: Placement, origin: str) -> str:
     """Return the plan of a reduction as text, with its instructions and what the one collective would take.
 
-    `paper` is the program in the paper's language, `stock` are the seconds of the one collective.
+    First stands the placement that is answered for, and where it comes from, `origin`. `paper` is the program in the
+    paper's language, `stock` are the seconds of the one collective.
     """
-    lines = [str(plan)]
+    lines = [line for line in str(plan).split("\n") if not line.startswith("placement ")]
+    lines.insert(0, f"placement  {placement.describe()} on {placement.topology.describe()}: {origin}")
     if paper:
         lines.append(f"paper      {paper}")
     if plan.seconds > 0:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.units import format_bytes, format_rate, format_seconds
+from shardplan.launches.launch import plural
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.timeline import Timeline, TimelineError
 
 WIDEST = 60  # characters of an op's text
+MOST_RATIO = 100  # a prediction further off than that is for other links, and no ratio is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,9 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
 
     Predicted seconds are medians over devices; measured ones smallest, median and largest, with the waiting for peers
     inside an op. The ratio is measured over predicted, of medians and, on the last line, of makespans. A step that only
-    one side has, and a ratio to a prediction of 0, is a dash. Raises `TimelineError` where a step is another op in one
-    than in the other.
+    one side has, and a ratio to a prediction of 0, is a dash; so is one beyond `MOST_RATIO`, and where the makespans'
+    is, a last line says how to predict for the links that there are. Raises `TimelineError` where a step is another op
+    in one than in the other.
 
     >>> from shardplan.simulation.interval import Interval
     >>> both = [Timeline((Interval(0, "comm", 0.0, s, "permute(%0)", "permute", 0),)) for s in (2e-6, 3e-6)]
@@ -117,7 +121,21 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
         )
     ends = (predicted.seconds, measured.seconds)
     rows.append(["", "makespan", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
-    return "\n".join(_table(rows))
+    lines = _table(rows)
+    if ends[0] > 0 and not _near(*ends):
+        lines.append("these are not the links that are predicted for: without --topology they are measured first")
+    return "\n".join(lines)
+
+
+def links_text(topology: Topology) -> str:
+    """Return in a line what a prediction was made for."""
+    outer = topology.levels[0]
+    rates = f"{format_rate(outer.bandwidth)}, {format_seconds(outer.latency)}"
+    return f"{topology.name or 'a topology'}: {topology.describe()}, {rates} between {plural(outer.name)}"
+
+
+def _near(predicted: float, measured: float) -> bool:
+    return predicted <= measured * MOST_RATIO and measured <= predicted * MOST_RATIO
 
 
 def _rows(timeline: Timeline) -> list[_StepRow]:
@@ -149,7 +167,7 @@ def _clipped(text: str) -> str:
 
 
 def _ratio(predicted: float, measured: float) -> str:
-    return f"{measured / predicted:.2f}" if predicted > 0 else "-"
+    return f"{measured / predicted:.2f}" if predicted > 0 and _near(predicted, measured) else "-"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,9 +18,14 @@ import functools
 import threading
 import time
 from collections import Counter
+from collections.abc import Generator
+from contextvars import ContextVar
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch.distributed as dist
+
+from shardplan.errors import BackendError, shown
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
 ENDING = 1.0  # seconds that the second thread has to end: it may be at the store
@@ -42,17 +47,33 @@ class Watched(Protocol):
 class GroupState:
     """The state of one process in one process group; it ends with the group."""
 
-    def __init__(self, group: Any, store: Any) -> None:
+    def __init__(self, group: Any, store: Any, ranks: tuple[int, ...] = ()) -> None:
         """Start with nothing counted and nothing agreed."""
         self.group = group
         self.store = store
+        self.ranks = ranks  # global ones, in the order of the group
+        self.rank_in = {rank: k for k, rank in enumerate(ranks)}
         self.runs: Counter[tuple[int, ...]] = Counter()  # by the ranks of a program: all of them count alike
         self.agreements: dict[tuple[int, ...], str] = {}  # where the last one lies in the store
         self.agreed: set[str] = set()  # digests of the programs that all their ranks have come with
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
         self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
+        self.groups: dict[tuple[int, ...], Any] = {}  # of native collectives, by their ranks in member order
+        self.headers: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the same, tensors for a run's and all members'
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()  # set by `end`, waited for by the second thread between two looks
+
+    def members(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of some ranks, in this order; made once, which all of them must come for.
+
+        Steps come in one order on all ranks, so groups do, and no rank waits for one that waits for it.
+        """
+        if ranks == self.ranks:
+            return self.group
+        if ranks not in self.groups:
+            with _named(f"shardplan {self.group.group_name} {' '.join(map(str, ranks))}"):
+                self.groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        return self.groups[ranks]
 
     @functools.cached_property
     def aside(self) -> Any:
@@ -90,19 +111,66 @@ class GroupState:
                     watch.slow(wait, seconds)
 
 
-_states: list[GroupState] = []  # the one of the default process group, once it was asked for
+@contextlib.contextmanager
+def _named(name: str) -> Generator[None]:
+    """Give the next group a name that is the same on all its ranks.
+
+    torch names a group that only its own ranks make by how many groups a rank has, of which ranks have unlike numbers;
+    they then wait for each other under unlike names, for good.
+    """
+    with patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        yield
+
+
+_states: dict[Any, GroupState] = {}  # by process group, of those that were asked for
+_chosen: ContextVar[Any] = ContextVar("_chosen", default=None)
+
+
+@contextlib.contextmanager
+def process_group(group: Any = None) -> Generator[Any]:
+    """Run what is started inside over a process group of its own: nothing of it meets what travels elsewhere.
+
+    Ranks start moves in one order, whatever their groups, and end them in any.
+
+    Args:
+        group: The group, whose ranks include those of all programs that run inside; by default a new one of all ranks,
+            which all of them come for together.
+
+    Yields:
+        The group, to be given again: making one takes time, and on a GPU memory.
+
+    Raises:
+        BackendError: torch.distributed is not initialised, or `group` is none of this rank.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise BackendError("process_group: torch.distributed is not initialised; call init_process_group first")
+    if group is None:
+        group = dist.new_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise BackendError(f"process_group: {shown(group)}; legal is a process group that this rank is in")
+    token = _chosen.set(group)
+    try:
+        yield group
+    finally:
+        _chosen.reset(token)
 
 
 def group_state() -> GroupState:
-    """Return the state that belongs to the default process group."""
-    group = dist.distributed_c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
-    if not _states or _states[0].group is not group:
-        _leave()
-        _states[:] = [GroupState(group, dist.distributed_c10d._get_default_store())]  # pyright: ignore[reportPrivateUsage]
-    return _states[0]
+    """Return the state that belongs to the process group of what is started here: the default one, or that chosen."""
+    c10d = dist.distributed_c10d
+    default = c10d._get_default_group()  # pyright: ignore[reportPrivateUsage]
+    group = _chosen.get() or default
+    if group not in _states:
+        for gone in [old for old in _states if old not in c10d._world.pg_map]:  # pyright: ignore[reportPrivateUsage]
+            _states.pop(gone).end()
+        store: Any = c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        if group is not default:
+            store = c10d.PrefixStore(f"shardplan {group.group_name}", store)
+        _states[group] = GroupState(group, store, tuple(dist.get_process_group_ranks(group)))
+    return _states[group]
 
 
 @atexit.register
 def _leave() -> None:
-    for old in _states:
+    for old in _states.values():
         old.end()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
@@ -48,13 +50,24 @@ class Message(NamedTuple):
     copies: tuple[SpotCopy, ...]
 
 
-class SpotRound(NamedTuple):
+@dataclass(frozen=True)
+class SpotRound:
     """What a rank does in a round; see `core.lowering.Round`."""
 
     sends: tuple[Message, ...]
     meanwhile: tuple[SpotCopy, ...]
     takes: tuple[Message, ...]
     then: tuple[SpotCopy, ...]
+
+    @cached_property
+    def packs(self) -> tuple[SpotCopy, ...]:
+        """What is packed for all sends: it only reads what stood before."""
+        return merged(c for m in self.sends for c in m.copies)
+
+    @cached_property
+    def unpacks(self) -> tuple[SpotCopy, ...]:
+        """What is unpacked once all takes have come."""
+        return merged(c for m in self.takes for c in m.copies)
 
 
 class Packing:
@@ -164,9 +177,51 @@ def is_run(spots: Sequence[Spot]) -> bool:
     return len(spots) == 1 and spots[0].view.contiguous
 
 
-def flat(spot: Spot) -> Spot:
-    """Return a contiguous spot without its dims."""
-    return spot._replace(view=View((spot.view.elements,), (1,), spot.view.offset))
+def flat(spot: Spot, elements: int | None = None) -> Spot:
+    """Return a contiguous spot without its dims; of more elements where it is the first of several in a row."""
+    return spot._replace(view=View((spot.view.elements if elements is None else elements,), (1,), spot.view.offset))
+
+
+def merged(copies: Iterable[SpotCopy]) -> tuple[SpotCopy, ...]:
+    """Return the same copies, those at equal steps from one to the next as one with a dim more: one kernel each.
+
+    They must not depend on their order.
+    """
+    found = list(copies)
+    while True:
+        shorter: list[SpotCopy] = []
+        k = 0
+        while k < len(found):
+            n = 1
+            while k + n < len(found) and _in_step(found[k : k + n + 1]):
+                n += 1
+            shorter.append(found[k] if n == 1 else _stacked(found[k], found[k + 1], n))
+            k += n
+        if len(shorter) == len(found):
+            return tuple(found)
+        found = shorter
+
+
+def _in_step(copies: Sequence[SpotCopy]) -> bool:
+    """Say whether the last of some copies is as far from the one before as the second is from the first."""
+    first, second, before, last = copies[0], copies[1], copies[-2], copies[-1]
+    for a, b, c, d in zip(first[:2], second[:2], before[:2], last[:2], strict=True):
+        if not (isinstance(a, Spot) and isinstance(b, Spot) and isinstance(c, Spot) and isinstance(d, Spot)):
+            return False
+        if d._replace(view=a.view) != a or (d.view.size, d.view.stride) != (a.view.size, a.view.stride):
+            return False
+        if d.view.offset - c.view.offset != b.view.offset - a.view.offset or b.view.offset < a.view.offset:
+            return False
+    return first.fold == last.fold
+
+
+def _stacked(first: SpotCopy, second: SpotCopy, count: int) -> SpotCopy:
+    ends: list[Spot] = []
+    for a, b in zip(first[:2], second[:2], strict=True):
+        assert isinstance(a, Spot) and isinstance(b, Spot)
+        view = View((count, *a.view.size), (b.view.offset - a.view.offset, *a.view.stride), a.view.offset)
+        ends.append(a._replace(view=view))
+    return SpotCopy(ends[0], ends[1], first.fold)
 
 
 def cut(run: Spot, like: Sequence[Spot]) -> list[Spot]:

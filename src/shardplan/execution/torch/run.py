@@ -7,6 +7,8 @@ keep and `launch` again and again. Inputs are read only; a result may be an inpu
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -23,7 +25,7 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Bound, Hands, Running, drive, finish
 from shardplan.execution.lower import own_shards, place_of
-from shardplan.execution.rank_names import NAME_DIGITS
+from shardplan.execution.rank_names import NAME_DIGITS, listed
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_torch, torch_dtype
@@ -33,6 +35,7 @@ from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.steps import bind
 from shardplan.execution.torch.wire import TorchWire
 
+NATIVE_BACKENDS = ("nccl",)
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound[TorchWire]]
@@ -115,7 +118,13 @@ def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
     """Return the wire of a run over the default process group."""
     group = watch.state.group
     batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
-    return TorchWire(group, watch, device, batched=batched)
+    return TorchWire(group, watch, device, batched=batched, native=native_on(dist.get_backend(group)))
+
+
+def native_on(backend: str) -> bool:
+    """Say whether collectives are the library's own: on nccl, or on the backends that `SHARDPLAN_NATIVE` names."""
+    named = os.environ.get("SHARDPLAN_NATIVE")
+    return backend in (NATIVE_BACKENDS if named is None else re.findall(r"\w+", named))
 
 
 def agreed(bound: Runnable) -> bool:
@@ -146,13 +155,19 @@ def launch(
         BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
     """
     watch = TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
-    device = next((x.device for name, x in values.items() if bound.needs[name]), torch.device("cpu"))
+    if strange := sorted(set(bound.ranks) - set(watch.state.ranks)):
+        raise BackendError(
+            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are "
+            f"{listed(watch.state.ranks)}"
+        )
+    device = next((x.device for name, x in values.items() if bound.needs[name]), None) or own_device(watch)
     problem = problem or checked(bound, values, device)
     wire = wire_for(watch, device)
     try:
         watch.begin(problem)
         shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
-        results = yield from bound.drive(values, wire, watch, record)
+        running = bound.drive(values, wire, watch, record)
+        results = yield from (on_stream(running) if wire.streamed else running)
         if record is not None:
             record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
         return results
@@ -162,6 +177,34 @@ def launch(
         watch.broke(error, wire)
         wire.abandon()
         raise
+
+
+def own_device(watch: TorchWatch) -> torch.device:
+    """Return where a rank that only receives has its memory: on the device of its process group."""
+    on_host = "cpu" in dist.get_backend_config(watch.state.group)
+    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def on_stream(running: Running) -> Running:
+    """Run on the stream that is current at the start, whichever is at a later resumption; that one then waits for it.
+
+    What a step allocates is given back for that stream, on which all that reads or writes it stands in line.
+    """
+    stream = torch.cuda.current_stream()
+    while True:
+        with torch.cuda.stream(stream):
+            try:
+                next(running)
+            except StopIteration as stop:
+                results: list[torch.Tensor] = stop.value
+                break
+        yield
+    caller = torch.cuda.current_stream()
+    if caller != stream:
+        caller.wait_stream(stream)
+        for x in results:
+            x.record_stream(caller)
+    return results
 
 
 def checked(bound: Runnable, values: Values, device: torch.device) -> str:

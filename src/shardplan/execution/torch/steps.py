@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardplan.execution.drive import Bound, Running
 from shardplan.execution.rank_rounds import RankRound, rank_rounds
 from shardplan.execution.torch.compute import bind_compute
 from shardplan.execution.torch.dtypes import torch_dtype
+from shardplan.execution.torch.native import bind_native
 from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
 from shardplan.execution.torch.wire import Pending, TorchWire
 
@@ -51,9 +53,12 @@ def bind(
     kept = tuple(stages) if len(few) <= MOST_KEPT else ()
     deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
     makers = [maker(u, device) for u in results]
+    native = cache(lambda: bind_native(op, operands, results, device))
     staging = [(name, n, torch_dtype(packing.dtypes[name])) for name, n in packing.room.items()]
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
+        if wire.native and (called := native()) is not None:
+            return (yield from called(arrays, wire))
         out = [make(wire) for make in makers]
         held = {f"x{k}": x for k, x in enumerate(arrays)} | {f"y{k}": y for k, y in enumerate(out)}
         held |= {name: wire.empty(n, dtype) for name, n, dtype in staging}
@@ -63,8 +68,7 @@ def bind(
             ins: deque[tuple[int, Any]] = deque()
             outs: Pending = []
             for one in stage:
-                for m in one.sends:
-                    copy(held, m.copies)
+                copy(held, one.packs)
                 coming = one.takes if wire.batched else ahead
                 ahead = ()
                 posted = wire.post(
@@ -78,8 +82,8 @@ def bind(
                     yield  # the first messages are under way in both directions; next they are waited for
                 for m in one.takes:
                     wire.wait_one(*ins.popleft())
-                    copy(held, m.copies)
-                copy(held, one.then)
+                    copy(held, () if wire.batched else m.copies)
+                copy(held, (*(one.unpacks if wire.batched else ()), *one.then))
             wire.wait(outs)
         return out
 

@@ -43,15 +43,22 @@ class TorchWire:
     received: int = 0  # bytes of the messages received so far
     sent: int = 0
     batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
+    native: bool = field(default=False)  # collectives in groups are the library's own
     timeout: timedelta = field(init=False)
     tag: int = field(init=False)
     under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
+    met: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])  # groups in which headers were compared
     greeted: set[tuple[int, bool]] = field(default_factory=set[tuple[int, bool]])  # peer, whether it sends
 
     def __post_init__(self) -> None:
         """Take the bound and the tag of the run."""
         self.timeout = timedelta(seconds=self.watch.timeout)
         self.tag = self.watch.tag
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the library's work stands in line on a stream of the device, so that the host need not wait."""
+        return self.batched and self.device.type != "cpu"
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a staging buffer."""
@@ -72,17 +79,17 @@ class TorchWire:
         if self.batched:
             self._greet([peer for peer, _ in receives], [peer for peer, _ in sends])
             return self._batch(receives, sends)
-        group, tag, under_way = self.group, self.tag, self.under_way
+        group, tag, under_way, rank_in = self.group, self.tag, self.under_way, self.watch.state.rank_in
         peer = -1
         try:
             ins: Pending = []
             for peer, x in receives:
-                work = group.recv([x], peer, tag)
+                work = group.recv([x], rank_in[peer], tag)
                 under_way[work] = 0
                 ins.append((peer, work))
             outs: Pending = []
             for peer, x in sends:
-                work = group.send([x], peer, tag)
+                work = group.send([x], rank_in[peer], tag)
                 under_way[work] = x.nbytes
                 outs.append((peer, work))
         except RuntimeError as error:
@@ -111,21 +118,27 @@ class TorchWire:
         if not (givers or takers):
             return
         self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
-        mine = torch.tensor([int(self.watch.digest[:IDENTITY_DIGITS], 16), self.watch.number], device=self.device)
-        theirs = torch.empty((len(givers), 2), dtype=mine.dtype, device=self.device)
+        rows = torch.empty((len(givers) + 1, 2), dtype=torch.int64, device=self.device)
+        mine, theirs = rows[0], rows[1:]
+        self._header(mine)
         ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
-        if self.device.type == "cpu":
-            self.wait(ins)
-            self.wait(outs)
-            if not torch.equal(theirs, mine.expand_as(theirs)):
-                raise self.watch.mismatched(givers[0])
-            return
-        for _, work in (*ins, *outs):
-            work.wait()  # the stream waits, the host does not
-            self.under_way.pop(work, None)
-        torch._assert_async(  # pyright: ignore
-            (theirs == mine).all(), f"{self.watch.name}: another rank runs another program"
-        )
+        self.wait(ins)
+        self.wait(outs)
+        if givers:
+            self._same(givers[0], theirs, mine)
+
+    def _header(self, mine: torch.Tensor) -> None:
+        """Write the identity and the number of the run, by kernels: the host waits for no copy."""
+        mine[:1].fill_(int(self.watch.digest[:IDENTITY_DIGITS], 16))
+        mine[1:].fill_(self.watch.number)
+
+    def _same(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
+        """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
+        if self.streamed:
+            equal = (theirs == mine).all()
+            torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
+        elif not torch.equal(theirs, mine.expand_as(theirs)):
+            raise self.watch.mismatched(peer)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
@@ -133,8 +146,15 @@ class TorchWire:
             self.wait_one(peer, work)
 
     def wait_one(self, peer: int, work: Any) -> None:
-        """Wait for one message; while it waits, `waits` shows the second thread what for."""
+        """Wait for one message; while it waits, `waits` shows the second thread what for.
+
+        On a device its stream waits, without a bound: with one the host would poll, and the library's watchdog has one.
+        """
         watch = self.watch
+        if self.streamed:
+            work.wait()
+            self.under_way.pop(work, None)
+            return
         waits = watch.state.waits
         waits[watch] = Wait(peer, self.under_way.get(work, 0), self)
         try:
@@ -146,6 +166,26 @@ class TorchWire:
         self.under_way.pop(work, None)
         if watch.verdict:  # a message of no use: the run has failed
             raise watch.failed(peer, None)
+
+    def group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of a native collective, in which this run has greeted all members."""
+        state = self.watch.state
+        group = state.members(ranks)
+        if ranks not in self.met:
+            self.met.add(ranks)
+            if ranks not in state.headers:
+                rows = torch.empty((len(ranks) + 1, 2), dtype=torch.int64, device=self.device)
+                state.headers[ranks] = rows[0], rows[1:]
+            mine, theirs = state.headers[ranks]
+            self._header(mine)
+            self.wait_call(ranks, dist.all_gather(list(theirs), mine, group=group, async_op=True))
+            self._same(ranks[0], theirs, mine)
+        return group
+
+    def wait_call(self, ranks: tuple[int, ...], work: Any) -> None:
+        """Wait for a collective of some ranks: on a device its stream does, and the host goes on."""
+        self.under_way[work] = 0
+        self.wait_one(ranks[ranks.index(self.watch.rank) - 1], work)
 
     # After a failure
 
@@ -165,15 +205,26 @@ class TorchWire:
 
     def cut(self, peer: int) -> None:
         """End all waits of this rank, and its connections with them."""
-        if self.device.type != "cpu" and hasattr(self.group, "abort"):
-            self.group.abort()
+        if self.streamed:
+            self.abort()
             return
         start = self._batch if self.batched else self.post
         with contextlib.suppress(RuntimeError, ShardplanError):  # gloo closes all when any wait times out
             start([(peer, torch.empty(1))], [])[0][0][1].wait(AT_ONCE)
 
+    def abort(self) -> None:
+        """End the communicators of a device: no kernel of a failed move waits for a peer that will not come."""
+        for group in (self.group, *self.watch.state.groups.values()):
+            if hasattr(group, "abort"):
+                group.abort()
+
     def abandon(self) -> None:
-        """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes."""
+        """Keep what is still under way: gloo breaks a connection on which a message for a buffer that is gone comes.
+
+        Communicators of a device are aborted.
+        """
+        if self.streamed and self.under_way:
+            self.abort()
         if self.under_way:
             self.watch.state.left_behind.append(tuple(self.under_way))
 

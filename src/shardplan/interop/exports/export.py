@@ -31,8 +31,8 @@ EXPORTS: dict[str, Callable[[Program, Placement | None], str]] = {
 def export_text(name: str, program: Program, placement: Placement | None = None) -> str:
     """Return a reduction program as Python source, or as XML, by the export of that name.
 
-    The program starts from a partial payload, and its device ids are ranks; `placement` is where it lies, for a
-    comment. Raises `BackendError` for an unknown name, and a program that cannot be exported so.
+    The program starts from a partial payload; `placement`, where it lies, says its ranks (`recipe.ranks_of`): without
+    one they are its device ids. Raises `BackendError` for an unknown name, and a program that cannot be exported so.
 
     >>> export_text("nccl", None)
     Traceback (most recent call last):

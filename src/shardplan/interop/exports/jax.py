@@ -116,7 +116,7 @@ def jax_text(program: Program, placement: Placement | None = None) -> str:
     """Return Python source that runs a reduction program with JAX alone; device id k is `jax.devices()[k]`.
 
     It is a module: `MESH`, `reduce_payload` (the body, for a `shard_map` over it), and `reduce_rows` (the whole).
-    `placement` is where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
+    `placement`, where the program lies, says the order of `MESH`. Raises `BackendError` where that cannot be.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce

@@ -107,7 +107,7 @@ def mpi_text(program: Program, placement: Placement | None = None) -> str:
     """Return Python source that runs a reduction program with mpi4py alone; device ids are ranks.
 
     It is a module: `make_groups(MOVES, SIZES, RANKS, world)` once on each rank, then `reduce_payload(payload, groups)`.
-    `placement` is where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
+    `placement`, where the program lies, says `RANKS`. Raises `BackendError` for one that cannot be exported.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce

@@ -97,7 +97,7 @@ def msccl_text(
 
     Args:
         program: As `recipe` says.
-        placement: Where it lies, for a comment.
+        placement: Where it lies, which says its ranks.
         group: Which group of the reduction, where they are numbered differently; equal for most meshes.
         parts: Parts of equal size that each chunk is cut in; parts travel on different channels where there are some.
         channels: Channels a ring is spread over; None takes as few as the steps of a thread block allow.
@@ -118,7 +118,7 @@ def msccl_text(
     >>> [line.split()[2] for line in text.splitlines() if "<step" in line]
     ['type="s"', 'type="rrcs"', 'type="r"', 'type="s"', 'type="rrcs"', 'type="r"']
     """
-    r = recipe(program)
+    r = recipe(program, placement)
     mesh = program.output_types[0].mesh
     if mesh.expand(r.program.output_types[0].layout.used):
         raise BackendError(
@@ -147,7 +147,7 @@ def msccl_text(
             f"a program with fewer steps, would do"
         )
     total = int(np.prod(r.chunks)) * parts
-    ranks = sorted(mesh.devices[p] for p in rows[group].tolist())
+    ranks = sorted(r.ranks[p] for p in rows[group].tolist())
     lines = [
         f'<algo name="{name}" proto="{proto}" nchannels="{spread}" nchunksperloop="{total}" ngpus="{len(gpus)}" '
         f'coll="allreduce" inplace="1" outofplace="1" minBytes="{min_bytes}" maxBytes="{max_bytes}">',
@@ -191,7 +191,7 @@ def _rings(r: Recipe, members: np.ndarray, parts: int, lanes: int) -> list[_Gpu]
     """The GPUs of a group, given by the places of its members, with all their steps; a ring takes `lanes` channels."""
     program = r.program
     mesh = program.input_types[0].mesh
-    order = sorted(members.tolist(), key=lambda place: mesh.devices[place])
+    order = sorted(members.tolist(), key=lambda place: r.ranks[place])
     gpu_of = {place: k for k, place in enumerate(order)}
     total = int(np.prod(r.chunks)) * parts
     gpus = [_Gpu({}, ["i"] * total, {}, {}) for _ in order]

@@ -109,10 +109,11 @@ class Recipe:
         return [tuple(row) for row in array.transpose([*rest, *at]).reshape(-1, move.size).tolist()]
 
 
-def recipe(program: Program) -> Recipe:
+def recipe(program: Program, placement: Placement | None = None) -> Recipe:
     """Return the moves of a reduction program; steps that move nothing have none.
 
-    The program goes from one type, partial with a sum and otherwise whole, to one type; its last dim stays whole.
+    The program goes from one type, partial with a sum and otherwise whole, to one type; its last dim stays whole. The
+    ranks are those of the placement, where one is given: see `ranks_of`.
 
     Raises:
         BackendError: Another op or another reduction than a sum, a step that is no next link of the chain, a payload
@@ -159,12 +160,23 @@ def recipe(program: Program) -> Recipe:
     return Recipe(
         program,
         tuple((name, math.prod(mesh.atoms[a].size for a in atoms)) for name, atoms in factors.items()),
-        mesh.devices,
+        ranks_of(mesh, placement),
         program.input_types[0].shape[:-1],
         reduced,
         tuple(name for name in factors if name not in reduced or name in used),
         tuple(moves),
     )
+
+
+def ranks_of(mesh: Mesh, placement: Placement | None) -> tuple[int, ...]:
+    """Return the rank of every place of a mesh.
+
+    Device ids are ranks. Those of a mesh without an order of its own only number its places: with a placement its
+    ranks are the devices of the topology on which these lie, counted level by level, as launchers count.
+    """
+    if placement is None or not mesh.devices == placement.mesh.devices == tuple(range(mesh.size)):
+        return mesh.devices
+    return tuple(placement.position()[: mesh.size].tolist())
 
 
 def _own_payloads(program: Program) -> Program:
@@ -262,11 +274,14 @@ def heading(program: Program, placement: Placement | None) -> list[str]:
     lines = str(program).splitlines()
     if placement is None:
         return lines
-    where = placement.position()
     lines += ["", f"Placed as {placement.describe()} on {placement.topology.describe()}."]
-    held = [(r, int(where[r])) for r in program.devices if r < len(where) and where[r] >= 0]
+    mesh = program.input_types[0].mesh
+    where, ranks = placement.position(), ranks_of(mesh, placement)
+    held = [(r, int(where[d])) for r, d in zip(ranks, mesh.devices, strict=True) if d < len(where) and where[d] >= 0]
     if all(r == d for r, d in held):
         lines.append("Rank r runs on device r of the topology, counted level by level.")
+        if ranks != mesh.devices and len(ranks) <= SHOWN:
+            lines.append("Ranks of the mesh, row-major: " + ", ".join(map(str, ranks)))
     elif len(held) <= SHOWN:
         lines.append("Rank: device of the topology, counted level by level: " + ", ".join(f"{r}: {d}" for r, d in held))
     else:

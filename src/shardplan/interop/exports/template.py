@@ -42,7 +42,7 @@ class Template:
 
     def text(self, program: Program, placement: Placement | None) -> str:
         """Return the module that runs a program; raises `BackendError` for one that cannot be exported."""
-        r = recipe(program)
+        r = recipe(program, placement)
         return string.Template(self.module).substitute(
             heading="\n".join(heading(program, placement)),
             cells=math.prod(r.chunks),

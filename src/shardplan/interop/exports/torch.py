@@ -106,8 +106,8 @@ def bind(program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> 
 def torch_text(program: Program, placement: Placement | None = None) -> str:
     """Return Python source that runs a reduction program with torch.distributed alone; device ids are global ranks.
 
-    It is a module: `make_groups(GROUPS, {})` once on every rank, then `reduce_payload(payload, groups)`. `placement` is
-    where the program lies, for a comment. Raises `BackendError` for one that cannot be exported.
+    It is a module: `make_groups(GROUPS, {})` once on every rank, then `reduce_payload(payload, groups)`. `placement`,
+    where the program lies, says the ranks of `GROUPS`. Raises `BackendError` for one that cannot be exported.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import AllReduce

@@ -1,5 +1,7 @@
 """Drop-ins for DTensor: `redistribute` in place of `DTensor.redistribute`, `redistribute_state` for a whole model.
 
+What is started inside `with process_group():` travels on a process group of its own.
+
 Reading order:
 
 - `dtensor`    `redistribute`, with its gradient
@@ -16,9 +18,10 @@ Reading order:
 from shardplan.errors import missing
 
 try:
+    from shardplan.execution.torch.group_state import process_group
     from shardplan.interop.torch.dtensor import redistribute
     from shardplan.interop.torch.state.move import redistribute_state
 except ModuleNotFoundError as error:
     raise missing(error, "torch") from None
 
-__all__ = ["redistribute", "redistribute_state"]
+__all__ = ["process_group", "redistribute", "redistribute_state"]

@@ -53,14 +53,14 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
     healthy = next(row for row in rows if row.placement.matrix == first)
     renaming, saved = None, 0.0
     if topology.size <= MOST_RENAMED:
-        plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d.count) for d in demands]
+        plans = [(demand_plan(best.placement, d, best.programs, best.algorithm), d) for d in demands]
 
         def total(ids: NDArray[np.int64]) -> float:
             """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
             return sum(
-                count * priced(plan.program, fabric, best.algorithm).seconds
-                for plan, count in plans
+                d.exposed(d.count * priced(plan.program, fabric, best.algorithm).seconds)
+                for plan, d in plans
                 if plan is not None
             )
 

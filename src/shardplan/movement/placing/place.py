@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
+from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import LayoutError, shown
-from shardplan.hardware.placement import orders, placements
+from shardplan.errors import LayoutError, TopologyError, shown
+from shardplan.hardware.placement import Placement, orders, placements
 from shardplan.hardware.prices.cost import checked_algorithm
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
@@ -56,6 +57,44 @@ class Ranking(Sequence[Placed]):
         return degraded(self.rows)
 
 
+def outermost(inside: Mapping[str, str] | None, mesh: Mesh, topology: Topology) -> dict[str, int]:
+    """Return by axis that is to stay inside a unit the outermost level that it may be split over; see `place`.
+
+    Raises `TopologyError` for an unknown axis or level, `LayoutError` for an axis that no such unit holds.
+    """
+    found: dict[str, int] = {}
+    pairs = {} if inside is None else border.table("inside", inside, "an axis to a level", TopologyError)
+    for axis, name in pairs.items():
+        if axis not in mesh.axes:
+            raise TopologyError(f"inside: axis {shown(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+        j = min(topology.index(name) + 1, len(topology.levels) - 1)
+        room = topology.strides[j - 1] if j else topology.size
+        if room % mesh.shape[axis]:
+            unit = topology.levels[j - 1].name if j else "topology"
+            raise LayoutError(
+                f"axis {axis!r} of size {mesh.shape[axis]} cannot stay inside a {unit} of {room} devices "
+                f"({topology.describe()}); legal is a size that divides {room}, or a level further out"
+            )
+        found[axis] = j
+    return found
+
+
+def candidates(
+    mesh: Mesh,
+    topology: Topology,
+    inside: Mapping[str, str] | None = None,
+    bounds: Mapping[tuple[str, str], tuple[int, int]] | None = None,
+) -> list[Placement]:
+    """Return every placement that satisfies the options of `place`; raises as it does where there is none."""
+    levels = {axis: topology.levels[j].name for axis, j in outermost(inside, mesh, topology).items()}
+    found = list(placements(mesh, topology, bounds, levels))
+    if not found:
+        kept = ", ".join(f"{axis}={level}" for axis, level in (inside or {}).items())
+        told = f"; to stay inside: {kept}" if kept else ""
+        raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options{told}")
+    return found
+
+
 def place(
     mesh: Mesh | Program | str,
     topology: Topology | str,
@@ -79,7 +118,8 @@ def place(
         programs: `best`: every reduction runs as its best program; `stock`: as one collective.
         algorithm: `auto`, the cheapest row of the library for each step, or an algorithm of it for all.
         bounds: By (axis, level) the least and the greatest entry of the matrix.
-        inside: By axis the level inside whose parent it must stay, `{"tensor": "gpu"}`.
+        inside: By axis the level within one unit of which it must stay, `{"tensor": "node"}`. A unit of the innermost
+            level is a device: there the unit around it is meant, so on `node x gpu` gpu says what node does.
 
     Raises:
         TopologyError: Sizes differ, or an option names an unknown axis or level.
@@ -107,8 +147,5 @@ def place(
             raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
     if not isinstance(programs, str) or programs not in ("best", "stock"):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"programs={shown(programs)} is unknown; legal are 'best' and 'stock'")
-    candidates = list(placements(mesh, topology, bounds, inside))
-    if not candidates:
-        raise LayoutError(f"no placement of {mesh} on {topology.describe()} satisfies the options")
-    ordered = [one for placement in candidates for one in orders(placement)]
+    ordered = [one for placement in candidates(mesh, topology, inside, bounds) for one in orders(placement)]
     return Ranking(tuple(in_best_order(ranked(ordered, found, programs, algorithm, others))))

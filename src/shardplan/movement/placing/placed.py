@@ -6,7 +6,9 @@ instances load the wires together.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +30,8 @@ SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order 
 class DemandShare:
     """What one demand of the traffic costs a step on a placement, its count included, in seconds.
 
-    `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken.
+    `stock_seconds` is the price of the collective as it is, `seconds` that of the program taken, both without what
+    compute hides.
     """
 
     demand: Demand
@@ -68,7 +71,27 @@ class Placed:
     @cached_property
     def lower_bound_seconds(self) -> float:
         """What no point-to-point algorithm can beat on this placement: the sum over the demands."""
-        return sum(share.demand.count * demand_bound(self.placement, share.demand) for share in self.shares)
+        demands = [share.demand for share in self.shares]
+        return sum(d.exposed(d.count * demand_bound(self.placement, d)) for d in demands)
+
+    @property
+    def crossing_bytes(self) -> tuple[float, ...]:
+        """For each level the least bytes that leave its units in a step, over all groups: the less, the more local.
+
+        A reduction's or a gather's groups of n units pass its payload n - 1 times, an all-reduce's twice that.
+        """
+        mesh, found = self.placement.mesh, [0.0] * len(self.placement.topology.levels)
+        for share in self.shares:
+            d = share.demand
+            rows = [self.placement.matrix[mesh.axes.index(a)] for a in d.axes]
+            members = math.prod(mesh.shape[a] for a in d.axes)
+            units = itertools.accumulate((math.prod(column) for column in zip(*rows, strict=True)), operator.mul)
+            for j, n in enumerate(units):
+                passes = (n - 1) * (2 if d.letters == ("P", "U") else 1)
+                if not all(d.letters) and not d.shifts:  # every member has a part for each that is elsewhere
+                    passes = members * (n - 1) / n
+                found[j] += d.count * d.payload(members) * passes * (mesh.size // members)
+        return tuple(found)
 
 
 def ranked(
@@ -78,7 +101,7 @@ def ranked(
     algorithm: str = "auto",
     others: Sequence[tuple[int, Pattern]] = (),
 ) -> list[Placed]:
-    """Return placements of one mesh on one topology with their prices, best first; of equal prices in the order given.
+    """Return placements of one mesh on one topology with their prices, best first; of equal prices the more local.
 
     There is at least one. `others` is what moves beside the demands, with how often; its device ids are the mesh's.
     """
@@ -89,7 +112,19 @@ def ranked(
         rest = 0.0 if fabric is None else sum(n * price(p, fabric, algorithm).seconds for n, p in others)
         own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
         rows.append(Placed(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
-    return sorted(rows, key=lambda row: row.seconds)
+    return _local_first(rows)
+
+
+def _local_first(rows: Sequence[Placed]) -> list[Placed]:
+    """Rows by seconds, and of equal ones those first from whose outer units less must leave."""
+    found: list[Placed] = []
+    equal: list[Placed] = []
+    for row in sorted(rows, key=lambda row: row.seconds):
+        if equal and row.seconds > equal[0].seconds * (1 + SAME):
+            found += sorted(equal, key=lambda row: row.crossing_bytes)
+            equal = []
+        equal.append(row)
+    return found + sorted(equal, key=lambda row: row.crossing_bytes)
 
 
 def in_best_order(rows: Sequence[Placed]) -> list[Placed]:
@@ -99,7 +134,7 @@ def in_best_order(rows: Sequence[Placed]) -> list[Placed]:
         first = best.setdefault(row.placement.matrix, row)
         if row.placement == replace(row.placement, order=()) and row.seconds <= first.seconds * (1 + SAME):
             best[row.placement.matrix] = row
-    return sorted(best.values(), key=lambda row: row.seconds)
+    return _local_first(list(best.values()))
 
 
 def _prices(
@@ -108,7 +143,7 @@ def _prices(
     """Seconds of a demand on every placement: as the program taken, and stock."""
     topology = candidates[0].topology
     found = [factors(p, demand.axes) for p in candidates]
-    stock = [demand.count * stock_seconds(f, topology, demand, algorithm) for f in found]
+    stock = [demand.exposed(demand.count * stock_seconds(f, topology, demand, algorithm)) for f in found]
     if programs == "stock" or not all(demand.letters):
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
@@ -116,4 +151,4 @@ def _prices(
         cheapest_path(tuple(f.strides for f in one), amount, topology, *letters(demand.op, len(one)), algorithm)[0]
         for one in found
     ]
-    return [demand.count * s for s in best], stock
+    return [demand.exposed(demand.count * s) for s in best], stock

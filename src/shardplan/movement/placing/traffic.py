@@ -1,7 +1,9 @@
 """The traffic of a job: what a step communicates, one collective over some axes of a mesh at a time.
 
 Traffic, as `place` and `audit` take it, maps axes to the bytes of one all-reduce a step, or to a list of
-`(op, bytes, count)`; bytes are what a member holds before the op.
+`(op, bytes, count)`; bytes are what a member holds before the op. What runs behind compute, such as the gradients of
+data parallelism behind the backward pass, says so in a fourth place: a part of its own seconds (`"90%"`), or the
+seconds of compute that hide it (`"120ms"`). It costs what sticks out.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.hardware.prices.cost import PRICED
-from shardplan.hardware.units import format_bytes, parse_bytes
+from shardplan.hardware.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from shardplan.movement.reductions.type_graph import letters
 
 OPS = PRICED  # that traffic may name
-Rows = float | str | Sequence[tuple[str, float | str, float]]
+Row = tuple[str, float | str, float] | tuple[str, float | str, float, str]
+Rows = float | str | Sequence[Row]
 Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
 _TERM = re.compile(
     r"\s*(?P<axes>[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*)\s*=\s*(?:(?P<op>[a-z_]+)\s*:)?"
-    r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?\s*"
+    r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?(?:\s+behind\s+(?P<behind>[^*:=,]+?))?\s*"
 )
 _NUMBERS = (float, int, np.integer, np.floating)
 MOST = 1e100  # bytes of a demand in a step: any sum over devices is finite
@@ -42,11 +45,28 @@ class Demand:
     op: str  # one of `OPS`
     nbytes: float  # that a member holds before it
     count: float = 1.0  # how often a step of the job runs it
+    hidden_part: float = 0.0  # of its seconds a step that run behind compute
+    hidden_seconds: float = 0.0  # of compute a step that hide what is left of them
 
     def __str__(self) -> str:
         """Say the demand in a line."""
         times = "" if self.count == 1 else f" x {self.count:g}"
-        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}"
+        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}{self.behind}"
+
+    @property
+    def behind(self) -> str:
+        """Behind how much compute it runs, as traffic says it; empty where behind none."""
+        if self.hidden_part:
+            return f" behind {100 * self.hidden_part:g}%"
+        return f" behind {format_seconds(self.hidden_seconds)}" if self.hidden_seconds else ""
+
+    def exposed(self, seconds: float) -> float:
+        """Return what a step waits of the seconds that the demand takes in it: what compute does not hide.
+
+        >>> Demand(("data",), "all_reduce", 2e9, hidden_seconds=0.05).exposed(0.065)
+        0.015
+        """
+        return max(0.0, seconds - seconds * self.hidden_part - self.hidden_seconds)
 
     @property
     def letters(self) -> tuple[str, str]:
@@ -85,9 +105,9 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
         mesh.expand(axes)
         rows = [("all_reduce", value, 1.0)] if isinstance(value, (*_NUMBERS, str)) else value
         for row in border.items(f"traffic over {axes}", rows, "rows (op, bytes, count); or it is bytes"):
-            if not isinstance(row, (tuple, list)) or len(row) != 3:
+            if not isinstance(row, (tuple, list)) or len(row) not in (3, 4):
                 raise LayoutError(f"traffic over {axes}: {shown(row)}; legal are bytes, or rows (op, bytes, count)")
-            op, nbytes, count = row
+            op, nbytes, count = row[:3]
             if not isinstance(op, str) or op not in OPS:
                 raise LayoutError(f"traffic over {axes}: op {shown(op)} is unknown; legal: {', '.join(OPS)}")
             nbytes = parse_bytes(nbytes) if isinstance(nbytes, str) else nbytes
@@ -100,22 +120,34 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
                 )
             if any((x if isinstance(x, int) else float(x)) > MOST for x in (nbytes, count)):
                 raise LayoutError(f"traffic over {axes}: {shown(nbytes)} bytes, {shown(count)} times; at most {MOST:g}")
-            found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count)))
+            hidden = (0.0, 0.0) if len(row) == 3 else _behind(border.text(f"what hides traffic over {axes}", row[3]))
+            found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count), *hidden))
     return tuple(found)
 
 
-def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, float]]]:
+def _behind(text: str) -> tuple[float, float]:
+    """The part of its seconds that a demand runs behind compute, and the seconds of compute: one of them is 0."""
+    if not text.rstrip().endswith("%"):
+        return 0.0, parse_seconds(text)
+    number = text.rstrip()[:-1].strip()
+    if not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) > 100:
+        raise ParseError(f"{text!r} is no part of the seconds; legal is 0% to 100%, or seconds such as 120ms")
+    return float(number) / 100, 0.0
+
+
+def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
     """Return the traffic that a text says, as the command line takes it; terms over the same axes add up to a list.
 
     The terms `axes=bytes` have commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`, another op
-    than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`.
+    than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`. Last stands what runs
+    behind compute: `data=2GB behind 120ms` of it a step, or `behind 90%` of its own seconds.
 
     Raises `ParseError` where a term is malformed, or its unit or its op unknown; it points at the term.
 
     >>> parse_traffic("data=2GB, tensor=all_to_all:1kB*3")
     {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
     """
-    found: dict[tuple[str, ...], list[tuple[str, float, float]]] = {}
+    found: dict[tuple[str, ...], list[Row]] = {}
     border.text("traffic", text, ParseError)
     start = 0
     for term in text.split(","):
@@ -129,13 +161,18 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[tuple[str, float, flo
         op = match["op"] or "all_reduce"
         if op not in OPS:
             raise ParseError(f"op {op!r} is unknown; legal: {', '.join(OPS)}", text, start + match.start("op"))
+        part = "bytes"
         try:
             nbytes = parse_bytes(match["bytes"])
+            if match["behind"] is not None:
+                part = "behind"
+                _behind(match["behind"])
         except ParseError as error:
             reason = str(error).split("\n", 1)[0]
-            raise ParseError(reason, text, start + match.start("bytes")) from None
+            raise ParseError(reason, text, start + match.start(part)) from None
         axes = tuple(axis.strip() for axis in match["axes"].split("+"))
-        found.setdefault(axes, []).append((op, nbytes, float(match["count"] or 1)))
+        row = op, nbytes, float(match["count"] or 1)
+        found.setdefault(axes, []).append(row if match["behind"] is None else (*row, match["behind"]))
         start += len(term) + 1
     return found
 

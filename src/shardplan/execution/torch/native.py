@@ -1,0 +1,212 @@
+"""Collectives that the library of a process group runs itself: on which steps, in which groups, and what is packed.
+
+A step whose pattern is one collective in groups, and whose members give and get equally much, is one call for each
+chunk and element width, in a process group of the members in member order; of a reduction for each dtype. Such groups
+are made once (`group_state`). All else is point-to-point messages: `steps.bind`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardplan.core.messages import at_root
+from shardplan.core.op import Op
+from shardplan.core.pattern import Groups
+from shardplan.core.tensor import Box, TensorType
+from shardplan.execution.drive import Bound, Running
+from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, group_of, place_of, view_of
+from shardplan.execution.torch.dtypes import torch_dtype
+from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut, flat, maker, merged, seen
+from shardplan.execution.torch.wire import TorchWire
+
+
+class LibraryCall(NamedTuple):
+    """How a member of a group stands to a collective.
+
+    `call` takes output, input, reduction and group, and returns the work. `gives` and `gets` say whether a member has a
+    part for, and gets one from, each of them; where neither holds, it runs on a copy of the operand in place.
+    """
+
+    call: Callable[[torch.Tensor, torch.Tensor, Any, Any], Any]
+    gives: bool = False
+    gets: bool = False
+    folds: bool = False  # whether parts are reduced
+
+
+def _first(group: Any) -> int:
+    return dist.get_process_group_ranks(group)[0]
+
+
+# Newer releases call these by other names, and warn of the old ones.
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
+
+# By the kind of a pattern.
+NATIVE = {
+    "all_gather": LibraryCall(lambda y, x, r, g: _GATHER(y, x, group=g, async_op=True), gets=True),
+    "all_to_all": LibraryCall(
+        lambda y, x, r, g: dist.all_to_all_single(y, x, group=g, async_op=True), gives=True, gets=True
+    ),
+    "reduce_scatter": LibraryCall(lambda y, x, r, g: _SCATTER(y, x, r, group=g, async_op=True), gives=True, folds=True),
+    "all_reduce": LibraryCall(lambda y, x, r, g: dist.all_reduce(y, r, group=g, async_op=True), folds=True),
+    "reduce": LibraryCall(lambda y, x, r, g: dist.reduce(y, _first(g), r, group=g, async_op=True), folds=True),
+    "broadcast": LibraryCall(lambda y, x, r, g: dist.broadcast(y, _first(g), group=g, async_op=True)),
+}
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+# What every library reduces as the reference does, floating-point sums in an order of its own.
+REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
+
+
+class GroupCall(NamedTuple):
+    """One call on one rank: the runs that go in and come out, what is packed before, and what is unpacked after."""
+
+    into: Spot
+    out: Spot
+    packs: tuple[SpotCopy, ...]
+    unpacks: tuple[SpotCopy, ...]
+
+
+def bind_native(
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int
+) -> Bound[TorchWire] | None:
+    """Return the step of the device of that id as calls of the library, or None where no collective of it fits.
+
+    All members find the same, since all look at the types alone.
+    """
+    pattern = op.pattern(*operands)
+    native = NATIVE.get(pattern.kind) if isinstance(pattern, Groups) else None
+    if native is None:
+        return None
+    reduction = operands[0].layout.reduction or "sum"
+    if native.folds and not (reduction in REDUCTIONS and {t.dtype for t in operands} <= REDUCED):
+        return None
+    t, makers = operands[0], [maker(u, device) for u in results]
+    place = place_of(t, device)
+    places = [] if place is None else group_of(op, t, place)
+    if place is None or not at_root(t)[places].any():  # nobody of its group has anything
+        return _made(makers)
+    if not _alike((*operands, *results), places, native):
+        return None
+    ranks = tuple(t.mesh.devices[m] for m in places)
+    calls = list(_calls(native, op.chunks, operands, results, places, place))
+    room: dict[str, tuple[int, torch.dtype]] = {}
+    for spot in (spot for one in calls for spot in (one.into, one.out) if spot.buffer[0] not in "xy"):
+        n = spot.view.elements
+        room[spot.buffer] = max(n, room.get(spot.buffer, (0,))[0]), torch_dtype(spot.dtype)
+    starts: list[SpotCopy] = []
+    if not (native.gives or native.gets):
+        for k, u in enumerate(results):
+            whole = Spot(f"x{k}", u.dtype, view_of(u.local_shape(place), tuple((0, n) for n in u.local_shape(place))))
+            starts.append(SpotCopy(whole, whole._replace(buffer=f"y{k}")))
+    received, sent = (int(x[place]) for x in (op.received(*operands), op.sent(*operands)[1]))
+
+    def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
+        out = [make(wire) for make in makers]
+        held = {f"x{k}": x for k, x in enumerate(arrays)} | {f"y{k}": y for k, y in enumerate(out)}
+        held |= {name: wire.empty(n, dtype) for name, (n, dtype) in room.items()}
+        copy(held, starts)
+        group = wire.group_of(ranks)
+        for number, one in enumerate(calls):
+            copy(held, one.packs)
+            y, x = seen(held, one.out), seen(held, one.into)
+            if not native.folds:  # bytes are bytes
+                y, x = y.view(torch.uint8), x.view(torch.uint8)
+            work = native.call(y, x, REDUCTIONS[reduction], group)
+            if not number:
+                yield  # the first call is under way; next it is waited for
+            wire.wait_call(ranks, work)
+            copy(held, one.unpacks)
+        wire.received += received
+        wire.sent += sent
+        return out
+
+    return run
+
+
+def _alike(types: Sequence[TensorType], places: Sequence[int], native: LibraryCall) -> bool:
+    """Say whether all members of a group have parts of one size."""
+    if native.gives:
+        return all(t.all_even for t in types)
+    return all(len(set(t.elements()[places].tolist())) == 1 for t in types)
+
+
+def _made(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:
+    """A step of which a device has only its results, without meaning."""
+
+    def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
+        yield from ()
+        return [make(wire) for make in makers]
+
+    return run
+
+
+def _calls(
+    native: LibraryCall,
+    chunks: int,
+    operands: Sequence[TensorType],
+    results: Sequence[TensorType],
+    places: Sequence[int],
+    me: int,
+) -> Iterator[GroupCall]:
+    """Yield the calls of the member at place `me`: for the operands that one can take, and for a chunk of each part."""
+    alike: dict[object, list[int]] = {}
+    for k, t in enumerate(operands):
+        alike.setdefault(t.dtype if native.folds else t.itemsize, []).append(k)
+    before, after = (_Side("x", operands, results, me), _Side("y", results, operands, me))
+    if not (native.gives or native.gets):
+        before = after
+    for numbers, chunk in itertools.product(alike.values(), range(chunks)):
+        given, taken = (
+            [x for m in (places if each else (None,)) for k in numbers for x in side.spots(k, m, (chunk, chunks))]
+            for side, each in ((before, native.gives), (after, native.gets))
+        )
+        if given:
+            (into, packs), (out, unpacks) = _run("in", given), _run("out", taken, back=True)
+            yield GroupCall(into, out, packs, unpacks)
+
+
+class _Side(NamedTuple):
+    """The shards of a device at place `me` before, or after, a step, and the types on the other side of it."""
+
+    letter: str
+    own: Sequence[TensorType]
+    other: Sequence[TensorType]
+    me: int
+
+    def spots(self, k: int, member: int | None, chunk: tuple[int, int]) -> list[Spot]:
+        """Return a chunk of the part of shard `k` that a member has on the other side; of all of it without one."""
+        t = self.own[k]
+        low, high = t.boxes()[self.me].T
+        start, stop = low, high
+        if member is not None:
+            there = self.other[k].boxes()[member].T
+            start, stop = np.maximum(low, there[0]), np.minimum(high, there[1])
+        box: Box = tuple(zip((start - low).tolist(), (stop - low).tolist(), strict=True))
+        parts = flat_boxes(box, *chunk_of(box_elements(box), *chunk))
+        return [Spot(f"{self.letter}{k}", t.dtype, view_of(t.local_shape(self.me), part)) for part in parts]
+
+
+def _run(name: str, parts: Sequence[Spot], *, back: bool = False) -> tuple[Spot, tuple[SpotCopy, ...]]:
+    """The run of the parts as they stand, or of a staging buffer into which, or `back` from which, they are copied."""
+    at = parts[0].view.offset
+    for part in parts:
+        if part.buffer != parts[0].buffer or not part.view.contiguous or part.view.offset != at:
+            break
+        at += part.view.elements
+    else:
+        return flat(parts[0], at - parts[0].view.offset), ()
+    n = sum(part.view.elements for part in parts)
+    run = Spot(f"{name} {parts[0].dtype}", parts[0].dtype, View((n,), (1,), 0))
+    ends = (cut(run, parts), parts) if back else (parts, cut(run, parts))
+    return run, merged(map(SpotCopy, *ends))
