@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from shardplan.errors import LayoutError, TypingError
@@ -26,6 +27,7 @@ def counted_paths(
     """
     graph, allowed, _, _ = priced(p, bound)
     known: dict[tuple[int, int], float] = {}
+    best: Path | None = None  # of those that were counted
     while len(known) <= _MOST_COUNTED:
         ends = p.node(p.source), p.node(p.target)
         path = shortest(graph, *ends, objective, allowed, budget=budget, below=below, known=known)
@@ -37,6 +39,11 @@ def counted_paths(
         if final:
             return
         known |= {pair: _counted(p, pair, objective, graph) for pair in new}
+        cost = sum(known[pair] for pair in pairwise(path.nodes))
+        if cost < (below if best is None else best.cost):
+            best = replace(path, cost=cost, exact=False)
+    if best is not None:
+        yield best, True
 
 
 def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:

@@ -11,7 +11,7 @@ from shardplan.core.ops import Send
 from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import ops_of_path
 from shardplan.movement.redistribution.orders import other_orders
-from shardplan.movement.redistribution.problem import Problem, problem
+from shardplan.movement.redistribution.problem import MOST_POOLED, Problem, pooled, problem
 from shardplan.movement.redistribution.search import Objective, Path
 from shardplan.movement.redistribution.tiled import priced
 
@@ -24,13 +24,16 @@ _MOST_POOLS = 4
 def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
     """Yield op sequences cheaper than the best path of a problem, where one may be, each cheaper than the one before.
 
-    A pool is followed by those around its best paths, a search that was cut off by one over the longest runs. Portable
-    paths that deliver a byte twice are searched in other orders of the factors.
+    A pool is followed by those around its best paths, and so is a graph of portable paths that lacks types; a search
+    that was cut off by one over the longest runs. Portable paths that deliver a byte twice are searched in other orders
+    of the factors.
     """
     least = float("inf") if best is None else best.cost
-    for _ in range(_MOST_POOLS if p.pool and best is not None else 0):
-        assert best is not None
-        wider = p.around(p.type(node) for node in best.nodes)
+    pools = p if p.pool else _finest(p) if objective.portable else None
+    for _ in range(_MOST_POOLS):
+        if pools is None or best is None:
+            break
+        wider = pools.around(p.type(node) for node in best.nodes)
         found = _cheaper(wider, objective, bound, least)
         if found is None:
             break
@@ -52,6 +55,15 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
             least = found.cost
             ops = _ops(other, found, bound, objective)
             yield (Send(ours.layout, ours.mesh), *ops, Send(p.target.layout, p.target.mesh))
+
+
+def _finest(p: Problem) -> Problem | None:
+    """A pool over prime sub-axes, where the graph holds none of some types that have them."""
+    mesh = p.source.mesh
+    marked = any((*t.layout.partial, *t.layout.root) for t in (p.source, p.target))
+    if p.fine or marked or len(mesh.atoms) > MOST_POOLED:
+        return None
+    return pooled(p.source, p.target, [mesh.span(a).atoms for a in mesh.axes])
 
 
 def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget: int = _EXPANSIONS) -> Path | None:

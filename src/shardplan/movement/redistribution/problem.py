@@ -188,13 +188,8 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
         fixed = tuple(common(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim))
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
-    if len(busy) > most:  # all types are too many: a pool of them, over the finest runs there are
-        primes_fit = len(mesh.atoms) <= MOST_POOLED
-        runs = [run for r in natural for run in ([(a,) for a in r] if primes_fit and not set(r) & whole else [r])]
-        if stiff or len(runs) > MOST_POOLED:
-            return None
-        rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
-        return Problem(source, target, tuple(runs), rigid, False).around((source, target))
+    if len(busy) > most:  # all types are too many
+        return None if stiff else pooled(source, target, natural)
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: (-_product(mesh, r), _stride(mesh, r)))
     runs = busy + idle[: max(0, most - len(busy))]
@@ -213,6 +208,19 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
     runs.sort(key=lambda r: (_product(mesh, r), *(x.get(r[0], nowhere) for x in where), _stride(mesh, r)))
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
+
+
+def pooled(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Problem | None:
+    """Return a pool of types over the finest runs that there are, or None where these are too many."""
+    mesh, ends = source.mesh, (source, target)
+    uneven = {d for t in ends for d, even in enumerate(t.even) if not even}
+    whole = {a for t in ends for d in uneven for a in t.atoms[d]}
+    primes_fit = len(mesh.atoms) <= MOST_POOLED
+    runs = tuple(run for r in natural for run in ([(a,) for a in r] if primes_fit and not set(r) & whole else [r]))
+    if len(runs) > MOST_POOLED:
+        return None
+    rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
+    return Problem(source, target, runs, rigid, False).around(ends)
 
 
 def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
