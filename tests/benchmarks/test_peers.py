@@ -399,6 +399,7 @@ def test_shardy_is_never_cheaper_on_its_own_tests(portable):
         ({"a": 20, "b": 10}, "f32[40@a, 40]", "f32[40@b, 40@a]"),
         ({"a": 20, "b": 10}, "f32[20, 20@a]", "f32[20@a, 20@b]"),
         ({"a": 24, "b": 6}, "f32[24, 48@a]", "f32[24@a, 48@b]"),
+        (dict.fromkeys("abc", 12), "f32[24@c, 288@a, 12]", "f32[24, 288@(b,a), 12@c]"),
     ],
 )
 def test_shardy_is_not_cheaper_where_an_unused_axis_helps(axes, source, target):

@@ -44,6 +44,9 @@ def charged(plan: sp.Plan) -> float:
         ("a=20, b=10", "f32[400@a, 400@b]", "f32[400, 400@a]", 34_000),
         ("a=2, b=2, c=2, d=2, e=2, f=2, g=2, h=2",
          "f32[512@(f,h,g,e,c,a), 512@(d,b)]", "f32[512@(b,c,d), 512@(h,e,f,a,g)]", 7_210),
+        ("a=8, b=8, c=8", "f32[128@(b,a), 128]", "f32[128@c, 128@(b,a)]", 226.9),
+        ("a=2, b=2, c=2, d=2, e=2, f=2, g=2, h=2",
+         "f32[8@(h,b,a), 2, 16@(f,c,e,g)]", "f32[8@a, 2@d, 16@e]", 129.6),
     ],
 )  # fmt: skip
 def test_a_portable_plan_costs_no_more(mesh: str, source: str, target: str, most: float) -> None:
@@ -89,7 +92,9 @@ def test_neighbours_differ_in_one_run_or_suffix() -> None:
     assert {((), (2,)), ((0,), (2,)), ((0, 1, 3), (2,)), ((0,), (2, 1)), ((), (2, 0, 1)), ((1, 0), (2,))} <= found
     assert {((1,), (2,)), ((2, 1), (0,)), ((0, 3), (2,)), ((0, 2, 1), ())} <= found
     assert ((2, 1), (3,)) not in found and ((), ()) not in found
-    assert found | {here} | set(finer(here, 4)) <= set(pool([here], 4))
+    assert found | {here} <= set(pool([here], 4))
+    few = ((0,), (2,))
+    assert {few, *finer(few, 4)} <= set(pool([few], 4))
     # what is free is minor to what is there
     assert list(finer(((0,), (2,)), 4)) == [
         ((0, 1), (2,)), ((0,), (2, 1)), ((0, 3), (2,)), ((0,), (2, 3)),
