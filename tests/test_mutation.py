@@ -273,7 +273,7 @@ def test_a_lower_bound_that_is_too_low_is_noticed(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("factor", [1.5, 3.0])
 def test_a_search_that_prunes_too_much_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """T8 against a heuristic that is not admissible."""
-    old = search.lacking
+    old = search.Objective.floor
     mesh = Mesh(a=2, b=2, c=2)
     graph = Graph(sp.TensorType("f32", (16, 16), (), mesh))
     rng = random.Random(2)
@@ -289,7 +289,7 @@ def test_a_search_that_prunes_too_much_is_noticed(factor: float, monkeypatch: py
         return count
 
     assert above() == 0
-    monkeypatch.setattr(search, "lacking", lambda *a: old(*a) * factor)
+    monkeypatch.setattr(search.Objective, "floor", lambda *a: old(*a) * factor)
     assert above() > 0
 
 

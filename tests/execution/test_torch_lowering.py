@@ -56,6 +56,7 @@ class QueueWire:
     network: Network
     me: int
     batched: bool = False
+    native: bool = False
     received: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     awaited: dict[int, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
@@ -179,7 +180,7 @@ def test_a_stage_begins_with_its_receives(batched: bool) -> None:
 def test_the_lab_counts_all_that_a_device_is_sent_and_sends_it_to_a_rank() -> None:
     sent: list[tuple[int, int]] = []
     group = SimpleNamespace(send=lambda xs, rank, tag: sent.append((rank, xs[0].nbytes)), recv=lambda *_: None)
-    watch: Any = SimpleNamespace(timeout=1.0, tag=0)
+    watch: Any = SimpleNamespace(timeout=1.0, tag=0, state=SimpleNamespace(rank_in={0: 0, 1: 1}))
     wire = LabWire(group, watch, torch.device("cpu"), ranks={8: 1, 9: 0})
     x = torch.zeros(6, dtype=torch.int16)
     wire.post([(9, x)], [(8, x), (9, x[:2])])

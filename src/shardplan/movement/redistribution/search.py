@@ -201,6 +201,8 @@ def shortest(
     among the types through which a cheaper path may lead, by what is lacking of them at `s` and behind them at `t`. The
     frontier is an array, without a heap: one argmin costs less than the row of edges that is priced anyway.
     """
+    if not np.isfinite(graph.size[[s, t]]).all():  # a type that is no legal one is not priced
+        return None
     here = np.arange(len(graph.types))
 
     def priced(end: int, out: bool) -> tuple[np.ndarray, Callable[[], np.ndarray]]:
