@@ -42,6 +42,10 @@ def test_what_reaches_process_groups() -> None:
         "reduce": ([["allreduce", [0, 2], 48]], [["allreduce", [1, 3], 48]]),
         "to a root and back": ([["reduce", every, 24], ["broadcast", every, 24]],) * 2,
         "packed, two widths": ([["allgather_base", every, 16], ["allgather_base", every, 1]],) * 2,
+        "packed, in place": (
+            [["allreduce", [0, 2], 32], ["allreduce", [0, 2], 24], ["broadcast", [0, 2], 32]],
+            [["allreduce", [1, 3], 32], ["allreduce", [1, 3], 24], ["broadcast", [1, 3], 32]]),
+        "beside another reduction": ([["allgather_base", [0, 2], 16]], [["allgather_base", [1, 3], 16]]),
         "an order of ranks": ([["allgather_base", [2, 0, 3, 1], 8]],) * 2,
         "uneven": (
             [["recv", every, n] for n in (8, 8, 4)] + [["send", every, 8]] * 3,

@@ -60,6 +60,14 @@ PROGRAMS = {
         "mesh a=4\ninput %0: i32[8@a]\ninput %1: f32[4@a, 2]\ninput %2: i8[4@a]\n"
         "%3, %4, %5 = all_gather(%0, %1, %2; dim=0, axes=(a))\noutput %3, %4, %5"
     ),
+    "packed, in place": (
+        "mesh a=2, b=2\ninput %0: i32[4@b]{+a}\ninput %1: i32[6]{+a}\ninput %2: i64[3]{+a}\n"
+        "%3, %4, %5 = all_reduce(%0, %1, %2; axes=(a))\n%6, %7 = to_partial(%3, %4; axes=(a), reduction=root)\n"
+        "%8, %9 = broadcast(%6, %7; axes=(a))\noutput %8, %9, %5"
+    ),
+    "beside another reduction": (
+        "mesh a=2, b=2\ninput %0: i32[8@a]{band:b}\n%1 = all_gather(%0; dim=0, axes=(a))\noutput %1"
+    ),
     "an order of ranks": (
         "mesh a=4 devices=[2,0,3,1]\ninput %0: i32[8@a]\n%1 = all_gather(%0; dim=0, axes=(a))\noutput %1"
     ),

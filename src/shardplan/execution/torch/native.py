@@ -122,7 +122,7 @@ def bind_native(
             y, x = seen(held, one.out), seen(held, one.into)
             if not native.folds:  # bytes are bytes
                 y, x = y.view(torch.uint8), x.view(torch.uint8)
-            work = native.call(y, x, REDUCTIONS[reduction], group)
+            work = native.call(y, x, REDUCTIONS.get(reduction), group)
             if not number:
                 yield  # the first call is under way; next it is waited for
             wire.wait_call(ranks, work)
@@ -164,7 +164,8 @@ def _calls(
     for k, t in enumerate(operands):
         alike.setdefault(t.dtype if native.folds else t.itemsize, []).append(k)
     before, after = (_Side("x", operands, results, me), _Side("y", results, operands, me))
-    if not (native.gives or native.gets):
+    in_place = not (native.gives or native.gets)
+    if in_place:
         before = after
     for numbers, chunk in itertools.product(alike.values(), range(chunks)):
         given, taken = (
@@ -172,7 +173,8 @@ def _calls(
             for side, each in ((before, native.gives), (after, native.gets))
         )
         if given:
-            (into, packs), (out, unpacks) = _run("in", given), _run("out", taken, back=True)
+            # what runs in place comes out of the buffer that it goes into
+            (into, packs), (out, unpacks) = _run("in", given), _run("in" if in_place else "out", taken, back=True)
             yield GroupCall(into, out, packs, unpacks)
 
 

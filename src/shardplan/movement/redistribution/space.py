@@ -27,8 +27,9 @@ from shardplan.core.mesh import primes
 # Broadcast.
 KINDS = 9
 LOCAL, GATHER, ALL_TO_ALL, MOVE, SCATTER, REDUCE_ALL, RENAME, ROOT, SPREAD = range(KINDS)
-# Edges of a graph that stay in memory: some 40 bytes each, so 60 MB. Searches of other placements ask for them again.
-KEPT_ENTRIES = 1_500_000
+# Edges of a graph that stay in memory: some 40 bytes each, so 16 MB. Searches of other placements ask for them again;
+# four times as many make nothing faster, and 64 graphs are remembered.
+KEPT_ENTRIES = 400_000
 # Subtracted before rounding a logarithm up, so that one that is whole but for rounding is not taken a round higher.
 _HAIR = 1e-9
 # What the code of a pair of lists says, or-ed over dims: the first does not begin the second; the second not the first;
