@@ -47,7 +47,7 @@ class ThreadWire:
 
     rank: int
     meetings: dict[tuple[int, ...], Meeting]
-    device: Any = torch.device("cpu")
+    device: Any = field(default_factory=lambda: torch.device("cpu"))
     received: int = 0
     sent: int = 0
 
