@@ -219,6 +219,8 @@ def test_a_library_that_nobody_measured_says_so(command, capsys):
             "algorithm 'nvls' is unknown to library ring; legal: auto, ring, tree, network, p2p",
         ),
         (("reduce", "data", *WHERE, "--bytes", "1MB", "--all", "--top", "0"), "--top 0: at least 1 program is printed"),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--all", "--export", "jax"), "--all lists all-reduces"),
+        (("reduce", "data", *WHERE, "--bytes", "1MB", "--all", "--subsets"), "--all lists all-reduces"),
         (("audit", *WHERE, "--fail-above", "2"), "--fail-above compares seconds, which need --traffic"),
     ],
 )

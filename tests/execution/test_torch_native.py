@@ -12,9 +12,11 @@ import shardplan as sp
 torch = pytest.importorskip("torch")
 
 from shardplan.core.dtypes import numpy_dtype  # noqa: E402
+from shardplan.errors import BackendError  # noqa: E402
 from shardplan.execution.drive import finish  # noqa: E402
 from shardplan.execution.torch import native  # noqa: E402
 from shardplan.execution.torch.dtypes import fold, to_numpy, to_torch  # noqa: E402
+from shardplan.execution.torch.run import native_on  # noqa: E402
 
 PROGRAMS = [
     "mesh a=2, b=2\ninput %0: i32[8@(a,b), 3]\n%1 = all_gather(%0; dim=0, axes=(b), chunks=2)\noutput %1",
@@ -135,3 +137,20 @@ def test_what_no_collective_fits_is_left_to_messages(text: str) -> None:
     program = sp.Program.parse("program\n" + text)
     (step,) = program.steps
     assert native.bind_native(step.op, *program.step_types(step), device=0) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "gloo", "nccl"),
+    [(None, False, True), ("", False, False), ("gloo", True, False), ("nccl,gloo", True, True)],
+)
+def test_the_switch(said: str | None, gloo: bool, nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARDPLAN_NATIVE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("SHARDPLAN_NATIVE", said)
+    assert (native_on("gloo"), native_on("nccl")) == (gloo, nccl)
+
+
+def test_the_switch_names_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDPLAN_NATIVE", "mpi")
+    with pytest.raises(BackendError, match="SHARDPLAN_NATIVE names 'mpi'; legal are gloo, nccl, or nothing"):
+        native_on("gloo")

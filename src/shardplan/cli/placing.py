@@ -130,12 +130,15 @@ def reduce(
     check_writable(out)
     amount = read_bytes("--bytes", nbytes)
     names = tuple(a.strip() for a in axes.split(","))
-    exported = export is not None and not every
+    if every and (export is not None or out is not None or target != "replicated" or subsets):
+        raise LayoutError(
+            "--all lists all-reduces over contiguous levels; --export, --out, --target and --subsets do not go with it"
+        )
     if hostfile is not None or rank_order is not None or megatron is not None:
         if placement is not None:
             raise LayoutError("--placement says where, and so does a launch; give one of them")
         launch = (topology, mesh, nodes, hostfile, rank_order, megatron)
-        chosen, origin = _launched(launch, exported)
+        chosen, origin = _launched(launch, export is not None)
     else:
         chosen = _placement(placement, read_mesh("--mesh", mesh), _needed(topology, nodes), names, amount, algorithm)
         origin = "as asked" if placement is not None else "the best for this; --placement says another"

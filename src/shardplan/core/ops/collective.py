@@ -140,9 +140,8 @@ class Collective(Op):
 
         def nbytes(chunks: int) -> int:
             if chunks == 1:
-                alone = (
-                    len(operands) == 1 and not shared
-                )  # only a single operand is sent from, or received into, its own array
+                # only a single operand is sent from, or received into, its own array
+                alone = len(operands) == 1 and not shared
                 return sum(
                     p.sent * (not (alone and p.sent_contiguous)) * t.itemsize
                     + p.received * (not (alone and p.received_contiguous)) * t.itemsize

@@ -29,11 +29,11 @@ from shardplan.errors import BackendError
 from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, members_of, shape_of
 from shardplan.execution.rank_rounds import rank_rounds
+from shardplan.execution.torch.native import REDUCED
 from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.wire import TorchWire
 
-SUMMED = ("f16", "bf16", "f32", "f64", "i8", "u8", "i32", "i64")  # dtypes that gloo reduces
 _groups: dict[tuple[int, ...], Any] = {}  # process groups by ranks in member order, for the life of the process
 
 
@@ -121,7 +121,7 @@ NATIVE: dict[type[Op], GlooCollective] = {  # all else goes as its lowering says
 def _native(op: Op, t: TensorType) -> GlooCollective | None:
     """The collective of gloo for an operand, where it has one for its dtype."""
     found = NATIVE.get(type(op))
-    return None if found is None or (found.reduces and t.dtype not in SUMMED) else found
+    return None if found is None or (found.reduces and t.dtype not in REDUCED) else found
 
 
 def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -35,7 +34,7 @@ from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.steps import bind
 from shardplan.execution.torch.wire import TorchWire
 
-NATIVE_BACKENDS = ("nccl",)
+NATIVE_BACKENDS = ("gloo", "nccl")  # whose collectives `native` knows
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound[TorchWire]]
@@ -117,14 +116,23 @@ def executable(program: Program, device: int) -> TorchExecutable:
 def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
     """Return the wire of a run over the default process group."""
     group = watch.state.group
-    batched = dist.get_backend(group) != "gloo" and device.type != "cpu"
-    return TorchWire(group, watch, device, batched=batched, native=native_on(dist.get_backend(group)))
+    backend = dist.get_backend(group)
+    batched = backend != "gloo" and device.type != "cpu"
+    return TorchWire(group, watch, device, batched=batched, native=native_on(backend))
 
 
 def native_on(backend: str) -> bool:
-    """Say whether collectives are the library's own: on nccl, or on the backends that `SHARDPLAN_NATIVE` names."""
+    """Say whether collectives are the library's own: on nccl, or on the backends that `SHARDPLAN_NATIVE` names.
+
+    Raises `BackendError` where it names another.
+    """
     named = os.environ.get("SHARDPLAN_NATIVE")
-    return backend in (NATIVE_BACKENDS if named is None else re.findall(r"\w+", named))
+    if named is None:
+        return backend == "nccl"
+    names = named.replace(",", " ").split()
+    if strange := sorted(set(names) - set(NATIVE_BACKENDS)):
+        raise BackendError(f"SHARDPLAN_NATIVE names {strange[0]!r}; legal are {', '.join(NATIVE_BACKENDS)}, or nothing")
+    return backend in names
 
 
 def agreed(bound: Runnable) -> bool:

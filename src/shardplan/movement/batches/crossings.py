@@ -12,14 +12,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
 from shardplan.hardware.prices.cost import Fabric
-from shardplan.movement.batches.tiles import tiles
+from shardplan.movement.batches.tiles import digits_by_id, tiles
 from shardplan.movement.redistribution.candidates import Candidate
 
 # Dims into which a partial source is scattered, beside the all-reduce: the tiles are tried for each.
@@ -35,13 +33,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     """
     if s.mesh.size != mesh.size or set(s.mesh.devices) != set(mesh.devices) or not s.all_even:
         return None
-
-    def digits(m: Mesh) -> list[bytes]:
-        """Of every atom the digits of the devices, in the order of ids; bytes, so that they can be looked up."""
-        places = np.argsort(m.ids)
-        return [(places // a.stride % a.size).tobytes() for a in m.atoms]
-
-    ours, theirs = digits(s.mesh), {d: atom for atom, d in enumerate(digits(mesh))}
+    ours, theirs = digits_by_id(s.mesh), {d: atom for atom, d in enumerate(digits_by_id(mesh))}
     if any(ours[a] not in theirs for run in s.atoms for a in run):
         return None
     return s.with_layout(Layout(tuple(mesh.fold(tuple(theirs[ours[a]] for a in run)) for run in s.atoms)), mesh)

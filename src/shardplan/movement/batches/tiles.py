@@ -77,6 +77,12 @@ def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
     return min(float(fabric.capacity(j).max()) / w.stride for j, w in enumerate(fabric.wires) if j >= outer)
 
 
+def digits_by_id(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Return of every atom the digits of the devices, in the order of their ids, however the mesh is written."""
+    places = np.argsort(mesh.ids)
+    return [tuple((places // atom.stride % atom.size).tolist()) for atom in mesh.atoms]
+
+
 def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]]:
     """Yield what to cut by, near pieces first: free atoms, of which those of a level and size are alike, or whole axes.
 
@@ -84,10 +90,9 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
     are taken in the order of ids, however the mesh is written.
     """
     mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used))
-    places = np.argsort(mesh.ids)
-    digits = [(places // atom.stride % atom.size).tolist() for atom in mesh.atoms]
+    digits = digits_by_id(mesh)
     alike: dict[tuple[int, int], list[Atoms]] = {}
-    for a in sorted(range(len(mesh.atoms)), key=lambda a: digits[a]):
+    for a in sorted(range(len(mesh.atoms)), key=digits.__getitem__):
         atom = mesh.atoms[a]
         if a not in busy:
             alike.setdefault((-levels[a], atom.size), []).append((a,))
