@@ -1,5 +1,6 @@
 """The lab: bytes on every edge, exact results, and nothing left behind; never times."""
 
+import itertools
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import Infeasible, ParseError, TopologyError
 from shardplan.execution.lab import Cluster, Lab, Measurement, Task, Unavailable, measure, missing, needs, session
+from shardplan.execution.lab.cluster import Leaf
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -346,8 +348,10 @@ def test_what_is_no_cluster_is_refused() -> None:
     ring = Topology("", (Level("node", 2, "ring", 1e9, 0.0), Level("gpu", 2, "switch", 1e9, 0.0)))
     with pytest.raises(TopologyError, match=r"^level 'node' is a ring; a tree of links has switches only, since on "):
         Cluster(ring)
-    with pytest.raises(TopologyError, match=r"^level 'node' has 8 uplinks; a tree of links has one, since which flow "):
-        Lab(Topology.load("dgx-a100", nodes=2))
+    with pytest.raises(TopologyError, match=r"^level 'node' has 8 uplinks; where the devices of a node share one "):
+        Cluster(Topology.load("dgx-a100", nodes=2), "lo")
+    with pytest.raises(ParseError, match=r"^rate '4x50'; legal is a number in Mbit/s, or uplinks and a number, such"):
+        Cluster.of("2x4", ("4x50", 100))
     with pytest.raises(TopologyError, match=r"^cluster '2x4' has 2 levels, but 1 rates are given: 5; one a level, in "):
         Cluster.of("2x4", (5,))
     with pytest.raises(ParseError, match=r"^cluster '2y4'; legal are sizes, outermost first, such as '2x4'$"):
@@ -360,10 +364,67 @@ def test_what_is_no_cluster_is_refused() -> None:
         Lab(Cluster.of("2", (5,)), timeout=0)
 
 
+def crossed(cluster: Cluster, sender: int, receiver: int) -> list[tuple[str, str]]:
+    """The namespaces and interfaces by which a packet of one rank to another leaves, as the kernel looks routes up."""
+    commands = {(tool, space): batch.splitlines() for tool, space, batch in cluster.commands()}
+    peers: dict[tuple[str, str], str] = {}
+    for words in (line.split() for line in commands["ip", ""]):
+        if words[:2] == ["link", "add"]:  # link add name X address A netns S type veth peer name Y address A netns T
+            peers[words[7], words[3]], peers[words[16], words[12]] = words[16], words[7]
+
+    def address(rank: int) -> str:
+        (own,) = (line.split()[2] for line in commands["ip", cluster.home(rank)] if line.startswith("addr add"))
+        return own.removesuffix("/16")
+
+    space, found = cluster.home(sender), [(cluster.home(sender), "up")]
+    while (space := peers[found[-1]]) != cluster.home(receiver):
+        lines = [line.split() for line in commands["ip", space]]
+        inside = [w[4] for w in lines if w[:3] == ["route", "add", f"{address(receiver)}/32"]]
+        tables = [w[5] for w in lines if w[:4] == ["rule", "add", "from", f"{address(sender)}/32"]]
+        outside = [w[4] for w in lines if w[:3] == ["route", "replace", "default"] and w[6:7] == tables[:1]]
+        assert len(set(inside or outside)) == 1, (space, inside, outside)
+        found.append((space, (inside or outside)[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rates", "leaf"),
+    [
+        ("2x4", ("4*5", 9), "ns"),
+        ("2x2x3", ("2*5", "6*4", 9), "ns"),
+        ("2x2x2", ("3*5", 4, "2*9"), "ns"),
+        ("3x2", (7, 9), "lo"),
+    ],
+)
+def test_packets_take_the_links_of_the_tree(sizes: str, rates: tuple[float | str, ...], leaf: Leaf) -> None:
+    """Out of a unit by the rail of the sender, into one by that of the receiver."""
+    cluster = Cluster.of(sizes, rates, leaf)
+    meters = cluster.meters()
+    for a, b in itertools.permutations(range(cluster.ranks), 2):
+        if cluster.home(a) != cluster.home(b):
+            assert crossed(cluster, a, b) == [meters[k] for k in cluster.tree.path(a, b)]
+
+
+@needs_lab
+def test_every_byte_takes_its_own_uplink() -> None:
+    """The bytes of every link of every unit, as the kernel counts them."""
+    with Lab(Cluster.of("2x4", ("2*500", 2000)), most_late=LATE) as lab:
+        for name in ("all_reduce over data", "all_reduce over both"):
+            m = measured(lab, Task(LARGE[name], title=name), 2)
+            counted(m)
+            assert m.verified
+    assert {"node[0].0 up", "node[0].1 up", "node[1].1 down"} <= set(m.edges)
+
+
 def test_the_commands_of_a_cluster() -> None:
     """Every edge has one interface that sends it, and one shaper of its rate there."""
     rng = random.Random(3)
-    for sizes, rates, leaf in (("2x4", (200, 1000), "ns"), ("2x2x2", (1, 2, 3), "ns"), ("3x2", (7, 9), "lo")):
+    for sizes, rates, leaf in (
+        ("2x4", (200, 1000), "ns"),
+        ("2x2x2", (1, 2, 3), "ns"),
+        ("3x2", (7, 9), "lo"),
+        ("2x2x3", ("2*5", "6*4", 9), "ns"),
+    ):
         cluster = Cluster.of(sizes, rates, leaf)  # pyright: ignore
         assert len(set(cluster.meters())) == len(cluster.tree.edges)
         shaped: dict[tuple[str, str], float] = {}

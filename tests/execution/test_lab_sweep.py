@@ -7,11 +7,12 @@ import pytest
 from execution.lab_here import needs_lab
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.lab import sweep as sweeping
-from shardplan.execution.lab.experiments import STANDARD, Experiment, emulated, pairs
+from shardplan.execution.lab.experiments import Experiment, emulated, pairs
 from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.results import Sweep
+from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, drawn
 from shardplan.execution.lab.sweep import estimate, sweep
-from shardplan.execution.lab.validate import CROSSOVERS, MANY, SHAPES, validate
+from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, validate
 
 LATE = 5.0  # seconds: bytes are asked for, not times
 FAST = (2000.0, 4000.0)  # Mbit/s
@@ -21,11 +22,25 @@ SECOND = Experiment("2x2", FAST, "a=4", ("a",), 2**16, limit=1)
 
 def test_the_standard_sweep_is_what_the_targets_ask_for() -> None:
     clusters = {e.cluster_name for e in STANDARD}
-    assert len(STANDARD) >= MANY
+    assert len({e.cluster for e in STANDARD if any(isinstance(r, str) for r in e.rates)}) >= SEVERAL
     assert len({e.name for e in STANDARD}) == len(STANDARD)
     assert len(clusters) >= SHAPES
     assert set(CROSSOVERS) <= clusters
     assert [e.key for e in STANDARD] == sorted((e.key for e in STANDARD), key=[e.key for e in STANDARD].index)
+
+
+def test_the_standard_sweep_has_many_that_compete() -> None:
+    assert competing(STANDARD) >= MANY
+
+
+def test_the_standard_sweep_is_drawn() -> None:
+    """From the first draw on, which does not depend on how many follow; each once, however a mesh is written."""
+    first = drawn(fields=1, shapes=CLUSTERS[:1])
+    assert first and first[0] in STANDARD
+    for one in (drawn(seed=1, fields=3, shapes=CLUSTERS[4:5]), drawn(seed=1, fields=2, shapes=CROSSED[:1])):
+        assert len(set(one)) == len(one) and competing(one) >= 2
+        assert all(len(e.axes) < e.mesh.count("=") or e.mesh.count("=") == 1 for e in one)
+    assert drawn(seed=2, fields=2, shapes=CLUSTERS[:1]) != drawn(seed=3, fields=2, shapes=CLUSTERS[:1])
 
 
 def test_pairs_are_all_placements_and_programs() -> None:

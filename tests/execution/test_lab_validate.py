@@ -113,13 +113,25 @@ def test_targets_and_misses(verdict: ScoreVerdict) -> None:
     held = {t.claim: t.holds for t in verdict.targets}
     assert held["payload on every link, every program"] is False
     assert held["kernel's count over payload, busy links"] is False
-    assert held["experiments"] is False
-    assert held["median top-1 regret"] is True
+    assert held["placements with more than 10 programs"] is False
+    assert held["median top-1 regret"] is False
+    assert held["mean absolute error"] is False
     assert held["placement ratio, measured, 2x4 ns 200/1000"] is True
     assert "measured best in predicted top 3, per placement" not in held  # no field has more than 3 programs
     found = {(m.target, m.placement) for m in verdict.misses}
     assert ("payload", "a=[2, 1], b=[1, 4]") in found
     assert ("kernel", "a=[2, 1], b=[1, 4]") in found
+
+
+def test_what_kept_the_processors_busy_does_not_count(verdict: ScoreVerdict) -> None:
+    (done,) = verdict.experiments
+    rows = (replace(done.rows[0], cpu_share=(0.3, 0.41)), replace(done.rows[1], cpu_share=(0.3, 0.4)), *done.rows[2:])
+    found = validate([Sweep(experiments=(replace(done, rows=rows),))])
+    assert found.experiments[0].rows == rows[1:]
+    assert (found.busy, verdict.busy) == (1, 0)
+    assert sum(s.programs for s in found.scores if s.model == "events" and s.placement) == len(rows) - 1
+    with pytest.raises(ParseError, match="no result has a measured experiment"):
+        validate([Sweep(experiments=(replace(done, rows=rows[:1]),))])
 
 
 def test_files_that_are_no_results(tmp_path: Path) -> None:

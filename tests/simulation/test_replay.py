@@ -280,6 +280,27 @@ def test_edges_of_a_tree() -> None:
     ]  # fmt: skip
 
 
+def test_a_tree_of_several_uplinks_has_the_rails_of_its_fabric() -> None:
+    """What every message loads, edge by edge, is what the events take: the same link for as long."""
+    levels = (
+        Level("pod", 2, "switch", 3e6, 0.0, uplinks=3, degraded=((1, 0.5),)),
+        Level("node", 2, "switch", 2e6, 0.0, uplinks=8, slow_ports=((2, 5, 0.25),)),
+        Level("gpu", 4, "switch", 9e6, 0.0, uplinks=2),
+    )
+    tree = Tree(Topology("", levels))
+    fabric = tree.fabric
+    ids = np.array(list(itertools.permutations(range(16), 2))).T
+    loads = routes(fabric, *ids)
+    assert len({e.name for e in tree.edges}) == len(tree.edges) == int(resource_starts(fabric)[-1])
+    for row, (a, b) in enumerate(ids.T.tolist()):
+        mine = sorted(1 / tree.edges[k].bandwidth for k in tree.path(a, b))
+        assert mine == pytest.approx(sorted(loads.seconds[loads.row == row].tolist()))
+    together = np.bincount(loads.resource, loads.seconds, int(resource_starts(fabric)[-1]))
+    counted = tree.edge_bytes(dict.fromkeys(map(tuple, ids.T.tolist()), 1))
+    seconds = [n / e.bandwidth for n, e in zip(counted, tree.edges, strict=True)]
+    assert sorted(seconds) == pytest.approx(sorted(together.tolist()))
+
+
 def test_paths_of_a_tree() -> None:
     deep = Topology("", tuple(Level(n, 2, "switch", 1.0, 0.0) for n in ("pod", "node", "gpu")))
     tree = Tree(deep)

@@ -20,11 +20,12 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task
-from shardplan.execution.lab.cluster import Leaf
-from shardplan.execution.lab.experiments import LIMIT, STANDARD, Experiment, emulated
+from shardplan.execution.lab.cluster import Leaf, Rate
+from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
 from shardplan.execution.lab.item import Engine
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.session import REPETITIONS
+from shardplan.execution.lab.standard import STANDARD
 from shardplan.execution.lab.sweep import MOST_LATE, Progress, estimate, sweep
 from shardplan.execution.lab.validate import validate
 from shardplan.hardware.placement import Placement, placements
@@ -209,20 +210,23 @@ def _mesh(text: str) -> Mesh:
         raise ParseError(f"--mesh: {error}") from None
 
 
-def read_rates(cluster: str, text: str | None) -> tuple[float, ...]:
-    """Return rates in Mbit/s; without a text those of `RATES`.
+def read_rates(cluster: str, text: str | None) -> tuple[Rate, ...]:
+    """Return rates in Mbit/s, as `Cluster.of` takes them; without a text those of `RATES`.
 
-    >>> read_rates("2x4", "100, 1000")
-    (100.0, 1000.0)
+    >>> read_rates("2x4", "4*50, 1000")
+    ('4*50', 1000.0)
     """
     if text is None:
         if cluster in RATES:
             return RATES[cluster]
         raise LayoutError(f"cluster {cluster} has no default rates; give --rates, in Mbit/s, outermost first")
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(part.strip() if "*" in part else float(part) for part in text.split(","))
     except ValueError:
-        raise ParseError(f"--rates {text!r}; legal are numbers in Mbit/s with commas between them: 200,1000") from None
+        raise ParseError(
+            f"--rates {text!r}; legal are numbers in Mbit/s with commas between them, such as 200,1000, and with "
+            "uplinks before them, such as 4*50,1000"
+        ) from None
 
 
 def read_leaf(text: str) -> Leaf:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardplan.execution.lab import Cluster, Measurement
+from shardplan.execution.lab.cluster import rates_text
+from shardplan.execution.lab.measurement import MOST_BUSY
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
 from shardplan.execution.lab.session import MOST_VARIATION
@@ -18,7 +20,6 @@ from shardplan.report.text import table
 from shardplan.report.timeline import comparison_text
 from shardplan.simulation.timeline import Timeline
 
-BUSY = 0.35  # share of the machine's processors above which they, and not the links, may set the pace
 MOST_MISSES = 20  # printed
 
 
@@ -33,7 +34,7 @@ class LabAnswer:
 
 def run_answer(cluster: Cluster, predicted: Sequence[Timeline], measured: Sequence[Measurement]) -> LabAnswer:
     """Return text and object of measurements beside their predictions."""
-    rates = "/".join(f"{level.bandwidth * 8e-6:g}" for level in cluster.topology.levels)
+    rates = rates_text(cluster.rates, "/")
     name = f"{'x'.join(map(str, cluster.topology.level_sizes))} at {rates} Mbit/s, leaf={cluster.leaf}"
     lines = [f"cluster  {name}, {measured[0].engine} engine, {len(measured[0].repetitions)} repetitions", ""]
     rows = [["program", "predicted", "median", "min", "error", "CV", "late", "CPU", "drops"]]
@@ -89,10 +90,10 @@ def measurement_object(predicted: Timeline, m: Measurement) -> dict[str, Any]:
 
 def _warnings(m: Measurement) -> Iterator[str]:
     """Yield what makes a measurement doubtful, a sentence each: busy processors, then noise."""
-    if m.cpu_share > BUSY:
+    if m.cpu_share > MOST_BUSY:
         yield (
-            f"{m.title}: {m.cpu_share:.0%} of the processors were busy, above {BUSY:.0%}: they, not the links, may "
-            "have set the pace; use lower rates or a smaller cluster"
+            f"{m.title}: {m.cpu_share:.0%} of the processors were busy, above {MOST_BUSY:.0%}: they, not the links, "
+            "may have set the pace; use lower rates or a smaller cluster"
         )
     if m.repeated and m.cv > MOST_VARIATION:
         yield f"{m.title}: repetitions vary by {m.cv:.1%} even the second time; the machine is not quiet"
@@ -149,6 +150,7 @@ def validate_text(v: ScoreVerdict) -> str:
     rows += [_summary_row(v.summary(model, pooled)) for pooled in (False, True) for model in MODELS]
     lines = [
         f"{len(v.experiments)} experiments, {sum(len(d.rows) for d in v.experiments)} pairs, noise floor {v.floor:.2%}",
+        f"{v.busy} pairs do not count, since more than {MOST_BUSY:.0%} of the processors were busy",
         "top k: measured best among the first k predicted, in % of fields with more than k programs: "
         "strict, within noise (by chance)",
         "",
@@ -180,6 +182,7 @@ def validate_object(v: ScoreVerdict) -> dict[str, Any]:
     return {
         "experiments": len(v.experiments),
         "pairs": sum(len(d.rows) for d in v.experiments),
+        "busy_pairs": v.busy,
         "noise_floor": v.floor,
         "summaries": [_finite(asdict(v.summary(m, p))) for p in (False, True) for m in MODELS],
         "targets": [asdict(t) for t in v.targets],

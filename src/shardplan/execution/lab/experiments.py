@@ -1,4 +1,4 @@
-"""Experiments of the lab: what is measured together, its pairs with their predictions, and the standard list.
+"""Experiments of the lab: what is measured together, and its pairs with their predictions.
 
 An experiment is a cluster with its rates, a mesh, the reduced axes and a payload. Its pairs are all programs that the
 planner knows of up to a number of instructions, on every placement of the mesh. They are predicted before anything is
@@ -11,22 +11,23 @@ measured:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.errors import LayoutError
-from shardplan.execution.lab.cluster import CONSTANTS, Cluster, Leaf
+from shardplan.execution.lab.cluster import CONSTANTS, Cluster, Leaf, Rate, rates_text
 from shardplan.execution.lab.session import Task
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.topology import Topology
-from shardplan.movement.reductions.enumeration import reductions
+from shardplan.movement.reductions.enumeration import Reduction, reductions
 from shardplan.simulation.replay import replayed
 from shardplan.simulation.ring import script_of
 
 MIB = 2**20
 LIMIT = 3  # instructions of a program: over two factors there are 29 programs up to it
-LabKey = tuple[str, Leaf, tuple[float, ...]]  # what a lab is built from: sizes, leaves, rates
+LabKey = tuple[str, Leaf, tuple[Rate, ...]]  # what a lab is built from: sizes, leaves, rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Experiment:
     """
 
     cluster: str  # sizes, outermost first
-    rates: tuple[float, ...]  # of every level, in Mbit/s, outermost first
+    rates: tuple[Rate, ...]  # of every level, in Mbit/s, outermost first, as of `Cluster.of`
     mesh: str  # axes and sizes
     axes: tuple[str, ...]  # the reduced ones
     nbytes: int = MIB  # payload of every device
@@ -53,7 +54,7 @@ class Experiment:
     @property
     def cluster_name(self) -> str:
         """The cluster, its leaves and rates, such as `2x4 ns 200/1000`."""
-        return f"{self.cluster} {self.leaf} {'/'.join(f'{r:g}' for r in self.rates)}"
+        return f"{self.cluster} {self.leaf} {rates_text(self.rates, '/')}"
 
     @property
     def key(self) -> LabKey:
@@ -92,25 +93,29 @@ def pairs(experiment: Experiment) -> list[Pair]:
     Raises:
         LayoutError: The mesh has no placement on the cluster, or axes that it does not have.
     """
+    shared = experiment.leaf == "lo"
+    out: list[Pair] = []
+    for where, one, program in competitors(experiment):
+        timed = replayed(script_of(program), where, constants=CONSTANTS, shared=shared)
+        names = tuple(s.op.name for s in program.steps)
+        out.append(Pair(where, program, str(one), names, timed.seconds, one.seconds))
+    if not out:
+        raise LayoutError(f"{experiment.name}: no placement has a program")
+    return out
+
+
+def competitors(experiment: Experiment) -> Iterator[tuple[Placement, Reduction, Program]]:
+    """Yield the placements of an experiment with their programs, as `pairs` has them; raises as that does."""
     cluster = experiment.build()
     mesh = Mesh.parse(experiment.mesh)
     unknown = [a for a in experiment.axes if a not in mesh.axes]
     if unknown or not experiment.axes:
         raise LayoutError(f"{experiment.name}: axes to reduce over are of {', '.join(mesh.axes)}, got {unknown}")
-    priced = emulated(cluster.topology)
-    out: list[Pair] = []
-    for slow in placements(mesh, priced):
+    for slow in placements(mesh, emulated(cluster.topology)):
         where = Placement(mesh, cluster.topology, slow.matrix)
         for one in reductions(slow, experiment.axes, experiment.nbytes, experiment.limit, algorithm="ring"):
-            program = one.program
-            if program is None or not program.steps:
-                continue
-            timed = replayed(script_of(program), where, constants=CONSTANTS, shared=cluster.leaf == "lo")
-            names = tuple(s.op.name for s in program.steps)
-            out.append(Pair(where, program, str(one), names, timed.seconds, one.seconds))
-    if not out:
-        raise LayoutError(f"{experiment.name}: no placement has a program")
-    return out
+            if one.program is not None and one.program.steps:
+                yield where, one, one.program
 
 
 def emulated(topology: Topology) -> Topology:
@@ -120,30 +125,3 @@ def emulated(topology: Topology) -> Topology:
         for level in topology.levels
     )
     return replace(topology, levels=levels)
-
-
-def _cells(cluster: str, rates: tuple[float, ...], leaf: Leaf, cells: str) -> list[Experiment]:
-    """Read cells such as `8 a 1`: axis sizes, reduced axes, MiB; axes are named a, b, c."""
-    out: list[Experiment] = []
-    for cell in cells.split(","):
-        sizes, axes, mib = cell.split()
-        mesh = ", ".join(f"{a}={n}" for a, n in zip("abc", sizes.split("x"), strict=False))
-        out.append(Experiment(cluster, rates, mesh, tuple(axes), int(mib) * MIB, leaf))
-    return out
-
-
-# The standard sweep, half an hour. Reductions over two factors have 29 programs of up to 3 instructions; with one there
-# are 3, and being right is luck. The last two of the first cluster are the placement ratio, the second cluster is that
-# of the best program against a flat all_reduce.
-STANDARD: tuple[Experiment, ...] = (
-    *_cells("2x4", (200.0, 1000.0), "ns",
-            "8 a 1, 2x4 b 1, 2x2x2 ab 1, 8 a 2, 2x4 a 1, 4x2 b 1, 2x2x2 a 1, 2x4 a 4, 4x2 b 4"),
-    *_cells("2x4", (100.0, 1000.0), "ns", "8 a 1, 2x4 b 1, 2x4 a 1, 4x2 b 1, 2x2x2 b 1"),
-    *_cells("2x4", (50.0, 250.0), "ns", "2x4 a 2"),
-    *_cells("2x4", (200.0, 1000.0), "lo", "8 a 1, 2x4 b 1, 4x2 a 1, 2x4 a 2, 4x2 b 2, 2x2x2 c 1"),
-    *_cells("2x2x2", (400.0, 200.0, 800.0), "ns",
-            "2x4 b 1, 8 a 1, 2x4 a 1, 4x2 b 1, 2x2x2 a 1, 2x2x2 c 2, 2x4 a 2"),
-    *_cells("2x2x2", (100.0, 200.0, 1000.0), "ns", "4x2 a 1, 2x4 a 1, 4x2 b 1, 2x2x2 b 1"),
-    *_cells("4x2", (200.0, 1000.0), "ns", "8 a 1, 4x2 a 1, 2x4 a 1, 4x2 b 1, 2x2x2 c 2"),
-    *_cells("4x4", (100.0, 500.0), "ns", "16 a 1, 4x4 a 1, 8x2 b 1, 2x8 a 1"),
-)  # fmt: skip

@@ -19,6 +19,9 @@ class Repetition:
     edge_bytes: tuple[int, ...]  # what the interface of every edge sent meanwhile, headers included
 
 
+MOST_BUSY = 0.35  # share of the processors above which they, and not the links, may set the pace
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """An item measured."""

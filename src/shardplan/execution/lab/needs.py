@@ -23,7 +23,10 @@ _TRIAL = {
     "a private tmpfs": "mount -t tmpfs none /run && mkdir -p /run/netns",
     "named network namespaces": "ip netns add a",
     "veth links (kernel module veth)": "ip link add name up netns a type veth peer name down",
-    "bridges (kernel module bridge)": "ip link add name hub type bridge",
+    "namespaces that forward (sysctl net.ipv4.ip_forward)": "echo 1 > /proc/sys/net/ipv4/ip_forward",
+    "links without slow start (sysctl net.ipv4.tcp_slow_start_after_idle)": "echo 0 >"
+    " /proc/sys/net/ipv4/tcp_slow_start_after_idle",
+    "routes by sender (kernel option IP_MULTIPLE_TABLES)": "ip rule add from 10.0.0.1/32 lookup 100 pref 40000",
     "the shaper tbf (kernel module sch_tbf)": "tc qdisc add dev down root tbf rate 1mbit burst 80k limit 1m",
     "congestion control cubic (kernel module tcp_cubic)": "ip link set dev down up && ip addr add 10.0.0.1/16 dev down"
     " && ip route replace 10.0.0.0/16 dev down congctl cubic",

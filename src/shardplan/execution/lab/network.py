@@ -11,6 +11,8 @@ import os
 import socket
 import struct
 import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardplan.errors import BackendError
@@ -28,6 +30,10 @@ _QUEUE_STATS = struct.Struct("=8xI")  # gnet_stats_queue as far as drops: queue 
 _TYPE = 0x3FFF  # of an attribute's type, without the flags above it
 _SENT = 8  # the column of /proc/net/dev, after the name, that counts bytes sent
 _TABLE_BYTES, _REPLY_BYTES = 2**16, 2**17  # more than a net/dev of a few interfaces, than a part of a netlink dump
+# What a namespace that forwards needs; answers may come in by another link than that by which what they answer left.
+_FORWARDING = {"ip_forward": "1", "conf/*/rp_filter": "0"}
+# What a rank needs: a link is as fast after a pause as before it, and a message waits for the link, not for a buffer.
+_SENDING = {"tcp_slow_start_after_idle": "0", "tcp_rmem": "4096 4194304 8388608", "tcp_wmem": "4096 4194304 8388608"}
 RUN = Path("/run")  # covered by a private tmpfs, so that nothing written there outlives the lab
 
 
@@ -41,6 +47,12 @@ def build(cluster: Cluster) -> None:
     (RUN / "netns").mkdir()
     for tool, space, batch in cluster.commands():
         _call([tool, *(("-n", space) if space else ()), "-batch", "-"], batch)
+    with _home():
+        for space in dict.fromkeys(name for name, _ in cluster.meters()):
+            enter(space)
+            for setting, value in (_FORWARDING if space in cluster.routers() else _SENDING).items():
+                for file in Path("/proc/sys/net/ipv4").glob(setting):
+                    file.write_text(value)
 
 
 def _call(command: list[str], text: str) -> None:
@@ -69,6 +81,17 @@ def _set_namespace(path: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def _home() -> Generator[None]:
+    """Bring this thread back to its network namespace at the end."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield
+    finally:
+        _set_namespace(Path(f"/proc/self/fd/{home}"))
+        os.close(home)
+
+
 class Meters:
     """The counters of a cluster's edges, from outside of its namespaces."""
 
@@ -77,15 +100,11 @@ class Meters:
         self._meters = cluster.meters()
         self._devices: dict[str, int] = {}
         self._sockets: dict[str, socket.socket] = {}
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _home():
             for space in dict.fromkeys(name for name, _ in self._meters):
                 enter(space)
                 self._devices[space] = os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
                 self._sockets[space] = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
-        finally:
-            _set_namespace(Path(f"/proc/self/fd/{home}"))
-            os.close(home)
 
     def sent(self) -> tuple[int, ...]:
         """Return the bytes that the interface of every edge has sent so far, packet headers included."""

@@ -21,6 +21,7 @@ from shardplan.errors import ParseError, line
 from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.experiments import Experiment
 from shardplan.execution.lab.item import Engine
+from shardplan.execution.lab.measurement import MOST_BUSY
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.plans.plan_file import write_atomic
 
@@ -57,6 +58,11 @@ class Row:
     def median(self) -> float:
         """Seconds."""
         return statistics.median(self.seconds)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the links set the pace: at most `MOST_BUSY` of the processors were busy, in the mean."""
+        return statistics.fmean(self.cpu_share) <= MOST_BUSY
 
 
 @dataclass(frozen=True, slots=True)
