@@ -25,7 +25,7 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.interop.hlo import hlo_script, parse_hlo
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 from shardplan.simulation.script import Script
 
 HERE = Path(__file__).parent

@@ -23,7 +23,7 @@ from shardplan.core.reference import run_program
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 
 pytest.importorskip("torch")
 import torch

@@ -28,7 +28,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.report.lab_text import run_answer, sweep_text
 from shardplan.report.text import json_text
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 from shardplan.simulation.timeline import Timeline
 
 STORED = Path(__file__).parents[1] / "execution" / "lab_results" / "small.json"

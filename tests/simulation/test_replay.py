@@ -24,7 +24,7 @@ from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import Where
 from shardplan.simulation.engine import Uses, fair_rates
 from shardplan.simulation.replay import Constants, replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree

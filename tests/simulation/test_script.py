@@ -10,7 +10,7 @@ from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, Redu
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.walk import inside
-from shardplan.simulation.ring import _messages, script_of
+from shardplan.simulation.scripts import _messages, script_of
 from shardplan.simulation.script import ScriptError
 
 RINGS = (AllGather, AllReduce, ReduceScatter)
