@@ -156,7 +156,7 @@ def checked(lab: Lab, count: int, devices: int) -> None:
 
 @needs_lab
 def test_gloo_s_own_collectives(lab: Lab) -> None:
-    """One call of each device: of its group, in member order, with all it has; the bytes on every edge are those said."""
+    """One call a device: in its group, in member order, with all it has; the bytes on every edge are those said."""
     for name, p in LARGE.items():
         m = measured(lab, Task(p, title=name), 1, "gloo")
         counted(m)
@@ -166,9 +166,8 @@ def test_gloo_s_own_collectives(lab: Lab) -> None:
         rows = zip(pattern.members.tolist(), pattern.nbytes.tolist(), strict=True)
         want = {d: (NativeCall(pattern.kind, tuple(group), int(n)),) for group, n in rows for d in group}
         assert m.calls == want, name
-    (foreign,) = lab.measure(
-        [program("u16[8]{+data}", AllReduce(("data",)))], 1, engine="gloo"
-    )  # which it does not add
+    words = program("u16[8]{+data}", AllReduce(("data",)))  # which gloo does not add
+    (foreign,) = lab.measure([words], 1, engine="gloo")
     assert foreign.exact and not foreign.calls and foreign.payload
 
 

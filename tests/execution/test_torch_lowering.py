@@ -191,7 +191,7 @@ def test_an_engine_sends_what_its_script_says(name: str, engine: Engine) -> None
 
 
 def test_the_moves_of_a_batch_are_under_way_at_once() -> None:
-    """In as many rounds as its longest move has; a stage begins with the receives of all moves, in script and engine."""
+    """In as many rounds as its longest move has; a stage begins with the receives of all moves."""
     program, wires = TALKS["four together"], list[QueueWire]()
     found = script_of(program)
     alone = [sum(len(stage.rounds) for stage in script_of(one(*move)).stages) for move in MOVES]
