@@ -15,8 +15,8 @@ from shardplan.core.pattern import Groups
 from shardplan.core.tensor import TensorType
 
 # What every library reduces as the reference does, floating-point sums in an order of its own.
-REDUCTIONS = ("sum", "product", "min", "max")
-REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
+_REDUCTIONS = ("sum", "product", "min", "max")
+_REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
 
 
 class LibraryCall(NamedTuple):
@@ -88,5 +88,5 @@ def library_call(op: Op, operands: Sequence[TensorType]) -> LibraryCall | None:
     call = _CALLS.get(pattern.kind) if isinstance(pattern, Groups) else None
     if call is None or not call.folds:
         return call
-    legal = (operands[0].layout.reduction or "sum") in REDUCTIONS and {t.dtype for t in operands} <= REDUCED
+    legal = (operands[0].layout.reduction or "sum") in _REDUCTIONS and {t.dtype for t in operands} <= _REDUCED
     return call if legal else None

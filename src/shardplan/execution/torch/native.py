@@ -84,7 +84,7 @@ def bind_native(
             whole = Spot(f"x{k}", u.dtype, view_of(u.local_shape(place), tuple((0, n) for n in u.local_shape(place))))
             starts.append(SpotCopy(whole, whole._replace(buffer=f"y{k}")))
     call = NATIVE[native.kind]
-    reduction = getattr(dist.ReduceOp, (operands[0].layout.reduction or "sum").upper()) if native.folds else None
+    reduction = getattr(dist.ReduceOp, (operands[0].layout.reduction or "sum").upper())
     received, sent = (int(x[place]) for x in (op.received(*operands), op.sent(*operands)[1]))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
