@@ -17,7 +17,7 @@ from shardplan.core.ops import AllReduce
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 
 TARGET = 1.0  # microseconds a message, of `simulate`
 SIZES = (32, 64, 256)

@@ -43,8 +43,8 @@ from shardplan.hardware.placement import Placement, placements
 from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.movement.redistribute import redistribute
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script
+from shardplan.simulation.scripts import script_of
 
 CLUSTERS = {"s8": ("2x4", (200.0, 1000.0)), "s16": ("4x4", (100.0, 500.0))}
 DEVICES = {"s8": 8, "s16": 16}

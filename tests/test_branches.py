@@ -37,8 +37,8 @@ LANGUAGE = "the published language of reductions, whose instructions have these 
 ALLOWED = {
     "execution/jax/native.py": "the table of the collectives that XLA has",
     "execution/torch/native.py": "the table of the collectives that libraries have",
-    "execution/lab/gloo.py": "the table of the collectives that gloo has",
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
+    "hardware/prices/gloo_messages.py": "the library model: of which messages gloo's collectives are",
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,

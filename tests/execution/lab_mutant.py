@@ -11,7 +11,7 @@ import torch
 from shardplan.core.group_rounds import Of, gather
 from shardplan.core.lowering import Group, Region, Round
 from shardplan.core.ops import movement, reduction
-from shardplan.execution.lab import gloo, host
+from shardplan.execution.lab import host
 from shardplan.execution.torch import pack
 
 
@@ -57,6 +57,5 @@ if __name__ == "__main__":
         "drop": lambda: gathers(drop_chunk),
         "swap": lambda: gathers(swap_order),
         "twice": add_twice,
-        "none of gloo's own": gloo.NATIVE.clear,
     }[sys.argv.pop(1)]()
     host.main()

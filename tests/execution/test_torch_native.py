@@ -12,8 +12,10 @@ import shardplan as sp
 torch = pytest.importorskip("torch")
 
 from shardplan.core.dtypes import numpy_dtype  # noqa: E402
+from shardplan.core.library_call import library_call  # noqa: E402
 from shardplan.errors import BackendError  # noqa: E402
 from shardplan.execution.drive import finish  # noqa: E402
+from shardplan.execution.record import NativeCall  # noqa: E402
 from shardplan.execution.torch import native  # noqa: E402
 from shardplan.execution.torch.dtypes import fold, to_numpy, to_torch  # noqa: E402
 from shardplan.execution.torch.run import native_on  # noqa: E402
@@ -52,6 +54,7 @@ class ThreadWire:
     device: Any = field(default_factory=lambda: torch.device("cpu"))
     received: int = 0
     sent: int = 0
+    calls: list[Any] = field(default_factory=list)
 
     def empty(self, elements: int, dtype: Any) -> Any:
         return torch.full((elements,), 77, dtype=torch.uint8).repeat(dtype.itemsize).view(dtype)
@@ -98,7 +101,7 @@ def test_what_ranks_pack_and_unpack_is_what_the_library_moves(text: str, monkeyp
     program = sp.Program.parse("program\n" + text)
     (step,) = program.steps
     operands, results = program.step_types(step)
-    monkeypatch.setattr(native, "NATIVE", {k: n._replace(call=called(k)) for k, n in native.NATIVE.items()})
+    monkeypatch.setattr(native, "NATIVE", {kind: called(kind) for kind in native.NATIVE})
     arrays = []
     for k, t in enumerate(operands):
         whole = np.random.default_rng(k).integers(0, 50, t.shape).astype(numpy_dtype(t.dtype))
@@ -107,7 +110,7 @@ def test_what_ranks_pack_and_unpack_is_what_the_library_moves(text: str, monkeyp
             [(x + d).astype(x.dtype) for d, x in enumerate(shards)] if t.layout.reduction == "sum" else shards
         )
     want = sp.run(program, arrays[0] if len(arrays) == 1 else arrays)
-    ids, meetings, found = operands[0].mesh.devices, {}, {}
+    ids, meetings, found, calls = operands[0].mesh.devices, {}, {}, {}
     for group in operands[0].mesh.group_places(step.op.members(operands[0])):
         meetings[tuple(ids[p] for p in group)] = Meeting(len(group))
 
@@ -116,6 +119,7 @@ def test_what_ranks_pack_and_unpack_is_what_the_library_moves(text: str, monkeyp
         assert bound is not None
         wire: Any = ThreadWire(ids[place], meetings)
         found[place] = finish(bound([to_torch(x[place].copy()) for x in arrays], wire))
+        calls[ids[place]] = wire.calls
 
     threads = [threading.Thread(target=rank, args=(place,)) for place in range(len(ids))]
     for thread in threads:
@@ -126,6 +130,23 @@ def test_what_ranks_pack_and_unpack_is_what_the_library_moves(text: str, monkeyp
     for k, shards in enumerate([want] if len(results) == 1 else want):
         for place, x in enumerate(shards):
             assert np.array_equal(to_numpy(found[place][k]), x), (place, k)
+    assert calls == called_by(program)
+
+
+def called_by(program: sp.Program) -> dict[int, list[NativeCall]]:
+    """What the types alone say that devices call, by id."""
+    out: dict[int, list[NativeCall]] = {d: [] for d in program.devices}
+    for step in program.steps:
+        operands, results = program.step_types(step)
+        call = library_call(step.op, operands)
+        assert call is not None
+        t = operands[0]
+        for group in t.mesh.group_places(step.op.members(t)).tolist():
+            ranks = tuple(t.mesh.devices[p] for p in group)
+            sizes = [n for n, _ in call.sizes(step.op.chunks, operands, results, group)]
+            for d in ranks:
+                out[d] += [NativeCall(call.kind, ranks, n) for n in sizes]
+    return out
 
 
 @pytest.mark.parametrize("text", [

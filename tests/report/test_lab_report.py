@@ -28,7 +28,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.report.lab_text import run_answer, sweep_text
 from shardplan.report.text import json_text
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import script_of
 from shardplan.simulation.timeline import Timeline
 
 STORED = Path(__file__).parents[1] / "execution" / "lab_results" / "small.json"
@@ -149,7 +149,7 @@ def measurement(edges: dict[str, tuple[int, int]]) -> Measurement:
     """One repetition of nothing; by link the payload, which is also what was predicted, and what the kernel counted."""
     payload, kernel = zip(*edges.values(), strict=True)
     once, line = Repetition(1.0, 0.0, 0.0, 0, kernel), Timeline((), source="measured")
-    return Measurement("x", "ring", tuple(edges), (once,), False, 0, True, {}, payload, {}, payload, 0.0, line)
+    return Measurement("x", "ring", tuple(edges), (once,), False, 0, True, {}, payload, {}, payload, {}, 0.0, line)
 
 
 def test_the_busiest_link_of_every_level_and_direction_is_printed() -> None:
@@ -168,6 +168,6 @@ def test_the_best_reduction_is_the_fastest_predicted() -> None:
     place = in_order(sp.Mesh(a=4), cluster)
     programs = [r.program for r in sp.reductions(place, ("a",), 2**16, limit=3, algorithm="ring") if r.program]
     seconds = [replayed(script_of(p), place, shared=True, constants=CONSTANTS).seconds for p in programs]
-    best, flat = _subjects([], "a", "a=4", cluster, "64KiB", False)
-    assert best.predict(cluster).seconds == min(seconds) < 0.6 * seconds[0]
+    best, flat = _subjects([], "a", "a=4", cluster, "64KiB", False, "ring")
+    assert best.predict(cluster, "ring").seconds == min(seconds) < 0.6 * seconds[0]
     assert (best.title.split(":")[0], flat.title) == (f"best of {len(programs)}", "flat all_reduce")

@@ -117,19 +117,23 @@ def script_seconds(
 
     def device(d: int) -> Iterator[bool]:
         taken: dict[int, int] = {}
-        for _, rounds in script.rounds_of(d):
+        for stage, rounds in script.rounds_of(d):
+            due: list[list[tuple[tuple[int, int], int]]] = []  # by round, which messages of which peers
             mine: list[tuple[tuple[int, int], int]] = []
             for peer, _ in (m for _, takes in rounds for m in takes):
                 awaited.setdefault((peer, d), []).append(clock[0])
-            for sends, takes in rounds:
+            for number, (sends, takes) in enumerate(rounds):
+                for pair, nth in due[number - stage.in_flight] if number >= stage.in_flight else ():
+                    while arrived(pair) < nth:
+                        yield False
                 for peer, n in sends:
                     sent.setdefault((d, peer), []).append((clock[0], n))
                     mine.append(((d, peer), len(sent[d, peer])))
+                due.append([])
                 for peer, _ in takes:
                     taken[peer] = taken.get(peer, 0) + 1
-                while not all(arrived((peer, d)) >= taken[peer] for peer, _ in takes):
-                    yield False
-            while not all(arrived(pair) >= nth for pair, nth in mine):
+                    due[-1].append(((peer, d), taken[peer]))
+            while not all(arrived(pair) >= nth for pair, nth in (*mine, *(x for takes in due for x in takes))):
                 yield False
 
     def arrived(pair: tuple[int, int]) -> int:

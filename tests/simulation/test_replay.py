@@ -24,8 +24,8 @@ from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import Where
 from shardplan.simulation.engine import Uses, fair_rates
 from shardplan.simulation.replay import Constants, replayed
-from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
+from shardplan.simulation.scripts import script_of
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.tree import Tree
 from simulation.fluid import script_seconds
@@ -210,13 +210,16 @@ def test_what_is_no_script_is_an_error() -> None:
 
 
 def messages(draws: st.DataObject, devices: int) -> Script:
-    """A script of some stages and rounds, with messages of a few sizes between any devices, several a pair."""
+    """A script of some stages and rounds, with messages of a few sizes between any devices, several a pair.
+
+    In a stage up to three rounds are under way at once.
+    """
     pair = st.tuples(st.integers(0, devices - 1), st.integers(0, devices - 1)).filter(lambda p: p[0] != p[1])
     message = st.tuples(pair, st.sampled_from((100, 1000, 1700))).map(lambda m: (*m[0], m[1]))
     rounds = st.lists(st.lists(message, min_size=1, max_size=6), min_size=1, max_size=3)
-    stages = draws.draw(st.lists(rounds, min_size=1, max_size=3))
-    made = [tuple(ScriptRound(*np.array(one).T) for one in stage) for stage in stages]
-    return Script(tuple(Stage(k, one) for k, one in enumerate(made)), ("x",) * len(made), ("x",) * len(made))
+    stages = draws.draw(st.lists(st.tuples(rounds, st.integers(1, 3)), min_size=1, max_size=3))
+    made = [(tuple(ScriptRound(*np.array(one).T) for one in stage), flying) for stage, flying in stages]
+    return Script(tuple(Stage(k, *one) for k, one in enumerate(made)), ("x",) * len(made), ("x",) * len(made))
 
 
 @given(st.data(), st.sampled_from(PLACES))

@@ -1,4 +1,4 @@
-"""The messages of the ring engine: what arrives in a step is what its op says, and goes between neighbours."""
+"""The messages of engines: what arrives in a step is what its op says, in rings between neighbours, and gloo's own."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import pytest
 import shardplan as sp
 from conformance import cases
 from shardplan.core.lowering import SEGMENT, Put, Round, Take, run_of
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Op, Reduce, ReduceScatter
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Reduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.walk import inside
-from shardplan.simulation.ring import _messages, script_of
 from shardplan.simulation.script import ScriptError
+from shardplan.simulation.scripts import _messages, script_of
 
 RINGS = (AllGather, AllReduce, ReduceScatter)
 
@@ -88,3 +88,49 @@ def test_what_is_put_is_taken() -> None:
         take = Take(np.array([-1, peer]), run_of("y0", np.zeros(2, np.int64), np.array([0, count])))
         with pytest.raises(ScriptError, match=r"^device 0 sends \[8\] bytes to device 1, which waits for"):
             _messages(Round((put,), (), (take,)), ids, {"x0": 4, "y0": 4})
+
+
+ORDER = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1))
+
+
+def test_gloo_has_its_own_messages_for_what_it_runs_itself() -> None:
+    """In member order; a reduce_scatter is an all_reduce; two groups, in two chunks, side by side."""
+    after = {(2, 0): 12, (0, 3): 12, (3, 1): 12, (1, 2): 12}
+    gathered = script_of(one("i8[16@x]", AllGather(0, ("x",)), ORDER), engine="gloo")
+    assert gathered.payload() == dict(sorted(after.items()))
+    assert [(len(stage.rounds), stage.in_flight) for stage in gathered.stages] == [(6, 2)]
+    before = {(b, a): 24 for a, b in after}
+    for op in (ReduceScatter(0, ("x",)), AllReduce(("x",))):
+        assert script_of(one("i8[16]{+x}", op, ORDER), engine="gloo").payload() == dict(sorted(before.items()))
+    ab = sp.Mesh(a=2, b=2)
+    pairs = script_of(one("i32[8@(a,b)]", AllGather(0, ("b",), chunks=2), ab), engine="gloo")
+    assert pairs.payload() == {(0, 1): 8, (1, 0): 8, (2, 3): 8, (3, 2): 8}
+    assert [[len(r.nbytes) for r in stage.rounds] for stage in pairs.stages] == [[4, 4], [4, 4]]
+    assert {stage.in_flight for stage in pairs.stages} == {2}
+    rooted = one("i32[4]{root:a,b}", Broadcast(("b",)), ab)  # of one of two groups nobody has anything
+    assert script_of(rooted, engine="gloo").payload() == {(0, 1): 16}
+
+
+@pytest.mark.parametrize(
+    ("text", "op"),
+    [
+        ("i32[7@x]", AllGather(0, ("x",))),  # members of unlike size
+        ("u16[8]{+x}", AllReduce(("x",))),  # a dtype that it does not add
+        ("i32[8]{band:x}", AllReduce(("x",), "band")),
+        ("i32[8@x]", Exchange(sp.TensorType.parse("i32[8]", ORDER).layout)),
+    ],
+)
+def test_all_else_gloo_leaves_to_messages(text: str, op: Op) -> None:
+    program = one(text, op, ORDER)
+    ours, direct = (script_of(program, engine=engine).stages for engine in ("gloo", "direct"))
+    assert [[r.nbytes.tolist() for r in stage.rounds] for stage in ours] == [
+        [r.nbytes.tolist() for r in stage.rounds] for stage in direct
+    ]
+
+
+def test_of_groups_of_unlike_members_only_the_even_ones_are_gloo_s() -> None:
+    """Of 11 elements the groups have 4, 4 and 3, of which the members have 2 and 2, or 2 and 1."""
+    program = one("i32[11@(a,b)]", AllGather(0, ("b",)), sp.Mesh(a=3, b=2))
+    found = script_of(program, engine="gloo")
+    assert found.payload() == {(0, 1): 8, (1, 0): 8, (2, 3): 8, (3, 2): 8, (4, 5): 8, (5, 4): 4}
+    assert [[r.nbytes.tolist() for r in stage.rounds] for stage in found.stages] == [[[4] * 4, [4] * 4], [[8, 4]]]

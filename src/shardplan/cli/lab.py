@@ -22,7 +22,6 @@ from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task
 from shardplan.execution.lab.cluster import Leaf, Rate
 from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
-from shardplan.execution.lab.item import Engine
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.execution.lab.standard import STANDARD
@@ -36,7 +35,7 @@ from shardplan.plans.plan import Plan
 from shardplan.report.lab_picture import save_points, save_timelines
 from shardplan.report.lab_text import LabAnswer, done_object, run_answer, sweep_text, validate_object, validate_text
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import ENGINES, Engine, script_of
 from shardplan.simulation.timeline import Timeline
 
 # Mbit/s by the cluster's sizes: what a small machine's processors can carry, the outer level slower, as it is.
@@ -55,9 +54,9 @@ class Subject:
     program: Program
     placement: Placement
 
-    def predict(self, cluster: Cluster) -> Timeline:
-        """Return its timeline, predicted event-wise."""
-        script = script_of(self.program)
+    def predict(self, cluster: Cluster, engine: Engine) -> Timeline:
+        """Return its timeline on an engine, predicted event-wise."""
+        script = script_of(self.program, engine=engine)
         return replayed(script, self.placement, constants=CONSTANTS, shared=cluster.leaf == "lo")
 
 
@@ -88,7 +87,7 @@ def lab_run_command(
         cluster: Sizes of the levels, outermost first.
         rates: Mbit/s of every level, with commas between them; by default those of `RATES`.
         nbytes: Payload of every device, with `reduce`.
-        engine: `ring`, or `gloo` for its own collectives.
+        engine: Of `ENGINES`.
         leaf: `ns`, a namespace a rank, or `lo`, one loopback for the ranks of a node.
         repetitions: Timed runs.
         png: File for a picture of both timelines of the first program.
@@ -104,14 +103,15 @@ def lab_run_command(
         BackendError: A result differs from the reference, or a rank failed.
     """
     built = Cluster.of(cluster, read_rates(cluster, rates), read_leaf(leaf))
-    subjects = _subjects(what, reduce, mesh, built, nbytes, portable)
-    predicted = [s.predict(built) for s in subjects]
+    runs_on = read_engine(engine)
+    subjects = _subjects(what, reduce, mesh, built, nbytes, portable, runs_on)
+    predicted = [s.predict(built, runs_on) for s in subjects]
 
     def tell(done: int, total: int) -> None:
         if progress is not None:
             progress(done, total, "runs")
 
-    with Lab(built, engine=cast(Engine, engine), most_late=most_late) as lab:
+    with Lab(built, engine=runs_on, most_late=most_late) as lab:
         tasks = [Task(s.program, s.placement, s.title) for s in subjects]
         measured = lab.measure(tasks, repetitions, progress=tell)
     if png is not None:
@@ -120,14 +120,20 @@ def lab_run_command(
 
 
 def _subjects(
-    what: Sequence[str], reduce: str | None, mesh: str | None, cluster: Cluster, nbytes: str, portable: bool
+    what: Sequence[str],
+    reduce: str | None,
+    mesh: str | None,
+    cluster: Cluster,
+    nbytes: str,
+    portable: bool,
+    engine: Engine,
 ) -> list[Subject]:
     """What to run: of a reduction two programs, else one."""
     forms = "a program or plan file, two types with --mesh, or --reduce AXES with --mesh"
     if reduce is not None:
         if what or mesh is None:
             raise LayoutError(f"lab run takes {forms}")
-        return _reductions(_mesh(mesh), reduce, cluster, nbytes)
+        return _reductions(_mesh(mesh), reduce, cluster, nbytes, engine)
     if len(what) == 2:
         if mesh is None:
             raise LayoutError("two types need --mesh, such as --mesh data=2,tensor=4")
@@ -141,7 +147,7 @@ def _subjects(
     return [_file(Path(what[0]), cluster)]
 
 
-def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str) -> list[Subject]:
+def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str, engine: Engine) -> list[Subject]:
     """The best program and the flat all_reduce."""
     placement = in_order(mesh, cluster)
     names = [a.strip() for a in axes.split(",")]
@@ -151,7 +157,7 @@ def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str) -> list[Su
         for r in found
         if r.program is not None
     ]
-    timed = sorted(every, key=lambda s: s.predict(cluster).seconds)
+    timed = sorted(every, key=lambda s: s.predict(cluster, engine).seconds)
     best = timed[0]
     flat = [s for s in every if len(s.program.steps) == 1 and s is not best]
     return [Subject(f"best of {len(every)}: {best.title}", best.program, placement),
@@ -236,6 +242,13 @@ def read_leaf(text: str) -> Leaf:
     return cast(Leaf, text)
 
 
+def read_engine(text: str) -> Engine:
+    """Return the engine that a text names."""
+    if text not in ENGINES:
+        raise LayoutError(f"--engine {text!r}; legal are {', '.join(ENGINES)}")
+    return text
+
+
 # shardplan lab sweep
 
 
@@ -267,7 +280,7 @@ def lab_sweep_command(
         mesh: Axes and sizes; by default one axis over all ranks, and two axes of which the first has size 2.
         axes: The reduced axes, with commas between them and ';' between experiments; by default each axis alone.
         nbytes: Payload of every device.
-        engine: `ring`, or `gloo` for its own collectives.
+        engine: Of `ENGINES`.
         leaf: `ns`, a namespace a rank, or `lo`, one loopback for the ranks of a node.
         limit: Most instructions of a program.
         repetitions: Timed runs of every pair.
@@ -287,7 +300,7 @@ def lab_sweep_command(
     chosen = list(STANDARD) if cluster is None else _experiments(cluster, rates, mesh, axes, nbytes, leaf, limit)
     if cluster is None and not rates == mesh == axes == None:  # noqa: E711
         raise LayoutError("--rates, --mesh and --axes need --cluster; without it the standard sweep is run")
-    found = _run_sweep(chosen, path, engine, repetitions, most_late, progress, say)
+    found = _run_sweep(chosen, path, read_engine(engine), repetitions, most_late, progress, say)
     if png is not None:
         save_points(Path(png), found.experiments)
     object_ = {
@@ -301,7 +314,7 @@ def lab_sweep_command(
 def _run_sweep(
     chosen: Sequence[Experiment],
     path: Path,
-    engine: str,
+    engine: Engine,
     repetitions: int,
     most_late: float,
     progress: Progress | None,
@@ -312,11 +325,11 @@ def _run_sweep(
     have = {d.experiment for d in before.experiments if not d.error} if before else set[Experiment]()
     todo = [e for e in chosen if e not in have]
     if say is not None and todo:
-        minutes = estimate(todo, repetitions) / 60
+        minutes = estimate(todo, repetitions, engine) / 60
         say(f"{len(todo)} experiments of {len(chosen)} to measure, about {minutes:.0f} minutes; result in {path.name}")
     return sweep(
         chosen,
-        engine=cast(Engine, engine),
+        engine=engine,
         repetitions=repetitions,
         before=before,
         keep=lambda found: found.save(path),

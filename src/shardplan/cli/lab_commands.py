@@ -21,7 +21,7 @@ app = typer.Typer(
 RATES_HELP = "Mbit/s of every level, outermost first: 100,1000."
 Rates = Annotated[str | None, typer.Option("--rates", metavar="RATES", help=RATES_HELP)]
 MeshText = Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
-Engine = Annotated[str, typer.Option("--engine", help="ring, or gloo: its own collectives.")]
+Engine = Annotated[str, typer.Option("--engine", help="ring, tree, direct, or gloo: its own collectives.")]
 Leaf = Annotated[str, typer.Option("--leaf", help="ns: a namespace a rank; lo: a node's ranks share one loopback.")]
 Repetitions = Annotated[int, typer.Option("--repetitions", help="Timed runs of every program.")]
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw predicted beside measured.")]

@@ -84,9 +84,12 @@ def program_leaves(program: Program) -> Iterator[LeafOp]:
 
 
 def turns(program: Program) -> Iterator[tuple[int, Visit]]:
-    """Yield every step without a body as often as it runs, in order, with the number of the program's step it is in."""
+    """Yield every step as often as it runs, in order, with the number of the program's step it is in.
+
+    A body that runs again and again is opened; one that runs at once is one step.
+    """
     for visit in walk(program):
-        if visit.nested is None:
+        if visit.nested is None or visit.nested.at_once:
             yield visit.number, visit
             continue
         for _ in range(visit.nested.times):

@@ -1,8 +1,9 @@
-"""`Record`: what a process saw of a run, step by step, on its own monotonic clock."""
+"""`Record`: what a process saw of a run, step by step, on its own monotonic clock; and what it called of a library."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,14 @@ class StepSpan:
     start: float  # seconds of the clock
     end: float
     received: int  # bytes
+
+
+class NativeCall(NamedTuple):
+    """A collective of a library, as one member of a group calls it."""
+
+    kind: str
+    ranks: tuple[int, ...]  # device ids, in member order
+    nbytes: int  # that this member puts in
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ does: it may be replayed and timed, and is no program.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,8 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError
 from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
-from shardplan.simulation.ring import stages_of
-from shardplan.simulation.script import Script, ScriptRound, Stage
+from shardplan.simulation.script import Script, ScriptRound, Stage, abreast
+from shardplan.simulation.scripts import stages_of
 
 BYTE = 8  # bits
 SHOWN = 200  # characters of a text that an error shows
@@ -98,10 +97,7 @@ def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
         ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
         if len(ends) and one.output_bytes:
             yield Stage(number, (ScriptRound(ends[:, 0], ends[:, 1], np.full(len(ends), one.output_bytes)),))
-    rings = [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1]
-    for stages in itertools.zip_longest(*rings):
-        rounds = itertools.zip_longest(*(stage.rounds for stage in stages if stage))
-        yield Stage(number, tuple(ScriptRound.joined([r for r in side_by_side if r]) for side_by_side in rounds))
+    yield from abreast(number, [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1])
 
 
 def _typed(one: HloCollective, group: Sequence[int]) -> tuple[Collective, list[TensorType]]:

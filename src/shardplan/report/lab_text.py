@@ -79,7 +79,7 @@ def measurement_object(predicted: Timeline, m: Measurement) -> dict[str, Any]:
             {"link": name, "predicted_bytes": said, "payload_bytes": counted, "kernel_bytes": kernel}
             for name, said, counted, kernel in zip(
                 m.edges,
-                m.predicted_edge_bytes or [None] * len(m.edges),
+                m.predicted_edge_bytes,
                 m.payload_edge_bytes,
                 m.kernel_edge_bytes,
                 strict=True,
@@ -109,8 +109,8 @@ def _links(m: Measurement) -> list[str]:
             busiest[key] = k
     rows = [["busiest link", "predicted", "engine", "kernel"]]
     for k in busiest.values():
-        counts = ["-", "-"] if said is None else [str(said[k]), str(m.payload_edge_bytes[k])]
-        rows.append([m.edges[k], *counts, str(m.kernel_edge_bytes[k])])
+        counted = "-" if m.calls else str(m.payload_edge_bytes[k])  # gloo's own messages are not
+        rows.append([m.edges[k], str(said[k]), counted, str(m.kernel_edge_bytes[k])])
     return table(rows)
 
 

@@ -7,7 +7,7 @@ Reading order:
 - `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
 - `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
-- `ring`        the script of a program on the ring engine: which messages its collectives are made of
+- `scripts`     the script of a program by engine: which messages its collectives are made of
 - `engine`      tasks that wait for tasks and share resources fairly, on arrays
 - `unrolled`    a program as tasks of the engine: groups, messages and kernels of every step that it runs
 - `events`      the event simulation of a program: devices at their own pace, links shared fairly

@@ -52,7 +52,7 @@ def replayed(script: Script, where: Where, *, shared: bool = False, constants: C
     """Return the timeline of a script, as its messages predict it.
 
     Args:
-        script: What devices send and wait for; of a program, `ring.script_of` gives it.
+        script: What devices send and wait for; of a program, `scripts.script_of` gives it.
         where: A topology whose ids are the device ids, or a placement.
         shared: Whether the devices of an innermost parent share one half-duplex link, as processes on one host.
         constants: By default the topology's latencies, all of the bandwidth, and no bucket.
@@ -78,7 +78,8 @@ def replayed(script: Script, where: Where, *, shared: bool = False, constants: C
     uses = _uses(fabric, ids, shared, constants)
     latencies = np.append(fabric.latencies(), 0.0)
     latency = latencies[fabric.crossed(*ids)] if constants.latency is None else np.full(len(ids[0]), constants.latency)
-    tasks, gates = _tasks(table, pair, latency, len(script.stages))
+    in_flight = np.array([stage.in_flight for stage in script.stages] + [1])
+    tasks, gates = _tasks(table, pair, latency, in_flight)
     return _timeline(script, gates, ends(tasks, uses)[len(table.nbytes) :], fabric)
 
 
@@ -125,9 +126,9 @@ class _Gates:
     enters: Ints  # bool: it begins a stage there
 
 
-def _tasks(table: Table, pair: Ints, latency: Floats, stages: int) -> tuple[Tasks, _Gates]:
-    """The messages as tasks, and behind them the gates, which take no time."""
-    n, rounds = len(table.nbytes), int(table.round.max(initial=-1)) + 1
+def _tasks(table: Table, pair: Ints, latency: Floats, in_flight: Ints) -> tuple[Tasks, _Gates]:
+    """The messages as tasks, and behind them the gates, which take no time; rounds in flight are by stage."""
+    n, rounds, stages = len(table.nbytes), int(table.round.max(initial=-1)) + 1, len(in_flight) - 1
     everyone = np.unique(np.concatenate([table.sender, table.receiver]))
     width = rounds + 1
     part = np.concatenate([table.sender, table.receiver]) * width + np.tile(table.round, 2)
@@ -143,10 +144,13 @@ def _tasks(table: Table, pair: Ints, latency: Floats, stages: int) -> tuple[Task
     entry = np.cumsum(enters) - 1
     sends, takes = gate[:n], gate[n : 2 * n]
     # What a message waits for: its sender in the round, its receiver in the stage; and what waits for it: the
-    # receiver's next round, and the sender's next stage. Every device ends with a gate, so that there is a next one.
+    # receiver's next round, or the one after those in flight, and the sender's next stage. Every device ends with a
+    # gate, so that there is a next one.
     number, chain = np.arange(n), np.flatnonzero(same)
+    following = np.append(entries, len(keys))[entry + 1]  # by gate, the first one of the device's next stage
+    due = np.minimum(takes + in_flight[table.stage], following[takes])
     before = np.concatenate([n + sends, n + entries[entry[takes]], number, number, n + chain])
-    after = np.concatenate([number, number, n + takes + 1, n + entries[entry[sends] + 1], n + chain + 1])
+    after = np.concatenate([number, number, n + due, n + following[sends], n + chain + 1])
     order = np.argsort(pair, kind="stable")
     turn = np.full(n + len(keys), -1)
     follows = pair[order[1:]] == pair[order[:-1]]

@@ -5,7 +5,8 @@ summed to bytes per link. Its rules are those of the engine (`execution.torch.st
 
 - a device goes through the stages one after another, at its own pace, and in a stage through its rounds;
 - entering a stage it posts the receives of all its rounds;
-- a round posts its sends, then waits for its receives;
+- a round posts its sends, then waits for its receives; where several rounds of a stage are in flight, for those of
+  the round that is the last but so many, and in the end for all;
 - leaving a stage it waits for all its sends.
 
 A message is received in the round in which it is sent, and the messages of two devices arrive in the order in which
@@ -14,8 +15,9 @@ they are sent. So whatever is sent is received, and nobody waits for what never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -55,6 +57,7 @@ class Stage:
 
     step: int  # number of the step in `Script.names`
     rounds: tuple[ScriptRound, ...]
+    in_flight: int = 1  # rounds whose messages a device has under way at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,8 +107,8 @@ class Script:
         table = self.table()
         return tuple(np.unique(np.concatenate([table.sender, table.receiver])).tolist())
 
-    def rounds_of(self, device: int) -> Iterator[tuple[int, list[tuple[list[Message], list[Message]]]]]:
-        """Yield a device's stages: the step's number, and by round what it sends and what it receives."""
+    def rounds_of(self, device: int) -> Iterator[tuple[Stage, list[tuple[list[Message], list[Message]]]]]:
+        """Yield a device's stages, and of each by round what it sends and what it receives."""
         for stage in self.stages:
             found: list[tuple[list[Message], list[Message]]] = []
             for one in stage.rounds:
@@ -114,7 +117,7 @@ class Script:
                     sends = list(zip(one.receiver[sent].tolist(), one.nbytes[sent].tolist(), strict=True))
                     found.append((sends, list(zip(one.sender[got].tolist(), one.nbytes[got].tolist(), strict=True))))
             if found:
-                yield stage.step, found
+                yield stage, found
 
     def payload(self) -> dict[tuple[int, int], int]:
         """Return the bytes that each device sends to each other, by (sender, receiver)."""
@@ -126,6 +129,15 @@ class Script:
         table = self.table()
         steps = np.array([stage.step for stage in self.stages], dtype=np.int64)
         return _summed(table.receiver, steps[table.stage], table.nbytes)
+
+
+def abreast(step: int, strands: Sequence[Iterable[Stage]]) -> Iterator[Stage]:
+    """Yield the stages of several strands, between devices of their own, as those of one: the n-th of all are one."""
+    for stages in zip_longest(*strands):
+        there = [stage for stage in stages if stage is not None]
+        rounds = zip_longest(*(stage.rounds for stage in there))
+        joined = tuple(ScriptRound.joined([r for r in one if r is not None]) for one in rounds)
+        yield Stage(step, joined, max(stage.in_flight for stage in there))
 
 
 def _summed(first: Ints, second: Ints, nbytes: Ints) -> dict[tuple[int, int], int]:

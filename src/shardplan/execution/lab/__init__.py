@@ -14,8 +14,7 @@ Reading order:
 - `item`        what travels between session, host and ranks
 - `measurement` what comes out
 - `host`        the first process inside the namespaces, which forks the ranks
-- `rank`        one of those: runs its part when it is told to
-- `gloo`        the engine of gloo's own collectives; that of rings and chains is the torch backend's interpreter
+- `rank`        one of those: runs its part by the torch backend's interpreter when it is told to
 - `replay`      scripts: bytes without values
 - `wire`        the torch backend's wire, which counts bytes by peer
 - `experiments` what a sweep measures, with its predictions
@@ -31,7 +30,7 @@ from shardplan.execution.lab.measurement import Measurement as Measurement
 from shardplan.execution.lab.measurement import Repetition as Repetition
 from shardplan.execution.lab.needs import Unavailable as Unavailable
 from shardplan.execution.lab.needs import missing as missing
-from shardplan.execution.lab.session import ENGINES as ENGINES
 from shardplan.execution.lab.session import Lab as Lab
 from shardplan.execution.lab.session import Task as Task
 from shardplan.execution.lab.session import measure as measure
+from shardplan.simulation.scripts import ENGINES as ENGINES

@@ -4,7 +4,7 @@ An experiment is a cluster with its rates, a mesh, the reduced axes and a payloa
 planner knows of up to a number of instructions, on every placement of the mesh. They are predicted before anything is
 measured:
 
-- `events` by `simulation.replay` with the constants of `cluster.CONSTANTS`: the prediction that is scored;
+- `events` by `simulation.replay` of the engine's messages, with `cluster.CONSTANTS`: the prediction that is scored;
 - `barrier` by the closed form of the plan's certificate (algorithm "ring", a barrier after every step), on the
   cluster's topology with the same payload share and latency. It knows full-duplex links only.
 """
@@ -23,7 +23,7 @@ from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.topology import Topology
 from shardplan.movement.reductions.enumeration import Reduction, reductions
 from shardplan.simulation.replay import replayed
-from shardplan.simulation.ring import script_of
+from shardplan.simulation.scripts import Engine, script_of
 
 MIB = 2**20
 LIMIT = 3  # instructions of a program: over two factors there are 29 programs up to it
@@ -87,7 +87,7 @@ class Pair:
         return Task(self.program, self.placement, self.text)
 
 
-def pairs(experiment: Experiment) -> list[Pair]:
+def pairs(experiment: Experiment, engine: Engine = "ring") -> list[Pair]:
     """Return the pairs of an experiment: placements in order, programs of each cheapest first by the barrier form.
 
     Raises:
@@ -96,7 +96,7 @@ def pairs(experiment: Experiment) -> list[Pair]:
     shared = experiment.leaf == "lo"
     out: list[Pair] = []
     for where, one, program in competitors(experiment):
-        timed = replayed(script_of(program), where, constants=CONSTANTS, shared=shared)
+        timed = replayed(script_of(program, engine=engine), where, constants=CONSTANTS, shared=shared)
         names = tuple(s.op.name for s in program.steps)
         out.append(Pair(where, program, str(one), names, timed.seconds, one.seconds))
     if not out:

@@ -7,13 +7,12 @@ the next order, and every order is answered by one message: what it returns, or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, ParseError, ShardplanError, TimedOut, TopologyError
-from shardplan.execution.record import StepSpan
+from shardplan.execution.record import NativeCall, StepSpan
 from shardplan.simulation.script import Script
-
-Engine = Literal["ring", "gloo"]
+from shardplan.simulation.scripts import Engine
 
 
 class WrongResult(BackendError):
@@ -67,6 +66,7 @@ class Outcome:
     busy: float  # seconds of CPU time, all threads
     spans: tuple[StepSpan, ...] = ()
     payload: dict[int, int] = field(default_factory=dict[int, int])  # bytes sent, by the receiver's device id
+    calls: tuple[NativeCall, ...] = ()  # of gloo's own collectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from shardplan.execution.record import NativeCall
 from shardplan.simulation.timeline import Timeline
 
 
@@ -27,7 +28,7 @@ class Measurement:
     """An item measured."""
 
     title: str
-    engine: str  # `ring`, `gloo`, or `replay` of a script
+    engine: str  # of `ENGINES`, or `replay` of a script
     edges: tuple[str, ...]  # names of the edges of the cluster's tree
     repetitions: tuple[Repetition, ...]  # of the set that is kept; fewer than asked for where a rank was late all along
     repeated: bool  # whether the first set was so uneven that another was taken; the calmer one is kept
@@ -35,10 +36,16 @@ class Measurement:
     verified: bool  # whether the warm-up's results were compared with the reference on every rank
     payload: dict[tuple[int, int], int]  # bytes by sender and receiver, device ids, as counted; none of gloo's own
     payload_edge_bytes: tuple[int, ...]  # the same over every edge
-    predicted_payload: dict[tuple[int, int], int] | None  # the same, worked out from the types alone; None for gloo
-    predicted_edge_bytes: tuple[int, ...] | None
+    predicted_payload: dict[tuple[int, int], int]  # the same, worked out from the types alone; gloo's own, too
+    predicted_edge_bytes: tuple[int, ...]
+    calls: dict[int, tuple[NativeCall, ...]]  # of gloo's own collectives, by device id, in order
     load: float  # the machine's load average over a minute, at the start
     timeline: Timeline  # of the repetition with the median time
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether the bytes counted are those predicted; None where gloo sends some, which nobody counts."""
+        return None if self.calls else self.payload == self.predicted_payload
 
     @property
     def seconds(self) -> float:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
 from shardplan.execution.drive import finish
-from shardplan.execution.lab import gloo, network
+from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
 from shardplan.execution.lab.replay import Replay
@@ -33,7 +33,8 @@ from shardplan.execution.record import Record
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
-from shardplan.execution.torch.steps import bind as bind_step
+from shardplan.execution.torch.steps import bind
+from shardplan.simulation.scripts import algorithm_of
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
 
@@ -89,19 +90,15 @@ class Worker:
         self.items: dict[int, Loaded] = {}
 
     def load(self, key: int, item: Item) -> None:
-        """Bind an item; every rank does this for every item, in one order, since groups are made here."""
+        """Bind an item."""
         device = next((d for d, r in item.ranks.items() if r == self.rank), None)
         found = Loaded(item, device)
         if item.script is not None:
             found.bound = None if device is None else Replay(item.script, device)
         else:
             program = Program.parse(item.program)
-            if item.engine == "gloo":
-                gloo.make_groups(program, item.ranks, self.timeout)
             if device is not None and device in program.devices:
-                ring = partial(bind_step, algorithm="ring")
-                bind = ring if item.engine == "ring" else gloo.binder(item.ranks, self.timeout)
-                found.bound = TorchExecutable(program, device, bind)
+                found.bound = TorchExecutable(program, device, partial(bind, algorithm=algorithm_of(item.engine)))
         self.items[key] = found
 
     def forget(self, key: int) -> None:
@@ -135,7 +132,8 @@ class Worker:
         texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
         watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
-        wire = LabWire(watch.state.group, watch, torch.device("cpu"), ranks=ranks)
+        native = found.item.engine == "gloo"
+        wire = LabWire(watch.state.group, watch, torch.device("cpu"), native=native, ranks=ranks)
         while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
             time.sleep(instant - start)
         busy = time.process_time()
@@ -147,7 +145,13 @@ class Worker:
         end = time.monotonic()
         found.inputs = {}
         outcome = Outcome(
-            device, start - instant, end, time.process_time() - busy, tuple(record.spans), dict(wire.payload)
+            device,
+            start - instant,
+            end,
+            time.process_time() - busy,
+            tuple(record.spans),
+            dict(wire.payload),
+            tuple(wire.calls),
         )
         if found.expected is not None:
             _compare(results, found.expected, found.item, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
@@ -26,20 +27,24 @@ class Replay:
         """Run all stages; every message is sent from, and received into, one buffer, as nobody reads it."""
         source = torch.zeros(self._largest, dtype=torch.uint8)
         sink = torch.zeros(self._largest, dtype=torch.uint8)
-        for step, rounds in self.stages:
+        for stage, rounds in self.stages:
             start, before = time.monotonic(), wire.received
-            _stage(rounds, wire, source, sink)
-            record.spans.append(StepSpan(self.device, step, start, time.monotonic(), wire.received - before))
+            _stage(rounds, stage.in_flight, wire, source, sink)
+            record.spans.append(StepSpan(self.device, stage.step, start, time.monotonic(), wire.received - before))
 
 
 def _stage(
-    rounds: Sequence[tuple[list[Message], list[Message]]], wire: TorchWire, source: torch.Tensor, sink: torch.Tensor
+    rounds: Sequence[tuple[list[Message], list[Message]]],
+    in_flight: int,
+    wire: TorchWire,
+    source: torch.Tensor,
+    sink: torch.Tensor,
 ) -> None:
-    """Post all receives of a stage; then, round by round, send, and wait for what the round receives."""
+    """Post all receives of a stage; then, round by round, wait for what no more may be in flight, and send."""
     ins = iter(wire.post([(peer, sink[:n]) for _, takes in rounds for peer, n in takes], [])[0])
     sent: Pending = []
-    for sends, takes in rounds:
+    due = [0] * in_flight + [len(takes) for _, takes in rounds]
+    for number, (sends, _) in enumerate(rounds):
+        wire.wait(list(islice(ins, due[number])))
         sent += wire.post([], [(peer, source[:n]) for peer, n in sends])[1]
-        for _ in takes:
-            wire.wait_one(*next(ins))
-    wire.wait(sent)
+    wire.wait([*ins, *sent])

@@ -20,10 +20,10 @@ import msgspec
 from shardplan.errors import ParseError, line
 from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.experiments import Experiment
-from shardplan.execution.lab.item import Engine
 from shardplan.execution.lab.measurement import MOST_BUSY
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.plans.plan_file import write_atomic
+from shardplan.simulation.scripts import Engine
 
 BUSY = 0.5  # an edge counts as busy from this share of the busiest edge's payload
 DEEPEST = 3  # levels of a file's JSON that have a line for every entry: down to the pairs of an experiment

@@ -23,7 +23,7 @@ from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut, TopologyError
 from shardplan.execution.lab import needs
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Engine, Failure, Item, Order, Run
+from shardplan.execution.lab.item import Failure, Item, Order, Run
 from shardplan.execution.lab.measurement import Measurement, Repetition, variation
 from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
@@ -31,14 +31,10 @@ from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import fabric_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import step_names
-from shardplan.simulation.ring import script_of
 from shardplan.simulation.script import Script
+from shardplan.simulation.scripts import ENGINES, Engine, script_of
 from shardplan.simulation.timeline import Timeline
 
-ENGINES: dict[Engine, str] = {
-    "ring": "collectives composed from point-to-point messages in member order",
-    "gloo": "gloo's own collectives",
-}
 HOST = ("-m", "shardplan.execution.lab.host")  # what Python runs inside the namespaces
 REPETITIONS = 5
 MOST_VARIATION = 0.05  # a set of repetitions that varies more is taken again, once
@@ -67,7 +63,7 @@ class Lab:
 
     Args:
         cluster: What to build; a topology is one with `leaf="ns"`.
-        engine: `"ring"` or `"gloo"`, where a measurement does not say another.
+        engine: Of `ENGINES`, where a measurement does not say another.
         timeout: Seconds that any wait of a rank for another may take.
         most_late: Seconds by which a rank may miss the agreed start; a run with a later one does not count.
 
@@ -267,12 +263,12 @@ class Lab:
         for outcome in middle.outcomes:
             payload.update({(outcome.device or 0, peer): n for peer, n in outcome.payload.items()})
         what = cell.task.what
-        script = what if isinstance(what, Script) else script_of(what) if item.engine == "ring" else None
+        script = what if isinstance(what, Script) else script_of(what, engine=item.engine)
 
         def edges(traffic: dict[tuple[int, int], int]) -> tuple[int, ...]:
             return tree.edge_bytes({(item.ranks[a], item.ranks[b]): n for (a, b), n in traffic.items()})
 
-        predicted = None if script is None else script.payload()
+        predicted = script.payload()
         return Measurement(
             item.title,
             "replay" if isinstance(what, Script) else item.engine,
@@ -284,7 +280,8 @@ class Lab:
             dict(sorted(payload.items())),
             edges(payload),
             predicted,
-            None if predicted is None else edges(predicted),
+            edges(predicted),
+            {o.device or 0: o.calls for o in middle.outcomes if o.calls},
             cell.load,
             _timeline(what, middle, item),
         )

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from shardplan.errors import BackendError, TimedOut
 from shardplan.execution.lab.experiments import Experiment, LabKey, Pair, pairs
-from shardplan.execution.lab.item import Engine, WrongResult
+from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
 from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab
+from shardplan.simulation.scripts import Engine
 
 OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
 
@@ -44,7 +45,7 @@ def sweep(
 
     Args:
         experiments: Those of one cluster one after another: each change of cluster builds one.
-        engine: `"ring"` or `"gloo"`.
+        engine: Of `ENGINES`.
         repetitions: Timed runs of every pair.
         before: What an earlier call found; its experiments are not measured again.
         keep: Called with the result so far after every experiment.
@@ -68,7 +69,7 @@ def sweep(
         )
     found = replace(found, experiments=tuple(d for d in found.experiments if not d.error))
     have = {d.experiment for d in found.experiments}
-    todo = [(e, pairs(e)) for e in dict.fromkeys(experiments) if e not in have]
+    todo = [(e, pairs(e, engine)) for e in dict.fromkeys(experiments) if e not in have]
     second = floor and (bool(todo) or not found.again)
     work = sum(_work(own, repetitions) for _, own in todo)
     share = 1 + 1 / AGAIN if second else 1.0
@@ -153,8 +154,8 @@ def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetition
 
 def _row(pair: Pair, m: Measurement) -> Row:
     said = m.predicted_edge_bytes
-    most = max(said, default=0) if said else 0
-    busy = [k / n for k, n in zip(m.kernel_edge_bytes, said, strict=True) if n and n >= BUSY * most] if said else []
+    most = max(said, default=0)
+    busy = [k / n for k, n in zip(m.kernel_edge_bytes, said, strict=True) if n and n >= BUSY * most]
     return Row(
         placement=pair.placement.describe(),
         program=pair.text,
@@ -168,7 +169,7 @@ def _row(pair: Pair, m: Measurement) -> Row:
         cpu_share=tuple(r.cpu_share for r in m.repetitions),
         drops=tuple(r.drops for r in m.repetitions),
         load=m.load,
-        exact=None if said is None else m.payload_edge_bytes == said and m.payload == m.predicted_payload,
+        exact=m.exact,
         payload=most,
         kernel=(min(busy), max(busy)) if busy else None,
     )
@@ -185,7 +186,7 @@ def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> It
             number += 1
         if not wanted:
             continue
-        known = {(p.placement.describe(), p.text): p for p in pairs(done.experiment)}
+        known = {(p.placement.describe(), p.text): p for p in pairs(done.experiment, found.engine)}
         own = [known[row.placement, row.program] for row in wanted]
         tell = meter.part(_work(own, repetitions), f"again: {done.experiment.name}")
         try:
@@ -198,6 +199,6 @@ def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> It
             yield Again(done.experiment.name, row.placement, row.program, row.median, m.seconds, times)
 
 
-def estimate(experiments: Sequence[Experiment], repetitions: int = REPETITIONS) -> float:
+def estimate(experiments: Sequence[Experiment], repetitions: int = REPETITIONS, engine: Engine = "ring") -> float:
     """Return about how many seconds a sweep takes, the noise floor included."""
-    return sum(_work(pairs(e), repetitions) for e in experiments) * (1 + 1 / AGAIN)
+    return sum(_work(pairs(e, engine), repetitions) for e in experiments) * (1 + 1 / AGAIN)

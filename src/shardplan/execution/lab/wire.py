@@ -1,10 +1,14 @@
-"""`LabWire`: the torch backend's wire, with the bytes to every peer counted, and device ids mapped to ranks."""
+"""`LabWire`: the torch backend's wire, with the bytes to every peer counted, and device ids mapped to ranks.
+
+The host gives all ranks one item, so groups are used without greeting.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,3 +32,7 @@ class LabWire(TorchWire):
         ins, outs = TorchWire.post(self, [(ranks[d], x) for d, x in receives], [(ranks[d], x) for d, x in sends])
         named_ins = [(d, work) for (d, _), (_, work) in zip(receives, ins, strict=True)]
         return named_ins, [(d, work) for (d, _), (_, work) in zip(sends, outs, strict=True)]
+
+    def group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of the ranks that stand in for some devices, in their order."""
+        return self.watch.state.members(tuple(self.ranks[d] for d in ranks))

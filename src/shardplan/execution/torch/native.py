@@ -1,8 +1,7 @@
 """Collectives that the library of a process group runs itself: on which steps, in which groups, and what is packed.
 
-A step whose pattern is one collective in groups, and whose members give and get equally much, is one call for each
-chunk and element width, in a process group of the members in member order; of a reduction for each dtype. Such groups
-are made once (`group_state`). All else is point-to-point messages: `steps.bind`.
+Which steps these are, and how many calls, `core.library_call` says. A call runs in a process group of the members in
+member order; such groups are made once (`group_state`). All else is point-to-point messages: `steps.bind`.
 """
 
 from __future__ import annotations
@@ -15,28 +14,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardplan.core.library_call import LibraryCall, library_call
 from shardplan.core.messages import at_root
 from shardplan.core.op import Op
-from shardplan.core.pattern import Groups
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, group_of, place_of, view_of
+from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut, flat, maker, merged, seen
 from shardplan.execution.torch.wire import TorchWire
 
-
-class LibraryCall(NamedTuple):
-    """How a member of a group stands to a collective.
-
-    `call` takes output, input, reduction and group, and returns the work. `gives` and `gets` say whether a member has a
-    part for, and gets one from, each of them; where neither holds, it runs on a copy of the operand in place.
-    """
-
-    call: Callable[[torch.Tensor, torch.Tensor, Any, Any], Any]
-    gives: bool = False
-    gets: bool = False
-    folds: bool = False  # whether parts are reduced
+Call = Callable[[torch.Tensor, torch.Tensor, Any, Any], Any]  # of output, input, reduction and group; returns the work
 
 
 def _first(group: Any) -> int:
@@ -47,25 +36,14 @@ def _first(group: Any) -> int:
 _GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
-# By the kind of a pattern.
-NATIVE = {
-    "all_gather": LibraryCall(lambda y, x, r, g: _GATHER(y, x, group=g, async_op=True), gets=True),
-    "all_to_all": LibraryCall(
-        lambda y, x, r, g: dist.all_to_all_single(y, x, group=g, async_op=True), gives=True, gets=True
-    ),
-    "reduce_scatter": LibraryCall(lambda y, x, r, g: _SCATTER(y, x, r, group=g, async_op=True), gives=True, folds=True),
-    "all_reduce": LibraryCall(lambda y, x, r, g: dist.all_reduce(y, r, group=g, async_op=True), folds=True),
-    "reduce": LibraryCall(lambda y, x, r, g: dist.reduce(y, _first(g), r, group=g, async_op=True), folds=True),
-    "broadcast": LibraryCall(lambda y, x, r, g: dist.broadcast(y, _first(g), group=g, async_op=True)),
+NATIVE: dict[str, Call] = {  # by the kind of a `LibraryCall`
+    "all_gather": lambda y, x, r, g: _GATHER(y, x, group=g, async_op=True),
+    "all_to_all": lambda y, x, r, g: dist.all_to_all_single(y, x, group=g, async_op=True),
+    "reduce_scatter": lambda y, x, r, g: _SCATTER(y, x, r, group=g, async_op=True),
+    "all_reduce": lambda y, x, r, g: dist.all_reduce(y, r, group=g, async_op=True),
+    "reduce": lambda y, x, r, g: dist.reduce(y, _first(g), r, group=g, async_op=True),
+    "broadcast": lambda y, x, r, g: dist.broadcast(y, _first(g), group=g, async_op=True),
 }
-REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-# What every library reduces as the reference does, floating-point sums in an order of its own.
-REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
 
 
 class GroupCall(NamedTuple):
@@ -84,19 +62,15 @@ def bind_native(
 
     All members find the same, since all look at the types alone.
     """
-    pattern = op.pattern(*operands)
-    native = NATIVE.get(pattern.kind) if isinstance(pattern, Groups) else None
+    native = library_call(op, operands)
     if native is None:
-        return None
-    reduction = operands[0].layout.reduction or "sum"
-    if native.folds and not (reduction in REDUCTIONS and {t.dtype for t in operands} <= REDUCED):
         return None
     t, makers = operands[0], [maker(u, device) for u in results]
     place = place_of(t, device)
     places = [] if place is None else group_of(op, t, place)
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
         return _made(makers)
-    if not _alike((*operands, *results), places, native):
+    if not native.fits((*operands, *results), places):
         return None
     ranks = tuple(t.mesh.devices[m] for m in places)
     calls = list(_calls(native, op.chunks, operands, results, places, place))
@@ -105,10 +79,12 @@ def bind_native(
         n = spot.view.elements
         room[spot.buffer] = max(n, room.get(spot.buffer, (0,))[0]), torch_dtype(spot.dtype)
     starts: list[SpotCopy] = []
-    if not (native.gives or native.gets):
+    if native.in_place:
         for k, u in enumerate(results):
             whole = Spot(f"x{k}", u.dtype, view_of(u.local_shape(place), tuple((0, n) for n in u.local_shape(place))))
             starts.append(SpotCopy(whole, whole._replace(buffer=f"y{k}")))
+    call = NATIVE[native.kind]
+    reduction = getattr(dist.ReduceOp, (operands[0].layout.reduction or "sum").upper())
     received, sent = (int(x[place]) for x in (op.received(*operands), op.sent(*operands)[1]))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
@@ -122,7 +98,8 @@ def bind_native(
             y, x = seen(held, one.out), seen(held, one.into)
             if not native.folds:  # bytes are bytes
                 y, x = y.view(torch.uint8), x.view(torch.uint8)
-            work = native.call(y, x, REDUCTIONS.get(reduction), group)
+            wire.calls.append(NativeCall(native.kind, ranks, x.nbytes))
+            work = call(y, x, reduction, group)
             if not number:
                 yield  # the first call is under way; next it is waited for
             wire.wait_call(ranks, work)
@@ -132,13 +109,6 @@ def bind_native(
         return out
 
     return run
-
-
-def _alike(types: Sequence[TensorType], places: Sequence[int], native: LibraryCall) -> bool:
-    """Say whether all members of a group have parts of one size."""
-    if native.gives:
-        return all(t.all_even for t in types)
-    return all(len(set(t.elements()[places].tolist())) == 1 for t in types)
 
 
 def _made(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:
@@ -160,21 +130,20 @@ def _calls(
     me: int,
 ) -> Iterator[GroupCall]:
     """Yield the calls of the member at place `me`: for the operands that one can take, and for a chunk of each part."""
-    alike: dict[object, list[int]] = {}
-    for k, t in enumerate(operands):
-        alike.setdefault(t.dtype if native.folds else t.itemsize, []).append(k)
     before, after = (_Side("x", operands, results, me), _Side("y", results, operands, me))
-    in_place = not (native.gives or native.gets)
-    if in_place:
+    if native.in_place:
         before = after
-    for numbers, chunk in itertools.product(alike.values(), range(chunks)):
+    for numbers, chunk in itertools.product(native.packs(operands), range(chunks)):
         given, taken = (
             [x for m in (places if each else (None,)) for k in numbers for x in side.spots(k, m, (chunk, chunks))]
             for side, each in ((before, native.gives), (after, native.gets))
         )
         if given:
             # what runs in place comes out of the buffer that it goes into
-            (into, packs), (out, unpacks) = _run("in", given), _run("in" if in_place else "out", taken, back=True)
+            (into, packs), (out, unpacks) = (
+                _run("in", given),
+                _run("in" if native.in_place else "out", taken, back=True),
+            )
             yield GroupCall(into, out, packs, unpacks)
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardplan.errors import ShardplanError
+from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.faults import TorchWatch, Wait
 
 Pending = list[tuple[int, Any]]  # peer, and the work of torch that is waited for
@@ -44,6 +45,7 @@ class TorchWire:
     sent: int = 0
     batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
     native: bool = field(default=False)  # collectives in groups are the library's own
+    calls: list[NativeCall] = field(default_factory=list[NativeCall])  # of these, so far
     timeout: timedelta = field(init=False)
     tag: int = field(init=False)
     under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
