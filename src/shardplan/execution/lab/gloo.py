@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce, ReduceScatter
-from shardplan.core.ops.collective import Collective, moving
+from shardplan.core.ops.collective import LIBRARY_DTYPES, Collective, moving
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
@@ -29,7 +29,6 @@ from shardplan.errors import BackendError
 from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, members_of, shape_of
 from shardplan.execution.rank_rounds import rank_rounds
-from shardplan.execution.torch.native import REDUCED
 from shardplan.execution.torch.pack import at, maker
 from shardplan.execution.torch.steps import bind as bind_direct
 from shardplan.execution.torch.wire import TorchWire
@@ -121,7 +120,7 @@ NATIVE: dict[type[Op], GlooCollective] = {  # all else goes as its lowering says
 def _native(op: Op, t: TensorType) -> GlooCollective | None:
     """The collective of gloo for an operand, where it has one for its dtype."""
     found = NATIVE.get(type(op))
-    return None if found is None or (found.reduces and t.dtype not in REDUCED) else found
+    return None if found is None or (found.reduces and t.dtype not in LIBRARY_DTYPES) else found
 
 
 def make_groups(program: Program, ranks: Mapping[int, int], timeout: float) -> None:

@@ -1,8 +1,8 @@
 """Collectives that the library of a process group runs itself: on which steps, in which groups, and what is packed.
 
-A step whose pattern is one collective in groups, and whose members give and get equally much, is one call for each
-chunk and element width, in a process group of the members in member order; of a reduction for each dtype. Such groups
-are made once (`group_state`). All else is point-to-point messages: `steps.bind`.
+A step whose pattern is one collective in groups that every library has (`Groups.composed`) is one call for each chunk
+and element width, in a process group of the members in member order; of a reduction for each dtype. Such groups are
+made once (`group_state`). All else is point-to-point messages: `steps.bind`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,12 @@ NATIVE = {
     "reduce": LibraryCall(lambda y, x, r, g: dist.reduce(y, _first(g), r, group=g, async_op=True), folds=True),
     "broadcast": LibraryCall(lambda y, x, r, g: dist.broadcast(y, _first(g), group=g, async_op=True)),
 }
-REDUCTIONS = {
+REDUCTIONS = {  # all of `LIBRARY_REDUCTIONS`
     "sum": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-# What every library reduces as the reference does, floating-point sums in an order of its own.
-REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
 
 
 class GroupCall(NamedTuple):
@@ -85,19 +83,14 @@ def bind_native(
     All members find the same, since all look at the types alone.
     """
     pattern = op.pattern(*operands)
-    native = NATIVE.get(pattern.kind) if isinstance(pattern, Groups) else None
-    if native is None:
+    if not isinstance(pattern, Groups) or pattern.composed is not None or pattern.kind not in NATIVE:
         return None
-    reduction = operands[0].layout.reduction or "sum"
-    if native.folds and not (reduction in REDUCTIONS and {t.dtype for t in operands} <= REDUCED):
-        return None
+    native, reduction = NATIVE[pattern.kind], operands[0].layout.reduction or "sum"
     t, makers = operands[0], [maker(u, device) for u in results]
     place = place_of(t, device)
     places = [] if place is None else group_of(op, t, place)
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
         return _made(makers)
-    if not _alike((*operands, *results), places, native):
-        return None
     ranks = tuple(t.mesh.devices[m] for m in places)
     calls = list(_calls(native, op.chunks, operands, results, places, place))
     room: dict[str, tuple[int, torch.dtype]] = {}
@@ -132,13 +125,6 @@ def bind_native(
         return out
 
     return run
-
-
-def _alike(types: Sequence[TensorType], places: Sequence[int], native: LibraryCall) -> bool:
-    """Say whether all members of a group have parts of one size."""
-    if native.gives:
-        return all(t.all_even for t in types)
-    return all(len(set(t.elements()[places].tolist())) == 1 for t in types)
 
 
 def _made(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:
