@@ -43,7 +43,7 @@ class Counted:
     received: Ints  # int64 [devices]
     rounds: int  # of every round, the most peers that one device hears from
     packed: Packed  # in a stage
-    pieces: tuple[int, int]  # the most that a device puts, and takes, in a stage
+    pieces: tuple[int, int]  # the most that a device puts, and takes, in a stage, with the parts of its buffers
     written: int  # copied by the busiest device
     turns: tuple[RoundMessages, ...]  # of every round that has messages, in elements
 
@@ -64,7 +64,7 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
     ids = np.unique(np.concatenate([t.mesh.ids, u.mesh.ids]))
     lowering = lower(ids)
     shapes = {"x": _shapes(t, ids), "y": _shapes(u, ids)}
-    received, written = np.zeros_like(ids), np.zeros_like(ids)
+    received, written, slots = np.zeros((3, len(ids)), dtype=np.int64)
     sides = np.zeros((2, len(ids)), dtype=np.int64)  # elements put and taken in this stage
     numbers = np.zeros((2, len(ids)), dtype=np.int64)  # pieces of them
     most, pieces, runs = [0, 0], [0, 0], [True, True]
@@ -87,10 +87,11 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
             for region in regions:
                 n = region.elements()
                 numbers[side] += n > 0
-                if region.buffer in shapes or (joined and not side):
+                if region.buffer in shapes or not side:
                     sides[side] += n
-                    runs[side] &= not joined and _is_run(region, shapes[region.buffer])
-                elif side:  # where receives are posted early none may land on another
+                    runs[side] &= not joined and _is_run(region, shapes.get(region.buffer))
+                else:  # where receives are posted early none may land on another
+                    slots += n > 0
                     staged[region.buffer] = staged[region.buffer] + n
                     room[region.buffer] = np.maximum(room[region.buffer], staged[region.buffer])
         for take in one.takes:
@@ -99,6 +100,8 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
             received += n
         for copy in (*one.meanwhile, *one.then):
             written += copy.target.elements()
+            if copy.target.buffer not in shapes:
+                slots += copy.target.elements() > 0
         rounds += int(heard.max(initial=0))
         for side in (0, 1):
             most[side] = max(most[side], int(sides[side].max(initial=0)))
@@ -108,6 +111,7 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
             staged = {name: np.zeros_like(ids) for name in staged}
     buffers = int(sum(room.values(), np.zeros_like(ids)).max(initial=0))
     packed = Packed(most[0], most[1], runs[0], runs[1], buffers)
+    pieces[1] += int(slots.max(initial=0))
     return Counted(ids, received, rounds, packed, (pieces[0], pieces[1]), int(written.max(initial=0)), tuple(turns))
 
 
@@ -118,12 +122,12 @@ def _shapes(t: TensorType, ids: Ints) -> Ints:
     return found
 
 
-def _is_run(region: Region, shapes: Ints) -> bool:
-    """Say whether a region is one contiguous part of its buffer on every device."""
+def _is_run(region: Region, shapes: Ints | None) -> bool:
+    """Say whether a region is one contiguous part of its buffer on every device; None for a flat one."""
     extent = region.box[:, :, 1] - region.box[:, :, 0]
     if region.strides is not None or region.chunk[1] > 1:
         return False
-    if extent.shape[1] == 1 or extent.shape[1] != shapes.shape[1]:
+    if shapes is None or extent.shape[1] == 1 or extent.shape[1] != shapes.shape[1]:
         return True
     some = (extent > 0).all(axis=1)
     # Behind the first dim that is longer than 1 every dim is whole.

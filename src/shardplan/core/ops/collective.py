@@ -166,9 +166,10 @@ class Collective(Op):
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
         def nbytes(chunks: int) -> int:
-            if chunks == 1 or (self.algorithm in SEGMENTED and self._saying is Collective):
-                # only a single operand is sent from, or received into, its own array
-                alone = len(operands) == 1 and not shared
+            # only a single operand is sent from, or received into, its own array
+            alone = len(operands) == 1 and not shared
+            segmented = (self.algorithm or self.algorithms[0]) in SEGMENTED and not alone
+            if chunks == 1 or segmented or self.algorithm in SEGMENTED:
                 return sum(
                     p.sent * (not (alone and p.sent_contiguous)) * t.itemsize
                     + p.received * (not (alone and p.received_contiguous)) * t.itemsize
