@@ -23,10 +23,11 @@ from shardplan.hardware.prices.library import library
 from shardplan.plans.pricing import fabric_of, step_prices
 
 DEVICE = DeviceSpec(flops=(("*", 1e12),), memory_bandwidth=1e11, launch=3e-6)
-TOPOLOGIES = [
-    Topology("nics", (Level("node", 2, "switch", 2e10, 5e-6), Level("gpu", 32, "switch", 1e11, 1e-6)), DEVICE, "nccl"),
+TOPOLOGIES = [  # slow, so that few bytes weigh as many do elsewhere
+    Topology("nics", (Level("node", 4, "switch", 1e5, 5e-6), Level("gpu", 8, "switch", 1e7, 1e-6)), DEVICE, "nccl"),
+    Topology("rails", (Level("node", 8, "switch", 3e5, 9e-6, 4), Level("gpu", 4, "switch", 4e6, 1e-6)), DEVICE, "rccl"),
     Topology(
-        "rails", (Level("node", 4, "switch", 5e10, 9e-6, 8), Level("gpu", 16, "switch", 4e11, 1e-6)), DEVICE, "rccl"
+        "swift", (Level("node", 4, "switch", 5e10, 9e-6, 8), Level("gpu", 8, "switch", 4e11, 1e-6)), DEVICE, "nccl"
     ),
 ]
 
@@ -37,8 +38,24 @@ def alone(op: Grouped, operands: tuple[TensorType, ...]) -> Program:
     return Program(dict(zip(names, operands, strict=True)), [Step(op, names, results)], results)
 
 
+@st.composite
+def gathered(draw: st.DrawFn) -> tuple[TensorType, TensorType]:
+    """A dim that is gathered over some of its axes, or over which is reduced and scattered; most often uneven."""
+    mesh = draw(some.meshes(24, split=False, least=2))
+    axes = draw(st.permutations(mesh.axes))
+    used = tuple(axes[: draw(st.integers(1, len(axes)))])
+    shape = (draw(st.integers(1, 60)), draw(st.integers(1, 9)))
+    kind, dtype = draw(st.sampled_from(("sum", "bor", "max"))), draw(st.sampled_from(("i32", "u16", "i8")))
+    apart = TensorType(dtype, shape, (used, None), mesh)
+    if draw(st.booleans()):
+        return apart, TensorType(dtype, shape, (used[: draw(st.integers(0, len(used) - 1))], None), mesh)
+    whole = TensorType(dtype, shape, (None, None), mesh)
+    partial = TensorType(dtype, shape, (None, None), mesh, partial=dict.fromkeys(used, kind))
+    return partial, draw(st.sampled_from((apart, whole)))
+
+
 @settings(max_examples=150, deadline=None)
-@given(some.pairs(most=24), st.sampled_from(TOPOLOGIES))
+@given(st.one_of(gathered(), some.pairs(most=24)), st.sampled_from(TOPOLOGIES))
 def test_every_step_of_a_plan_costs_what_will_run(ends: tuple[TensorType, TensorType], topology: Topology) -> None:
     """Natively where the executor finds a collective, else by the algorithm that is named, the cheapest of all."""
     native = pytest.importorskip("shardplan.execution.torch.native")
