@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hardware.topologies import route
 from shardplan.core.nested import Nested
-from shardplan.core.pattern import Groups, Local, Messages, Work
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Work
 from shardplan.core.program import Program
 from shardplan.hardware import Topology
 from shardplan.hardware.prices.library import Library, LibraryRow, library
@@ -41,18 +42,35 @@ class Weight(NamedTuple):
 
 def messages_of(op: Any, operands: Any, results: Any) -> Counter[tuple[int, int]]:
     """The bytes from device to device that an op's lowering puts."""
+    return sum(rounds_of(op, operands, results), Counter())
+
+
+def rounds_of(op: Any, operands: Any, results: Any) -> Iterator[Counter[tuple[int, int]]]:
+    """The same of every round."""
     types = (*operands, *results)
     ids = np.array(sorted({d for t in types for d in t.mesh.devices}))
     sizes = {f"x{k}": t.itemsize for k, t in enumerate(operands)} | {f"y{k}": t.itemsize for k, t in enumerate(results)}
     sizes |= {"x": operands[0].itemsize, "y": results[0].itemsize}
-    sent: Counter[tuple[int, int]] = Counter()
     for one in op.lowering(operands, ids).rounds():
+        sent: Counter[tuple[int, int]] = Counter()
         for put in one.puts:
             size = sizes.get(put.source.buffer, operands[0].itemsize)
             for a, b, n in zip(ids.tolist(), put.peer.tolist(), put.source.elements().tolist(), strict=True):
                 if n:
                     sent[a, b] += n * size
-    return sent
+        yield sent
+
+
+def runs_natively(op: Any, operands: Any, results: Any) -> bool:
+    """Whether a library that takes equal parts only runs a collective: all of a group have as many elements."""
+    for t in (*operands, *results):
+        for group in operands[0].mesh.group_places(op.members(operands[0])).tolist():
+            if len({math.prod(t.local_shape(m)) for m in group}) > 1:
+                return False
+    reduced = operands[0].layout.partial != results[0].layout.partial
+    kinds = {t.layout.reduction for t in operands} <= {"sum", "product", "min", "max"}
+    known = {t.dtype for t in operands} <= {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
+    return not op.algorithm and (not reduced or (kinds and known))
 
 
 class Replay:
@@ -108,6 +126,9 @@ class Replay:
             flops = dict(device.flops).get("*", math.inf)
             busy = max(pattern.flops / flops, pattern.nbytes / device.memory_bandwidth)
             return Weight(0.0, busy, {}, everyone, busy)
+        if (isinstance(pattern, Groups | InTurn) and self.library.even_only) or op.algorithm:
+            if not runs_natively(op, operands, results):
+                return self._composed(op, operands, results)
         if isinstance(pattern, Messages):
             sent = messages_of(op, operands, results)
             if not sent:
@@ -120,6 +141,21 @@ class Replay:
         hops = self._message_hops([(a, b) for a, b, _ in sent])
         loads = {row: self._loaded(sent, row) for row in self.library.serving("messages")}
         return self._best("messages", hops, loads, pattern.chunks, devices, 0.0)
+
+    def _composed(self, op: Any, operands: Any, results: Any) -> Weight:
+        """One round of messages after the other."""
+        times = 1 if op.algorithm in ("chain", "tree") or op.name in ("reduce", "broadcast") else op.chunks
+        found: list[Weight] = []
+        for sent in rounds_of(op.in_chunks(op.chunks // times), operands, results):
+            if sent:
+                placed = [(self.place[a], self.place[b], n / times) for (a, b), n in sent.items()]
+                ends = {d for pair in sent for d in pair}
+                found.append(self._messages(placed, Messages(*np.zeros((3, 0))), ends))
+        load: Counter[Any] = Counter()
+        for one in found * times:
+            load.update(one.load)
+        alpha, transfer = (times * sum(part) for part in zip(*((w.alpha, w.transfer) for w in found), strict=True))
+        return Weight(alpha, transfer, load, set().union(*(w.devices for w in found)))
 
     def _groups(self, pattern: Groups) -> Weight:
         groups = [[self.place[d] for d in row] for row in pattern.members.tolist()]

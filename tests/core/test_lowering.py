@@ -109,7 +109,7 @@ def test_an_op_that_says_its_type_and_its_lowering_has_every_facet() -> None:
     assert np.array_equal(sp.collect(out, u), np.arange(60, dtype=np.int32).reshape(5, 12))
     assert op.received(t).tolist() == [96, 0, 0, 64, 0, 0]  # 3 or 2 rows of 8 numbers from the two others
     assert (op.rounds(t), op.members(t)) == (2, ())
-    assert op.staging(t) == (3 * 4 + 3 * 8) * 4
+    assert op.staging(t) == 3 * 8 * 4  # a shard is sent whole, from where it lies
     pattern = op.pattern(t)
     assert isinstance(pattern, Messages)
     found = zip(pattern.sender.tolist(), pattern.receiver.tolist(), pattern.nbytes.tolist(), strict=True)

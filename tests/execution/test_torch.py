@@ -50,6 +50,12 @@ def test_what_reaches_process_groups() -> None:
         "uneven": (
             [["recv", every, n] for n in (8, 8, 4)] + [["send", every, 8]] * 3,
             [["recv", every, 8]] * 3 + [["send", every, 4]] * 3),
+        # all parts come from the neighbour; what rank 0 passes on to rank 1 is its own, then those of 3 and 2
+        "uneven, in a ring": (
+            [["recv", every, n] for n in (4, 8, 8)] + [["send", every, n] for n in (8, 4, 8)],
+            [["recv", every, 8]] * 3 + [["send", every, n] for n in (4, 8, 8)]),
+        # half of all that a rank has to the nearest one, then a quarter of it to the other
+        "even, by doubling": ([[way, every, n] for n in (32, 16) for way in ("recv", "send")],) * 2,
         # each reduces two of the eight numbers, and gives them to the others
         "of no library": (([["recv", every, 4]] * 3 + [["send", every, 4]] * 3) * 2,) * 2,
     }  # fmt: skip

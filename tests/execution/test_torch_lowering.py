@@ -1,6 +1,6 @@
 """What ranks of torch, and of the lab's engines of messages, send and add up: threads for ranks, queues for sockets."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import shardplan as sp
+import strategies as some
 from conformance import bodies, boxed, cases, differences
 from shardplan.core.accounting import account
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of
 from shardplan.core.messages import at_root
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Reduce, ReduceScatter, Send, Together
-from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.collective import Collective, Grouped, moving
+from shardplan.core.pattern import Messages
 from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_program
 from shardplan.hardware.level import Level
@@ -37,10 +41,11 @@ from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.record import Record
 from shardplan.execution.torch import steps
 from shardplan.execution.torch.dtypes import to_numpy, to_torch
-from shardplan.execution.torch.pack import Packing
+from shardplan.execution.torch.pack import Packing, landings
 from shardplan.execution.torch.run import Binder, TorchExecutable
 from shardplan.execution.torch.steps import MOST_KEPT
 
+X, LARGE = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1)), 300_000
 MESSAGES: tuple[Engine, ...] = ("ring", "tree", "direct")
 BINDERS: dict[str, Binder] = {"torch": steps.bind} | {e: partial(steps.bind, algorithm=e) for e in MESSAGES}
 
@@ -128,6 +133,70 @@ def test_programs_equal_the_reference(engine: str) -> None:
     assert wrong == []
 
 
+def staged(program: Program, device: int) -> int:
+    """The bytes of the staging buffers that a rank makes for the only step of a program."""
+    (step,) = program.steps
+    operands, results = program.step_types(step)
+    found = rank_rounds(step.op, operands, results, device)
+    assert found is not None
+    stages = list(steps._stages(found.rounds()))
+    shapes = {name: shape for name, shape in found.shapes.items() if name[0] not in "xy"}
+    packing = Packing(shapes, found.dtypes, landings(stages, shapes))
+    for stage in stages:
+        packing.stage(stage)
+    return sum(n * itemsize(packing.dtypes[name]) for name, n in packing.room.items())
+
+
+@settings(max_examples=120, deadline=None)
+@given(some.applied(), st.integers(1, 4), st.integers(1, 2))
+@example((AllGather(1, ("x",)), sp.TensorType.parse("i32[4, 8@x]", X)), 1, 1)
+@example((AllGather(1, ("x",)), sp.TensorType.parse("i32[1, 7@x]", X)), 1, 1)
+@example((ReduceScatter(1, ("x",)), sp.TensorType.parse("i32[3, 6]{+x}", X)), 1, 1)
+def test_by_any_algorithm_ranks_stage_no_more_than_is_said(
+    found: tuple[Op, sp.TensorType], chunks: int, n: int
+) -> None:
+    """And receive what is said of it; that results are right says `core`'s law of lowerings."""
+    op, t = found
+    move = moving(op)
+    assert move is not None
+    for algorithm in move.algorithms if isinstance(move, Grouped) else ():
+        by = replace(move, algorithm=algorithm).in_chunks(chunks)
+        program = program_of(by, t.mesh, *[str(t)] * n)
+        assert max(staged(program, d) for d in t.mesh.devices) <= by.staging(*[t] * n), by
+        assert by.sent(*[t] * n)[1].sum() == by.received(*[t] * n).sum() == move.received(*[t] * n).sum()
+
+
+COMPOSED = [
+    ("i32[7@a, 5]", AllGather(0, ("a",))),
+    ("i32[5, 7@(a,b)]", AllGather(1, ("a", "b"), chunks=2)),
+    ("u16[5@b, 7]{+a}", AllReduce(("a",), chunks=2)),
+    ("i32[3, 5]{bor:a,b}", ReduceScatter(1, ("b", "a"), "bor")),
+    ("i32[5@a, 7]", AllToAll(0, 1, ("a",))),
+    ("i32[9]{band:a,b}", Reduce(("a", "b"), "band")),
+]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("text", "op"), COMPOSED, ids=lambda x: getattr(x, "name", x))
+def test_ranks_obey_the_algorithm_of_a_step(text: str, op: Grouped, batched: bool) -> None:
+    """What each pair of ranks says to each other is what the lowering by that algorithm puts; results are right."""
+    mesh = sp.Mesh({"a": 3, "b": 2}, devices=(4, 2, 0, 5, 1, 3))
+    for algorithm in op.algorithms:
+        by = replace(op, algorithm=algorithm)
+        program = one(text, by, mesh)
+        assert f"algorithm={algorithm}" in str(program) and Program.parse(str(program)) == program
+        network = same(program, "torch", batched)
+        pattern = by.pattern(*program.input_types)
+        rounds = [pattern] if isinstance(pattern, Messages) else [s.pattern for s in pattern.steps * pattern.times]
+        said: Counter[tuple[int, int]] = Counter()
+        for one_round in rounds:
+            for sender, receiver, nbytes in zip(one_round.sender, one_round.receiver, one_round.nbytes, strict=True):
+                said[int(sender), int(receiver)] += nbytes
+        assert {pair: sum(sizes) for pair, sizes in network.sent.items() if sizes} == pytest.approx(said)
+        if algorithm == "ring" and op.name != "all_to_all":
+            assert len({sender for sender, _ in said}) == len(said)  # nobody but the next member hears of one
+
+
 @pytest.mark.parametrize("op", [ReduceScatter(0, ("b", "a")), AllReduce(("b", "a"))], ids=lambda op: op.name)
 def test_sums_are_taken_in_member_order(op: Op) -> None:
     """Bit for bit, of addends whose sum depends on the order: each member adds its own where it stands in the group."""
@@ -140,7 +209,6 @@ def test_sums_are_taken_in_member_order(op: Op) -> None:
     assert [x.tobytes() for x in other] != [x.tobytes() for x in want]
 
 
-X, LARGE = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1)), 300_000
 PAIR, AWAY = sp.Mesh({"y": 2}, devices=(1, 4)), sp.Mesh({"z": 2}, devices=(5, 0))
 MOVES: list[tuple[str, Op, sp.Mesh]] = [
     ("i32[101@x]", AllGather(0, ("x",)), X),
@@ -257,14 +325,14 @@ def test_what_several_peers_get_is_packed_once() -> None:
     assert [(m.peer, m.run.view.offset, len(m.copies)) for m in only.sends] == [(2, 0, 2), (3, 0, 0), (1, 0, 0)]
 
 
-def same(program: Program, engine: str) -> Network:
+def same(program: Program, engine: str, batched: bool = False) -> Network:
     """Run a program on random integers as an engine does, compare it with the reference, and say what was sent."""
     rng = np.random.default_rng(2)
     shards = [
         [rng.integers(0, 100, t.local_shape(k)).astype(numpy_dtype(t.dtype)) for k in range(t.mesh.size)]
         for t in program.input_types
     ]
-    got, network = played(program, shards, driven(BINDERS[engine]))
+    got, network = played(program, shards, driven(BINDERS[engine], None, batched))
     for outs, wants, t in zip(got, run_program(program, shards), program.output_types, strict=True):
         for k in np.flatnonzero(at_root(t)):
             assert np.array_equal(outs[k], wants[k])
@@ -289,8 +357,8 @@ class Relay(Collective):
 
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, here = Group(t, ("x",), devices), Boxes(t, places_of(t.mesh, devices))
-        for given, taken, closes in (("x", "hop", self.waits), ("hop", "y", True)):
-            moves = group.put(group.me + 1, here.whole(given)), group.take(group.me - 1, here.whole(taken))
+        for source, taken, closes in (("x", "hop", self.waits), ("hop", "y", True)):
+            moves = group.put(group.me + 1, here.whole(source)), group.take(group.me - 1, here.whole(taken))
             yield Round.of(moves, closes)
 
     def buffers(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:

@@ -72,6 +72,12 @@ PROGRAMS = {
         "mesh a=4 devices=[2,0,3,1]\ninput %0: i32[8@a]\n%1 = all_gather(%0; dim=0, axes=(a))\noutput %1"
     ),
     "uneven": "mesh a=4\ninput %0: i32[7@a]\n%1 = all_gather(%0; dim=0, axes=(a))\noutput %1",
+    "uneven, in a ring": (
+        "mesh a=4\ninput %0: i32[7@a]\n%1 = all_gather(%0; dim=0, axes=(a), algorithm=ring)\noutput %1"
+    ),
+    "even, by doubling": (
+        "mesh a=4\ninput %0: i32[8, 2]{+a}\n%1 = reduce_scatter(%0; dim=0, axes=(a), algorithm=doubling)\noutput %1"
+    ),
     "of no library": "mesh a=4\ninput %0: u16[8]{+a}\n%1 = all_reduce(%0; axes=(a))\noutput %1",
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import strategies as some
 from benchmarks import claimed_seconds, suites
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Send
+from shardplan.core.ops.collective import Grouped
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -57,6 +59,29 @@ def test_the_price_is_the_time_of_the_flows(where: str, mixed: str, programs: in
         place = np.array(rng.sample(range(16), 16))
         seconds = priced(program, Fabric(topology, place)).seconds
         assert seconds == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
+
+
+@pytest.mark.parametrize("where", ["ring-nodes", "ring-torus", "nccl-nodes", "nccl-rails"])
+def test_a_step_by_an_algorithm_takes_its_rounds(where: str) -> None:
+    """Whatever the library has: what runs is that algorithm, so its messages are priced."""
+    topology, seen = TOPOLOGIES[where], Counter[str]()
+    for seed in range(60):
+        rng = random.Random(seed)
+        place = np.array(rng.sample(range(16), 16))
+        for step, operands in steps_of(some.random_program(rng, 16, together=False, repeat=False)):
+            if isinstance(step.op, Grouped) and operands[0].mesh.size > 1:
+                op = replace(step.op, algorithm=rng.choice(step.op.algorithms))
+                names = tuple(map(str, range(len(operands))))
+                results = tuple(f"r{name}" for name in names)
+                program = Program(dict(zip(names, operands, strict=True)), [Step(op, names, results)], results)
+                found = priced(program, Fabric(topology, place)).seconds
+                assert found == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
+                seen[op.algorithm] += found > 0
+    assert seen.keys() == {"direct", "ring", "doubling", "chain", "tree"}, seen
+
+
+def steps_of(program: Program) -> list[tuple[Step, tuple[TensorType, ...]]]:
+    return [(step, program.step_types(step)[0]) for step in program.steps]
 
 
 def test_claimed_seconds_are_those_of_the_flows() -> None:

@@ -1,15 +1,38 @@
-"""What a lowering costs, counted from its rounds: for ops that say nothing shorter."""
+"""What a lowering costs, counted from its rounds: for ops that say nothing shorter, and for algorithms they do not say.
+
+What is staged serves a stage: the rounds up to one that closes, whose receives may be posted at once. A message that is
+one contiguous part of a shard is not staged.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.lowering import Ints, Lowering
+from shardplan.core.lowering import Ints, Lowering, Region
+from shardplan.core.messages import Packed
 from shardplan.core.tensor import TensorType
+
+
+class RoundMessages(NamedTuple):
+    """The messages of a round, one for each pair of devices."""
+
+    sender: Ints  # int64 [messages] ids
+    receiver: Ints
+    amount: Ints  # elements, or bytes
+
+    @staticmethod
+    def merged(parts: list[RoundMessages]) -> RoundMessages:
+        """Return what several of them are together, in order of senders, then receivers."""
+        sender, receiver, amount = (np.concatenate(x) for x in zip(*parts, strict=True))
+        width = 1 + int(receiver.max(initial=0))
+        pairs, at = np.unique(sender * width + receiver, return_inverse=True)
+        total = np.zeros(len(pairs), dtype=amount.dtype)
+        np.add.at(total, at.reshape(-1), amount)
+        return RoundMessages(pairs // width, pairs % width, total)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,11 +42,10 @@ class Counted:
     devices: Ints
     received: Ints  # int64 [devices]
     rounds: int  # of every round, the most peers that one device hears from
-    sent_at_once: int  # by the busiest device in a round
-    staged_at_once: int  # what the busiest device takes in a round, and its staging buffers
-    pieces: tuple[int, int]  # the most that a device puts, and takes, in a round
+    packed: Packed  # in a stage
+    pieces: tuple[int, int]  # the most that a device puts, and takes, in a stage, with the parts of its buffers
     written: int  # copied by the busiest device
-    messages: tuple[Ints, Ints, Ints]  # senders and receivers by id, elements: all rounds together
+    turns: tuple[RoundMessages, ...]  # of every round that has messages, in elements
 
     def received_by(self, t: TensorType) -> Ints:
         """Return the elements that each device of a type's mesh receives, int64 [devices] in mesh order."""
@@ -32,7 +54,8 @@ class Counted:
     def sent_by(self, t: TensorType) -> Ints:
         """Return the elements that each device of a type's mesh sends, int64 [devices] in mesh order."""
         sent = np.zeros_like(self.received)
-        np.add.at(sent, np.searchsorted(self.devices, self.messages[0]), self.messages[2])
+        for one in self.turns:
+            np.add.at(sent, np.searchsorted(self.devices, one.sender), one.amount)
         return sent[np.searchsorted(self.devices, t.mesh.ids)]
 
 
@@ -40,33 +63,73 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
     """Count the lowering from type `t` to `u` that `lower` gives for devices."""
     ids = np.unique(np.concatenate([t.mesh.ids, u.mesh.ids]))
     lowering = lower(ids)
-    received, written = np.zeros_like(ids), np.zeros_like(ids)
-    staging = sum((b.elements for b in lowering.buffers.values()), np.zeros_like(ids))
-    rounds = sent = staged = 0
-    pieces = [0, 0]
-    pairs: Counter[tuple[int, int]] = Counter()
+    shapes = {"x": _shapes(t, ids), "y": _shapes(u, ids)}
+    received, written, slots = np.zeros((3, len(ids)), dtype=np.int64)
+    sides = np.zeros((2, len(ids)), dtype=np.int64)  # elements put and taken in this stage
+    numbers = np.zeros((2, len(ids)), dtype=np.int64)  # pieces of them
+    most, pieces, runs = [0, 0], [0, 0], [True, True]
+    staged = {name: np.zeros_like(ids) for name in lowering.buffers}  # elements taken into them in this stage
+    room = {name: b.elements for name, b in lowering.buffers.items()}
+    rounds = 0
+    turns: list[RoundMessages] = []
     for one in lowering.rounds():
-        given, taken = np.zeros_like(ids), np.zeros_like(ids)
-        numbers = np.zeros((2, len(ids)), dtype=np.int64)
+        heard = np.zeros_like(ids)
+        messages: list[RoundMessages] = []
         for put in one.puts:
-            n = put.source.elements()
-            given += n
-            numbers[0] += n > 0
-            for k in np.flatnonzero(n).tolist():
-                pairs[int(ids[k]), int(put.peer[k])] += int(n[k])
+            there = np.flatnonzero(put.source.elements())
+            messages.append(RoundMessages(ids[there], put.peer[there], put.source.elements()[there]))
+        together = RoundMessages.merged(messages) if messages else None
+        if together is not None:
+            turns.append(together)
+        # A message of several parts is packed, wherever they lie.
+        joined = together is not None and len(together.sender) < sum(len(m.sender) for m in messages)
+        for side, regions in enumerate(([put.source for put in one.puts], [take.target for take in one.takes])):
+            for region in regions:
+                n = region.elements()
+                numbers[side] += n > 0
+                if region.buffer in shapes or not side:
+                    sides[side] += n
+                    runs[side] &= not joined and _is_run(region, shapes.get(region.buffer))
+                else:  # where receives are posted early none may land on another
+                    slots += n > 0
+                    staged[region.buffer] = staged[region.buffer] + n
+                    room[region.buffer] = np.maximum(room[region.buffer], staged[region.buffer])
         for take in one.takes:
             n = take.target.elements()
-            taken += n
-            numbers[1] += n > 0
+            heard += n > 0
+            received += n
         for copy in (*one.meanwhile, *one.then):
             written += copy.target.elements()
-        received += taken
-        rounds += int(numbers[1].max(initial=0))
-        sent, staged = max(sent, int(given.max(initial=0))), max(staged, int((taken + staging).max(initial=0)))
-        pieces = [max(a, int(b)) for a, b in zip(pieces, numbers.max(axis=1, initial=0), strict=True)]
-    ends = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
-    sizes = np.array([pairs[a, b] for a, b in ends.tolist()], dtype=np.int64)
-    return Counted(
-        ids, received, rounds, sent, staged, (pieces[0], pieces[1]), int(written.max(initial=0)),
-        (ends[:, 0], ends[:, 1], sizes),
-    )  # fmt: skip
+            if copy.target.buffer not in shapes:
+                slots += copy.target.elements() > 0
+        rounds += int(heard.max(initial=0))
+        for side in (0, 1):
+            most[side] = max(most[side], int(sides[side].max(initial=0)))
+            pieces[side] = max(pieces[side], int(numbers[side].max(initial=0)))
+        if one.closes:
+            sides[:], numbers[:] = 0, 0
+            staged = {name: np.zeros_like(ids) for name in staged}
+    buffers = int(sum(room.values(), np.zeros_like(ids)).max(initial=0))
+    packed = Packed(most[0], most[1], runs[0], runs[1], buffers)
+    pieces[1] += int(slots.max(initial=0))
+    return Counted(ids, received, rounds, packed, (pieces[0], pieces[1]), int(written.max(initial=0)), tuple(turns))
+
+
+def _shapes(t: TensorType, ids: Ints) -> Ints:
+    """The shapes of the shards of some devices, 0 on one that is not of the mesh: int64 [devices, ndim]."""
+    found = np.zeros((len(ids), t.ndim), dtype=np.int64)
+    found[np.searchsorted(ids, t.mesh.ids)] = t.boxes()[:, :, 1] - t.boxes()[:, :, 0]
+    return found
+
+
+def _is_run(region: Region, shapes: Ints | None) -> bool:
+    """Say whether a region is one contiguous part of its buffer on every device; None for a flat one."""
+    extent = region.box[:, :, 1] - region.box[:, :, 0]
+    if region.strides is not None or region.chunk[1] > 1:
+        return False
+    if shapes is None or extent.shape[1] == 1 or extent.shape[1] != shapes.shape[1]:
+        return True
+    some = (extent > 0).all(axis=1)
+    # Behind the first dim that is longer than 1 every dim is whole.
+    before = np.logical_and.accumulate(extent <= 1, axis=1)[:, :-1]
+    return bool((before | (extent == shapes)[:, 1:])[some].all())

@@ -1,11 +1,13 @@
 """The rounds of which the lowerings of collectives in groups are made: gathers, scatters of sums, chains.
 
 `direct`: every member exchanges with every other at once. `ring`: member k passes on to k + 1 what it got from k - 1.
-`chain`: one after another in segments, which are passed on while the next ones come in.
+`doubling`: digit by digit of the members' indices, so that what a member has, or sums up, grows; far members come while
+that is one part. `chain`: one after another in segments, which are passed on while the next ones come in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -37,8 +39,32 @@ def gather(group: Group, own: Region, block: Of, chunks: int, algorithm: str) ->
                     ),
                     closes=s == group.size - 2,
                 )
+        elif algorithm == "doubling":
+            yield from _doubled(group, own, block, c, chunks)
         else:
             yield exchange(group, lambda k: own, block, c, chunks)
+
+
+def _turned(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the members to give to, and those to take from, over one digit of the members' indices."""
+    mine = group.me // stride % digit
+    for turn in range(1, digit):
+        there, back = ((mine + way) % digit - mine for way in (turn, -turn))
+        yield group.me + there * stride, group.me + back * stride
+
+
+def _doubled(group: Group, own: Region, block: Of, chunk: int, chunks: int) -> Iterator[Round]:
+    """Yield the rounds of a gather, major digit first: a member passes on all parts that it has."""
+    span = group.size
+    for digit in group.digits:
+        actions: list[Action] = []
+        for there, back in _turned(group, span // digit, digit):
+            for more in range(0, group.size, span):
+                given = block(group.me % span + more) if span < group.size else own
+                actions.append(group.put(there, given.cut(chunk, chunks)))
+                actions.append(group.take(back, block(back % span + more).cut(chunk, chunks)))
+        yield Round.of(actions)
+        span //= digit
 
 
 def exchanges(group: Group, given: Of, taken: Of, chunks: int, algorithm: str) -> Iterator[Round]:
@@ -70,7 +96,7 @@ def scatter_sums(
     """Yield the rounds in which every member gets the reduction of its part; `addend` is a part of what one holds.
 
     Directly, the addends are taken in member order; in a ring, from the member after the part's owner on. They are
-    staged in the buffer "t"; see `addends`.
+    staged in the buffer "t", sums of many parts in "s"; see `addends`.
     """
     q, me, own = group.size, group.me, addend(group.me)
     if q == 1:
@@ -89,6 +115,8 @@ def scatter_sums(
                     closes=s == q - 2,
                 )
                 given = target
+        elif algorithm == "doubling":
+            yield from _halved(group, addend, here, reduction, c, chunks)
         else:
             n = here.elements()
             actions: list[Action] = []
@@ -103,10 +131,47 @@ def scatter_sums(
             yield Round.of([*actions, *sums])
 
 
+def _halved(group: Group, addend: Of, total: Region, reduction: str, chunk: int, chunks: int) -> Iterator[Round]:
+    """Yield the rounds of a scatter of sums, minor digit first: a member gives what is for others, and sums up its own.
+
+    The sums of every round lie behind those of the round before, from which they are made.
+    """
+    room, stride, before, made = _largest(group, addend, chunks), 1, 0, 0
+
+    def held(member: Ints) -> Region:
+        """What was summed up so far for a member."""
+        part = addend(member).cut(chunk, chunks)
+        return part if stride == 1 else run_of("s", (before + member // stride) * room, part.elements())
+
+    for digit in reversed(group.digits):
+        span = stride * digit
+        left = group.size // span
+        actions: list[Action] = []
+        sums: list[Action] = []
+        into = [
+            total if left == 1 else run_of("s", (made + k) * room, held(group.me % span + k * span).elements())
+            for k in range(left)
+        ]
+        for turn, (there, back) in enumerate(_turned(group, stride, digit)):
+            for k in range(left):
+                slot = run_of("t", (turn * left + k) * room, into[k].elements())
+                actions.append(group.put(there, held(there % span + k * span)))
+                actions.append(group.take(back, slot))
+                sums += [Copy(held(group.me % span + k * span), into[k])] if turn == 0 else []
+                sums.append(Copy(slot, into[k], reduction))
+        yield Round.of([*actions, *sums])
+        stride, before, made = span, made, made + left
+
+
 def addends(group: Group, addend: Of, total: Region, dtype: str, chunks: int, algorithm: str) -> dict[str, Buffer]:
     """Return the staging of `scatter_sums`."""
     if algorithm == "ring":
         n = max(group.size - 2, 0) * _largest(group, addend, chunks)
+    elif algorithm == "doubling":
+        left = [math.prod(group.digits[:k]) for k in range(len(group.digits))]
+        most = max((n * (digit - 1) for n, digit in zip(left, group.digits, strict=True)), default=0)
+        room = _largest(group, addend, chunks)
+        return {"t": Buffer(most * room, dtype), "s": Buffer(sum(left[1:]) * room, dtype)}
     else:
         n = (group.size - 1) * _room(total, chunks)
     return {"t": Buffer(n, dtype)}

@@ -1,7 +1,7 @@
 """`LibraryCall`: the steps that a library of collectives can run itself, and how much goes into each of its calls.
 
-A step whose pattern is one collective in groups, and whose members give and get equally much, is one call for each
-chunk and element width, of a reduction for each dtype. Who calls the library and who foretells its messages ask here.
+A step whose pattern is one collective in groups that every library has (`Groups.composed`) is one call for each chunk
+and element width, of a reduction for each dtype. Who calls the library and who foretells its messages ask here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import NamedTuple
 from shardplan.core.op import Op
 from shardplan.core.pattern import Groups
 from shardplan.core.tensor import TensorType
-
-# What every library reduces as the reference does, floating-point sums in an order of its own.
-_REDUCTIONS = ("sum", "product", "min", "max")
-_REDUCED = {"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"}
 
 
 class LibraryCall(NamedTuple):
@@ -35,12 +31,6 @@ class LibraryCall(NamedTuple):
     def in_place(self) -> bool:
         """Whether what goes in is what comes out."""
         return not (self.gives or self.gets)
-
-    def fits(self, types: Sequence[TensorType], places: Sequence[int]) -> bool:
-        """Say whether all members of a group, by place, have parts of one size, of operands and results."""
-        if self.gives:
-            return all(t.all_even for t in types)
-        return all(len(set(t.elements()[places].tolist())) == 1 for t in types)
 
     def packs(self, operands: Sequence[TensorType]) -> list[list[int]]:
         """Return the numbers of the operands that go into one call, call by call."""
@@ -77,7 +67,7 @@ _CALLS = {
 
 
 def library_call(op: Op, operands: Sequence[TensorType]) -> LibraryCall | None:
-    """Return how a library runs a step on those of its groups that fit; None where none of its collectives does it.
+    """Return how a library runs a step; None where none of its collectives does it.
 
     >>> from shardplan.core.ops import AllReduce
     >>> call = library_call(AllReduce(("x",)), [TensorType.parse("f32[8]{+x}", "x=2")])
@@ -85,8 +75,4 @@ def library_call(op: Op, operands: Sequence[TensorType]) -> LibraryCall | None:
     ('all_reduce', True)
     """
     pattern = op.pattern(*operands)
-    call = _CALLS.get(pattern.kind) if isinstance(pattern, Groups) else None
-    if call is None or not call.folds:
-        return call
-    legal = (operands[0].layout.reduction or "sum") in _REDUCTIONS and {t.dtype for t in operands} <= _REDUCED
-    return call if legal else None
+    return _CALLS.get(pattern.kind) if isinstance(pattern, Groups) and pattern.composed is None else None

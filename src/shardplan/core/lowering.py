@@ -256,6 +256,7 @@ class Group:
         self.live = (self.places >= 0) & at_root(t)[self.places]
         first = t.mesh.group_places(axes)[0]
         self.size = len(first)
+        self.digits = tuple(t.mesh.atoms[a].size for a in t.mesh.expand(axes))  # of a member's index, major first
         self._offsets = first - first[0]
         self.me = np.where(self.live, t.mesh.index(axes)[self.places], -1)
 

@@ -33,6 +33,7 @@ class Packed(NamedTuple):
     received: int
     sent_contiguous: bool
     received_contiguous: bool
+    buffers: int = 0  # of the lowering's own, beside both
 
 
 def tiles(t: TensorType, dim: int) -> np.ndarray:

@@ -32,7 +32,9 @@ class Op(abc.ABC):
     name: ClassVar[str]
     boxed: ClassVar[bool] = False  # whether operands and results may lie in a table of boxes
     peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
-    chunks = 1  # parts that it runs in one after another; unannotated, so that it is no field before an op's own
+    # Unannotated, so that they are no fields before an op's own.
+    chunks = 1  # parts that it runs in one after another
+    algorithm = ""  # by which it is composed of messages, whatever a library has; empty where nobody chose
 
     @property
     def cuttable(self) -> bool:
@@ -46,6 +48,10 @@ class Op(abc.ABC):
     def nearest(self, blocks: tuple[int, ...]) -> Self:
         """Return it with the nearest of several holders sending, in nested blocks of ids; itself where none chooses."""
         return self
+
+    def compositions(self, *operands: TensorType) -> Sequence[Self]:
+        """Return it by every algorithm that it may be composed by where a library has no collective for it."""
+        return ()
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the groups that an operand's devices form, major to minor; none where they form none."""

@@ -1,12 +1,13 @@
 """The communication of one op, all devices at once, as `hardware` prices it.
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
-point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program do, again and again, and an
-`AtOnce` what moves do that are posted together.
+point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program, or the rounds of a step, do,
+again and again, and an `AtOnce` what moves do that are posted together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -21,6 +22,9 @@ class Groups:
     members: np.ndarray  # int64 [G, k] device ids in member order
     nbytes: np.ndarray  # float64 [G] bytes a member holds before the op (the largest member)
     chunks: int = 1
+    # The messages that run instead where a library has it only for equal parts, and for reductions that all libraries
+    # have; None where it is one of those. The same object at every call.
+    composed: Callable[[], Pattern] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

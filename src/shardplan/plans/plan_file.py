@@ -121,7 +121,10 @@ def annotated(c: Certificate) -> str:
         prices = step_prices(c.program, fabric, c.algorithm)
         chosen = [name for name in fabric.library.algorithms() if not name.startswith("p2p")]
         caveat = fabric.library.caveat
-        costs = [format_seconds(p.seconds) + (f", {p.algorithm}" if p.algorithm in chosen else "") for p in prices]
+        costs = [
+            format_seconds(p.seconds) + (f", {p.algorithm}" if step.op.algorithm or p.algorithm in chosen else "")
+            for step, p in zip(c.program.steps, prices, strict=True)
+        ]
 
     def note(number: int, step: Step) -> str:
         return f"{format_bytes(books.step_moved[number])}, {costs[number]}"

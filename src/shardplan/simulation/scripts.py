@@ -56,10 +56,10 @@ def stages_of(op: Op, operands: Sequence[TensorType], number: int, engine: Engin
     results = op.infer(*operands)
     devices = np.unique(np.concatenate([t.mesh.ids for t in (*operands, *results)]))
     if engine == "gloo" and (call := library_call(op, operands)) is not None:
-        groups = _called(call, op, operands, results)
+        groups = _called(op, operands[0])
         yield from abreast(number, [_gloo_stages(call, op, operands, results, own, number) for own in groups])
-        devices = np.setdiff1d(devices, operands[0].mesh.ids[np.array(groups, dtype=np.int64)])
-    lowering = op.lowering(operands, devices, algorithm_of(engine)) if devices.size else None
+        return
+    lowering = op.lowering(operands, devices, algorithm_of(engine))
     if lowering is None:
         return
     widths = {name: numpy_dtype(buffer.dtype).itemsize for name, buffer in lowering.buffers.items()}
@@ -77,13 +77,9 @@ def stages_of(op: Op, operands: Sequence[TensorType], number: int, engine: Engin
         yield Stage(number, tuple(stage))
 
 
-def _called(
-    call: LibraryCall, op: Op, operands: Sequence[TensorType], results: Sequence[TensorType]
-) -> list[list[int]]:
-    """The groups, by place, in which the library is called: those that hold the value, and fit."""
-    t = operands[0]
-    groups = t.mesh.group_places(op.members(t)).tolist()
-    return [own for own in groups if at_root(t)[own].any() and call.fits((*operands, *results), own)]
+def _called(op: Op, t: TensorType) -> list[list[int]]:
+    """The groups, by place, in which the library is called: those that hold the value."""
+    return [own for own in t.mesh.group_places(op.members(t)).tolist() if at_root(t)[own].any()]
 
 
 def _gloo_stages(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, StepPattern
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.hardware.prices.apart import Loads, group_loads, resource_starts, routes
-from shardplan.hardware.prices.cost import Price, price, row_shares
+from shardplan.hardware.prices.cost import Price, price, ran, row_shares
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.library import Library
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError
 
@@ -143,7 +144,7 @@ class _Unrolled:
         return found
 
     def _step(self, step: StepPattern) -> None:
-        pattern = step.pattern
+        pattern = ran(step.pattern, self.fabric.library)
         if not isinstance(pattern, InTurn):
             for turn in self._turns(step):
                 self._add(turn)
@@ -159,7 +160,7 @@ class _Unrolled:
     def _turns(self, step: StepPattern) -> list[_Turn]:
         """What the devices do in a step without a body, in order; equal steps share their pattern."""
         if id(step.pattern) not in self._known:
-            found = [self._turn(at_once) for at_once in _in_order(step)]
+            found = [self._turn(at_once) for at_once in _in_order(step, self.fabric.library)]
             self._known[id(step.pattern)] = [turn for turn in found if turn.delay.size]
         return self._known[id(step.pattern)]
 
@@ -233,15 +234,15 @@ class _Unrolled:
             self._last[turn.device] = done
 
 
-def _in_order(step: StepPattern) -> Iterator[list[StepPattern]]:
+def _in_order(step: StepPattern, library: Library) -> Iterator[list[StepPattern]]:
     """Yield what a step consists of: one after another, what runs at once."""
-    pattern = step.pattern
+    pattern = ran(step.pattern, library)
     if isinstance(pattern, InTurn):
         for _ in range(pattern.times):
             for part in pattern.steps:
-                yield from _in_order(part)
+                yield from _in_order(part, library)
     elif isinstance(pattern, AtOnce):
-        for parts in zip_longest(*(_in_order(part) for part in pattern.steps)):
+        for parts in zip_longest(*(_in_order(part, library) for part in pattern.steps)):
             yield [one for part in parts if part is not None for one in part]
     else:
-        yield [step]
+        yield [replace(step, pattern=pattern)]

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import abc
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from itertools import zip_longest
+from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.counted import Counted, count
+from shardplan.core.counted import Counted, RoundMessages, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.messages import FIGURES, Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
-from shardplan.core.pattern import Groups, Local, Messages, Pattern
+from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, shown
 
-ALGORITHMS = ("direct", "ring", "chain", "tree")  # that may be asked for of any op; one without it takes its first
+ALGORITHMS = (
+    "direct",
+    "ring",
+    "doubling",
+    "chain",
+    "tree",
+)  # that may be asked for of any op; one without it takes its first
+SEGMENTED = ("chain", "tree")  # whose chunks are no rounds of their own, but the least segments
+# What libraries reduce as the reference does, floating-point sums in an order of their own.
+LIBRARY_REDUCTIONS = ("sum", "product", "min", "max")
+LIBRARY_DTYPES = frozenset({"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"})
+MOST_LISTED = (
+    2**20
+)  # messages of a step, up to which they are listed; of more the price is that of the library's collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +76,8 @@ class Collective(Op):
         if algorithm and algorithm not in (*ALGORITHMS, *self.algorithms):
             legal = ", ".join(dict.fromkeys((*ALGORITHMS, *self.algorithms)))
             raise TypingError(f"{self.name}: the algorithm {shown(algorithm)} is unknown; legal are {legal}")
-        chosen = algorithm if algorithm in self.algorithms else self.algorithms[0]
+        wanted = self.algorithm or algorithm
+        chosen = wanted if wanted in self.algorithms else self.algorithms[0]
         buffers = self.buffers(t, u, devices, chosen)
         return Lowering(devices, buffers, lambda: self.lower(t, u, devices, chosen))
 
@@ -78,6 +92,10 @@ class Collective(Op):
         """Apply `result` to every operand."""
         if not operands:
             raise TypingError(f"{self.name} needs at least one operand")
+        if self.algorithm and self.algorithm not in self.algorithms:
+            raise TypingError(
+                f"{self.name}: algorithm={shown(self.algorithm)}; legal are {', '.join(self.algorithms)}, or none"
+            )
         if any(t.mesh != operands[0].mesh for t in operands):
             raise TypingError(f"{self.name} packs operands of one mesh; got {', '.join(map(repr, operands))}")
         return tuple(typed(self, t) for t in operands)
@@ -86,9 +104,14 @@ class Collective(Op):
         """Apply `move` to every operand."""
         return [self.move(shards, t, typed(self, t)) for shards, t in zip(operands, types, strict=True)]
 
+    @property
+    def _saying(self) -> type[Collective]:
+        """Who says its bytes and staging: its class for its usual algorithm; those of another one are counted."""
+        return type(self) if self.algorithm in ("", self.algorithms[0]) else Collective
+
     def received(self, *operands: TensorType) -> np.ndarray:
         """Sum over the operands."""
-        parts = [self.received_one(t, typed(self, t)) for t in operands]
+        parts = [self._saying.received_one(self, t, typed(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
@@ -97,7 +120,7 @@ class Collective(Op):
 
     def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Sum over the operands."""
-        parts = [self.sent_one(t, typed(self, t)) for t in operands]
+        parts = [self._saying.sent_one(self, t, typed(self, t)) for t in operands]
         return operands[0].mesh.ids, parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
@@ -110,19 +133,21 @@ class Collective(Op):
 
     def packed(self, t: TensorType, u: TensorType) -> Packed:
         """Return what the worst device packs of one operand, on either side."""
-        found = counted(self, t, u)
-        return Packed(found.sent_at_once, found.staged_at_once, not found.sent_at_once, not found.staged_at_once)
+        return counted(self, t, u).packed
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the messages of all rounds, those of all operands between two devices together; or what is copied."""
-        pairs: Counter[tuple[int, int]] = Counter()
-        for t in operands:
-            for sender, receiver, n in zip(*counted(self, t, typed(self, t)).messages, strict=True):
-                pairs[int(sender), int(receiver)] += int(n) * t.itemsize
-        if not pairs:
+        every = [one for turn in self.turns(*operands) for one in turn]
+        if not every:
             return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
-        senders, receivers = np.array(list(pairs), dtype=np.int64).T
-        return Messages(senders, receivers, np.array(list(pairs.values()), dtype=np.float64), self.chunks)
+        found = RoundMessages.merged(every)
+        return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks)
+
+    def turns(self, *operands: TensorType) -> Iterator[list[RoundMessages]]:
+        """Yield the messages of every round that has any, in bytes, those of each operand."""
+        strands = [[(t.itemsize, one) for one in counted(self, t, typed(self, t)).turns] for t in operands]
+        for parts in zip_longest(*strands):
+            yield [one._replace(amount=one.amount * size) for size, one in filter(None, parts)]
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
@@ -134,23 +159,27 @@ class Collective(Op):
         `shared` says that other moves share its messages, so that nothing goes straight from or into an operand.
         """
         pairs = [(t, typed(self, t)) for t in operands]
-        known = {t: self.packed(t, u) for t, u in dict(pairs).items()}  # thousands of a batch are of a few types
+        known = {
+            t: self._saying.packed(self, t, u) for t, u in dict(pairs).items()
+        }  # thousands of a batch are of a few types
         packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
         def nbytes(chunks: int) -> int:
-            if chunks == 1:
-                # only a single operand is sent from, or received into, its own array
-                alone = len(operands) == 1 and not shared
+            # only a single operand is sent from, or received into, its own array
+            alone = len(operands) == 1 and not shared
+            segmented = (self.algorithm or self.algorithms[0]) in SEGMENTED and not alone
+            if chunks == 1 or segmented or self.algorithm in SEGMENTED:
                 return sum(
                     p.sent * (not (alone and p.sent_contiguous)) * t.itemsize
                     + p.received * (not (alone and p.received_contiguous)) * t.itemsize
+                    + p.buffers * t.itemsize
                     for t, p in zip(operands, packed, strict=True)
                 )
             if not pieces:
-                pieces.extend(self.pieces(t, u) for t, u in pairs)
+                pieces.extend(self._saying.pieces(self, t, u) for t, u in pairs)
             return sum(
-                (chunk_elements(p.sent, chunks, to) + chunk_elements(p.received, chunks, frm)) * t.itemsize
+                (chunk_elements(p.sent, chunks, to) + chunk_elements(p.received + p.buffers, chunks, frm)) * t.itemsize
                 for t, p, (to, frm) in zip(operands, packed, pieces, strict=True)
             )
 
@@ -199,11 +228,13 @@ class Grouped(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """ceil(log2 q) for gathers and reductions over q devices."""
+        if self._saying is Collective:
+            return Collective.rounds(self, *operands)
         q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
         return math.ceil(math.log2(q)) if q > 1 else 0
 
     def pattern(self, *operands: TensorType) -> Pattern:
-        """All groups at once, the bytes of all operands together."""
+        """All groups at once, the bytes of all operands together; by an algorithm that is said its messages."""
         t = operands[0]
         places = t.mesh.group_places(self.members(t))
         if places.shape[1] < 2:
@@ -212,7 +243,46 @@ class Grouped(Collective):
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        return Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
+        if self.algorithm:
+            return self._composed(*operands)
+        found = Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
+        if self._everywhere(operands, places[live]):
+            return found
+        if places.size * places.shape[1] > MOST_LISTED:
+            return replace(found, composed=lambda: found)
+        return replace(found, composed=cache(partial(replace(self, algorithm=self.algorithms[0]).pattern, *operands)))
+
+    def compositions(self, *operands: TensorType) -> Sequence[Self]:
+        """By every algorithm, where not all libraries have it and none was said."""
+        pattern = self.pattern(*operands)
+        if not isinstance(pattern, Groups) or pattern.composed is None or isinstance(pattern.composed(), Groups):
+            return ()
+        return [replace(self, algorithm=algorithm) for algorithm in self.algorithms]
+
+    def _everywhere(self, operands: Sequence[TensorType], places: np.ndarray) -> bool:
+        """Say whether every library has it: members with equal parts, and a reduction that all have."""
+        results = [typed(self, t) for t in operands]
+        folds = any(t.layout.partial != u.layout.partial for t, u in zip(operands, results, strict=True))
+        if folds and not {t.layout.reduction for t in operands} <= set(LIBRARY_REDUCTIONS):
+            return False
+        if folds and not {t.dtype for t in operands} <= LIBRARY_DTYPES:
+            return False
+        sizes = (t.elements()[places] for t in (*operands, *results) if not t.all_even)
+        return all(bool((size == size[:, :1]).all()) for size in sizes)
+
+    def _composed(self, *operands: TensorType) -> Pattern:
+        """Return the messages of the algorithm that is said, in their rounds."""
+        times = 1 if self.algorithm in SEGMENTED else self.chunks
+        found = [RoundMessages.merged(turn) for turn in self.turns(*operands)]
+        rounds = [Messages(one.sender, one.receiver, one.amount / times) for one in found]
+        if not rounds:
+            return Local(0.0)
+        if len(rounds) == 1:
+            return replace(rounds[0], nbytes=rounds[0].nbytes * times, chunks=times)
+        steps = (
+            StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
+        )
+        return InTurn(times, tuple(steps))
 
 
 def moving(op: Op) -> Collective | None:
@@ -223,7 +293,8 @@ def moving(op: Op) -> Collective | None:
 @lru_cache(maxsize=256)
 def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
-    return count(t, u, lambda ids: op.in_chunks(1).lowered(t, u, ids))
+    one = op if op.algorithm in SEGMENTED else op.in_chunks(1)
+    return count(t, u, lambda ids: one.lowered(t, u, ids))
 
 
 @lru_cache(maxsize=FIGURES)

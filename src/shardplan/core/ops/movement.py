@@ -158,10 +158,11 @@ class AllGather(Grouped):
 
     name: ClassVar[str] = "all_gather"
     kind: ClassVar[str] = "all_gather"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling")
     dim: Dims
     axes: tuple[str, ...]
     chunks: int = 1
+    algorithm: str = ""
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
@@ -208,6 +209,7 @@ class AllToAll(Grouped):
     axes: tuple[str, ...]
     order: tuple[str, ...] = ()
     chunks: int = 1
+    algorithm: str = ""
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the new box minus what the device holds."""
@@ -235,7 +237,7 @@ class AllToAll(Grouped):
         return group_move(self, shards, t, u)
 
     def rounds(self, *operands: TensorType) -> int:
-        """One per peer: q - 1."""
+        """One per peer: q - 1, by any algorithm."""
         return math.prod(operands[0].mesh.span(a).size for a in self.axes) - 1
 
     def packed(self, t: TensorType, u: TensorType) -> Packed:

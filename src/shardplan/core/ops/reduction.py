@@ -57,11 +57,12 @@ class ReduceScatter(Grouped):
 
     name: ClassVar[str] = "reduce_scatter"
     kind: ClassVar[str] = "reduce_scatter"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling")
     dim: Dims
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+    algorithm: str = ""
 
     def result(self, t: TensorType) -> TensorType:
         """Leave partial, append to the dims."""
@@ -120,10 +121,11 @@ class AllReduce(Grouped):
 
     name: ClassVar[str] = "all_reduce"
     kind: ClassVar[str] = "all_reduce"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "tree")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling", "tree")
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+    algorithm: str = ""
 
     def result(self, t: TensorType) -> TensorType:
         """Leave partial."""
@@ -198,6 +200,7 @@ class Reduce(Grouped):
     axes: tuple[str, ...]
     reduction: str = "sum"
     chunks: int = 1
+    algorithm: str = ""
 
     def result(self, t: TensorType) -> TensorType:
         """Move the axes from partial to root."""
@@ -253,6 +256,7 @@ class Broadcast(Grouped):
     algorithms: ClassVar[tuple[str, ...]] = ("chain", "tree")
     axes: tuple[str, ...]
     chunks: int = 1
+    algorithm: str = ""
 
     def result(self, t: TensorType) -> TensorType:
         """Leave root."""

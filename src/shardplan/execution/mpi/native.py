@@ -25,7 +25,7 @@ def together(op: Op, operands: Sequence[TensorType], group: Sequence[int]) -> tu
     All members of the group find the same, since all look at the lowering of the whole group.
     """
     move = moving(op)
-    least = None if move is None else NATIVE.get(move.algorithms[0])
+    least = None if move is None else NATIVE.get(move.algorithm or move.algorithms[0])
     if move is None or least is None or len(group) < 2:
         return ()
     ids = np.array(group)

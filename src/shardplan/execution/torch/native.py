@@ -70,8 +70,6 @@ def bind_native(
     places = [] if place is None else group_of(op, t, place)
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
         return _made(makers)
-    if not native.fits((*operands, *results), places):
-        return None
     ranks = tuple(t.mesh.devices[m] for m in places)
     calls = list(_calls(native, op.chunks, operands, results, places, place))
     room: dict[str, tuple[int, torch.dtype]] = {}

@@ -61,6 +61,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     6e-05
     """
     checked_algorithm(algorithm, fabric.library)
+    pattern = ran(pattern, fabric.library)
     match pattern:
         case Local():
             # A copy reads and writes.
@@ -79,6 +80,13 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
             return _at_once(prices(pattern.steps, fabric, algorithm), fabric)
         case _:
             assert_never(pattern)
+
+
+def ran(pattern: Pattern, library: Library) -> Pattern:
+    """Return what runs: of a collective that the library does not have its messages, else the pattern itself."""
+    if isinstance(pattern, Groups) and pattern.composed is not None and library.even_only:
+        return pattern.composed()
+    return pattern
 
 
 def prices(steps: Sequence[StepPattern], fabric: Fabric, algorithm: str = "auto") -> list[Price]:
@@ -165,8 +173,9 @@ def _in_turn(pattern: InTurn, fabric: Fabric, algorithm: str) -> Price:
     times, parts = pattern.times, prices(pattern.steps, fabric, algorithm)
     path = [parts[k] for k in critical(windows(pattern.steps, [p.seconds for p in parts], [p.load for p in parts]))]
     moved = times * np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    names = [part.algorithm for part in parts if part.row is not None]
     return Price(
-        "in turn",
+        " and ".join(dict.fromkeys(names)) if parts and len(names) == len(parts) else "in turn",
         times * sum(part.alpha for part in path),
         times * sum(part.transfer for part in path),
         tuple(moved.tolist()),

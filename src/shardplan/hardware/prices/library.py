@@ -78,6 +78,7 @@ class Library:
     measured: str = ""  # on what the numbers were fitted; empty where nobody measured this library
     own_copy: float = 0.0  # of the seconds of a member's own part on a near link, what copying it takes
     member_order: bool = False  # whether rings follow the order of members, even inside a node
+    even_only: bool = False  # whether all else than equal parts, and reductions of all libraries, runs as messages
 
     @property
     def caveat(self) -> str:
@@ -135,7 +136,7 @@ def parse_library(text: str, what: str = "library table") -> Library:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise ParseError(f"{what} is no TOML: {error}") from error
-    known(what, data, ("name", "measured", "own_copy", "member_order", "rows"))
+    known(what, data, ("name", "measured", "own_copy", "member_order", "even_only", "rows"))
     rows = data.get("rows")
     if not isinstance(rows, list) or not rows:
         raise TopologyError(f"{what}: at least one [[rows]] table is needed")
@@ -145,6 +146,7 @@ def parse_library(text: str, what: str = "library table") -> Library:
         border.text(f"{what}: measured", data.get("measured", ""), TopologyError),
         _number(f"{what}: own_copy", data.get("own_copy", 0.0), 0, 2),
         border.flag(f"{what}: member_order", data.get("member_order", False), TopologyError),
+        border.flag(f"{what}: even_only", data.get("even_only", False), TopologyError),
     )
 
 
@@ -186,6 +188,8 @@ def library_text(table: Library) -> str:
     lines.append(f"own_copy = {table.own_copy!r}")
     if table.member_order:
         lines.append("member_order = true")
+    if table.even_only:
+        lines.append("even_only = true")
     for row in table.rows:
         names = f'algorithm = "{row.algorithm}"', f"protocol = {basic_string(row.protocol)}"
         lines += ["", "[[rows]]", *names, f"ops = [{', '.join(map(basic_string, row.ops))}]"]

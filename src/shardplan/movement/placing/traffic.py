@@ -194,7 +194,12 @@ def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[t
             continue
         axes = op.members(operands[0])
         whole = all(a in mesh.axes for a in axes) and not any(t.layout.root for t in operands)
-        if whole and isinstance(pattern, Groups) and len(set(pattern.nbytes.tolist())) == 1:
+        if (
+            whole
+            and isinstance(pattern, Groups)
+            and pattern.composed is None
+            and len(set(pattern.nbytes.tolist())) == 1
+        ):
             key = tuple(a for a in mesh.axes if a in axes), pattern.kind, float(pattern.nbytes[0])
             found[key] = found.get(key, 0.0) + times
         else:

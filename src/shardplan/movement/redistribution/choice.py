@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import Fabric
+from shardplan.hardware.prices.cost import Fabric, seconds
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.plans.nominal import longest_path
 from shardplan.plans.pricing import priced
@@ -124,7 +124,27 @@ def programs(
                 seen.add(ops)
                 program = _typed(ops, source, target, rules.portable, rules.even)
                 if program is not None:
-                    yield program, candidate.exact
+                    yield from ((one, candidate.exact) for one in _composed(program, rules))
+
+
+def _composed(program: Program, rules: Rules) -> Iterator[Program]:
+    """Yield a program with an algorithm for every step that the library has no collective for: it runs as messages.
+
+    First the cheapest ones, then, where candidates that keep memory limits are asked for, those that stage least.
+    """
+    fabric = rules.fabric
+    steps = [(step.op, program.step_types(step)[0]) for step in program.steps]
+    if fabric is None or not fabric.library.even_only or not any(op.compositions(*types) for op, types in steps):
+        yield program
+        return
+
+    def by(key: Callable[[Op, Sequence[TensorType]], float]) -> tuple[Op, ...]:
+        return tuple(min(op.compositions(*types), key=lambda o: key(o, types), default=op) for op, types in steps)
+
+    cheap = by(lambda op, types: seconds(op.pattern(*types), fabric))
+    lean = by(lambda op, types: op.staging(*types)) if rules.narrow else cheap
+    for ops in dict.fromkeys((cheap, lean)):
+        yield chain(ops, program.input_types[0])
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
