@@ -25,7 +25,7 @@ from benchmarks.common import arguments, record, table, write
 from shardplan.execution.lab import missing
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
-from shardplan.execution.lab.standard import STANDARD
+from shardplan.execution.lab.standard import SEED, STANDARD
 from shardplan.execution.lab.sweep import MOST_LATE, estimate, sweep
 from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios, validate
 
