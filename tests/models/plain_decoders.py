@@ -1,7 +1,7 @@
 """The plain decoders: GPT-2 and GPT-3, Llama 3, Qwen3, Mixtral and DeepSeek-V3, with or without a key-value cache.
 
-A model is a `Decoder`, whose fields are those of the preset tables, and a flat dict of parameters by the names and in the
-layouts of the public checkpoints (Hugging Face): a product is `x @ W.T`, in GPT-2 `x @ W`.
+A model is a `Decoder`, whose fields are those of the preset tables, and a flat dict of parameters by the names and in
+the layouts of the public checkpoints (Hugging Face): a product is `x @ W.T`, in GPT-2 `x @ W`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
-
 from tests.models import plain_parts as parts
 from tests.models.plain_parts import Params
+from torch import Tensor
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -128,7 +127,11 @@ def llama_shapes(config: Decoder) -> Shapes:
         attention = latent_shapes(config) if config.kv_lora_rank else attention_shapes(config)
         found |= {f"{layer}.self_attn.{name}.weight": shape for name, shape in attention.items()}
         found[f"{layer}.post_attention_layernorm.weight"] = (h,)
-        found |= expert_shapes(config, i) if config.routed(i) else gated_shapes(f"{layer}.mlp", h, config.dense_ffn or config.ffn)
+        found |= (
+            expert_shapes(config, i)
+            if config.routed(i)
+            else gated_shapes(f"{layer}.mlp", h, config.dense_ffn or config.ffn)
+        )
     found["model.norm.weight"] = (h,)
     return found if config.tied else found | {"lm_head.weight": (config.vocab, h)}
 
@@ -137,7 +140,12 @@ def attention_shapes(config: Decoder) -> Shapes:
     h, q = config.hidden, config.heads * config.key_width
     k, v = config.kv_heads * config.key_width, config.kv_heads * config.value_width
     norms = {"q_norm": (config.key_width,), "k_norm": (config.key_width,)} if config.qk_norm else {}
-    return {"q_proj": (q, h), "k_proj": (k, h), "v_proj": (v, h), "o_proj": (h, config.heads * config.value_width)} | norms
+    return {
+        "q_proj": (q, h),
+        "k_proj": (k, h),
+        "v_proj": (v, h),
+        "o_proj": (h, config.heads * config.value_width),
+    } | norms
 
 
 def latent_shapes(config: Decoder) -> Shapes:
@@ -167,11 +175,13 @@ def expert_shapes(config: Decoder, layer: int) -> Shapes:
     for e in range(config.experts):
         gate, up, down = expert_names(config, layer, e)
         found |= {gate: (f, h), up: (f, h), down: (h, f)}
-    return found | (gated_shapes(f"model.layers.{layer}.mlp.shared_experts", h, config.shared_ffn) if config.shared_ffn else {})
+    return found | (
+        gated_shapes(f"model.layers.{layer}.mlp.shared_experts", h, config.shared_ffn) if config.shared_ffn else {}
+    )
 
 
 def new_cache(config: Decoder, batch: int, dtype: torch.dtype) -> Params:
-    """An empty cache of `config.seq` positions: keys and values by layer, or the latent and the turned key they come of."""
+    """An empty cache of `config.seq` positions: keys and values by layer, or the latent and the turned key instead."""
     widths = {
         "key": (config.kv_heads, config.seq, config.key_width),
         "value": (config.kv_heads, config.seq, config.value_width),
@@ -179,7 +189,9 @@ def new_cache(config: Decoder, batch: int, dtype: torch.dtype) -> Params:
     if config.kv_lora_rank:
         widths = {"latent": (1, config.seq, config.kv_lora_rank), "turned": (1, config.seq, config.rotary_dim)}
     return {
-        f"{i}.{name}": torch.zeros(batch, *width, dtype=dtype) for i in range(config.layers) for name, width in widths.items()
+        f"{i}.{name}": torch.zeros(batch, *width, dtype=dtype)
+        for i in range(config.layers)
+        for name, width in widths.items()
     }
 
 
@@ -193,7 +205,7 @@ def logits(params: Params, tokens: Tensor, config: Decoder) -> Tensor:
 
 
 def step(params: Params, tokens: Tensor, config: Decoder, cache: Params, first: int) -> tuple[Tensor, Params]:
-    """As `logits`, of tokens from position `first` on after those in `cache`, and the cache with them: prefill and decode."""
+    """Prefill and decode: as `logits`, of tokens from position `first` on after those in `cache`; and the cache."""
     positions = first + torch.arange(tokens.shape[1])
     written = dict(cache)
 
@@ -227,7 +239,9 @@ def gpt(params: Params, tokens: Tensor, config: Decoder, positions: Tensor, reme
         return x @ params[f"transformer.{name}.weight"] + params[f"transformer.{name}.bias"]
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return parts.layer_norm(x, params[f"transformer.{name}.weight"], params[f"transformer.{name}.bias"], config.norm_eps)
+        return parts.layer_norm(
+            x, params[f"transformer.{name}.weight"], params[f"transformer.{name}.bias"], config.norm_eps
+        )
 
     x = params["transformer.wte.weight"][tokens] + params["transformer.wpe.weight"][positions]
     for i in range(config.layers):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from tests.models.plain_parts import Params
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,10 @@ def recommender_shapes(config: Recommender) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         f"emb_l.{t}.weight": (rows, config.embedding_dim) for t, rows in enumerate(config.table_rows)
     }
-    for name, widths in (("bot_l", (config.dense_features, *config.bottom)), ("top_l", (config.top_input, *config.top))):
+    for name, widths in (
+        ("bot_l", (config.dense_features, *config.bottom)),
+        ("top_l", (config.top_input, *config.top)),
+    ):
         for i, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
             found |= {f"{name}.{2 * i}.weight": (after, before), f"{name}.{2 * i}.bias": (after,)}
     return found
@@ -48,7 +50,7 @@ def interact(vectors: Tensor) -> Tensor:
 
 
 def click_logits(params: Params, batch: Params, config: Recommender) -> Tensor:
-    """The log odds `[b]` of a click, of `batch["dense"] [b, features]` and `batch["sparse"] [b, tables, bag]`, row ids."""
+    """The log odds `[b]` of a click, from `batch["dense"] [b, features]` rows `batch["sparse"] [b, tables, bag]`."""
 
     def layers(name: str, count: int, x: Tensor, relu_last: bool) -> Tensor:
         for i in range(count):

@@ -31,7 +31,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn `x [.., s, d]` by its `positions [s]`: dim j with dim j + d/2, as Llama's public checkpoints are laid out."""
+    """Turn `x [.., s, d]` by its `positions [s]`: dim j with dim j + d/2, as public checkpoints of Llama have it."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = positions.to(x.dtype)[:, None] * frequencies
@@ -48,7 +48,7 @@ def rotary_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, first: int | Tensor) -> Tensor:
-    """Causal attention of `queries [b, heads, s, d]`, the first of them at position `first`, to `keys [b, groups, t, d]`.
+    """Causal attention of `queries [b, heads, s, d]`, the first at position `first`, to `keys [b, groups, t, d]`.
 
     Head h reads group h // (heads / groups); `values [b, groups, t, v]` may be of another width. Keys after a query
     are not seen, whatever stands there: a cache may be longer than what is written of it.
@@ -106,7 +106,7 @@ def group_limited(
 
 
 def mixture(x: Tensor, experts: Tensor, weights: Tensor, bank: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Weigh the chosen experts' gated MLPs, with no limit on an expert's tokens: each expert sees all, most at weight 0."""
+    """Weigh the chosen experts' gated MLPs, without limit on an expert's tokens: each sees all, most at weight 0."""
     table = torch.zeros(*x.shape[:-1], len(bank), dtype=x.dtype).scatter(-1, experts, weights)
     return sum((table[..., e, None] * gated_mlp(x, *bank[e]) for e in range(len(bank))), torch.zeros_like(x))
 

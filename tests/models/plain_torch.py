@@ -1,6 +1,6 @@
 """The models in plain torch, each a pure function on a flat dict of parameters, and their training by hand.
 
-`MODELS` has them by family: how to read a preset, the parameters' shapes, and the loss. Nothing here imports the package.
+`MODELS` has them by family: how to read a preset, the parameters' shapes, and the loss. None imports the package.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tests.models import plain_decoders, plain_others
 from tests.models.plain_parts import Params
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,9 @@ MODELS = {
 
 def config_of(fields: Mapping[str, Any], **others: Any) -> Any:
     """The sizes that a preset's table gives, some of them replaced."""
-    fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in (dict(fields) | others).items()}
+    fixed = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in (dict(fields) | others).items()
+    }
     return MODELS[fields["family"]].sizes(**fixed)
 
 
