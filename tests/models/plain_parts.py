@@ -112,7 +112,7 @@ def mixture(x: Tensor, experts: Tensor, weights: Tensor, bank: list[tuple[Tensor
 
 
 def capacity_of(tokens: int, taken: int, experts: int, factor: float) -> int:
-    """Slots of an expert in a group: its even share times `factor`, rounded up (arXiv 2006.16668, section 2.2).
+    """Slots of an expert in a group: its even share times `factor`, rounded up (arXiv 2101.03961, section 2.2).
 
     More than `tokens` would stay empty, as a token takes an expert once.
     """

@@ -85,7 +85,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": Published(235_093_634_560, KERAS.format("qwen3_moe/qwen3_moe")),
     "mixtral-8x7b": Published(46_702_792_704, KERAS.format("mixtral/mixtral")),
     "mixtral-8x22b": Published(140_620_634_112, SAFETENSORS.format("mistral-community/Mixtral-8x22B-v0.1")),
-    # README_WEIGHTS.md prints 671B; these digits are of the checkpoint's headers, without scales, with 14,848 corrections.
+    # README_WEIGHTS.md prints 671B; these are the checkpoint's headers, without scales, with 14,848 corrections.
     "deepseek-v3": Published(671_026_419_200, SAFETENSORS.format("deepseek-ai/DeepSeek-V3, layers 0 to 60")),
     "dlrm-kaggle": Published(540_677_217, DLRM.format("bench/dlrm_s_criteo_kaggle.sh")),
     "dlrm-terabyte": Published(24_036_595_969, DLRM.format("bench/run_and_time.sh")),
@@ -141,13 +141,13 @@ def _dlrm(f: Mapping[str, Any]) -> int:
 
 
 def hardware_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int) -> float:
-    """Of a GPT's step that computes every layer's forward pass twice (arXiv 2104.04473 section 5.1, equation 3)."""
+    """Of a GPT's step that computes every layer's forward pass twice (arXiv 2104.04473 section 5.1)."""
     products = 96 * batch * seq * layers * hidden**2
     return products * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
 
 
 def model_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int) -> float:
-    """Of a GPT's step, forward and backward once, no score left out (arXiv 2205.05198 appendix A, equation 7)."""
+    """Of a GPT's step, forward and backward once, no score left out (arXiv 2205.05198 appendix A)."""
     products = 72 * batch * seq * layers * hidden**2
     return products * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
 

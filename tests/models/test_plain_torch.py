@@ -132,6 +132,74 @@ def test_later_tokens_change_nothing_before_them(name: str) -> None:
     assert differ(after[:, 7:], before[:, 7:])
 
 
+def test_gpt_is_made_of_torchs_layers() -> None:
+    config = small("gpt2")
+    params, tokens = plain_torch.parameters(config, 23), batch_of(config, 24)["tokens"]
+
+    def activate(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    x = F.embedding(tokens, params["transformer.wte.weight"]) + params["transformer.wpe.weight"]
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(config.seq, dtype=torch.float64)
+    for i in range(config.layers):
+        own = {name: params[f"transformer.h.{i}.{name}"] for name in OF_TORCHS_LAYER.values()}
+        layer = torch.nn.TransformerEncoderLayer(15, 3, 60, 0.0, activate, 1e-5, True, True, dtype=torch.float64)
+        # In GPT-2's checkpoints a product's weight is stored the other way round.
+        layer.load_state_dict({theirs: torch.t(own[ours]) for theirs, ours in OF_TORCHS_LAYER.items()})
+        x = layer(x, mask)
+    x = F.layer_norm(x, (15,), params["transformer.ln_f.weight"], params["transformer.ln_f.bias"], config.norm_eps)
+    expected = F.linear(x, params["transformer.wte.weight"])
+    torch.testing.assert_close(plain_decoders.logits(params, tokens, config), expected, **CLOSE)
+
+
+OF_TORCHS_LAYER = {
+    "self_attn.in_proj_weight": "attn.c_attn.weight",
+    "self_attn.in_proj_bias": "attn.c_attn.bias",
+    "self_attn.out_proj.weight": "attn.c_proj.weight",
+    "self_attn.out_proj.bias": "attn.c_proj.bias",
+    "linear1.weight": "mlp.c_fc.weight",
+    "linear1.bias": "mlp.c_fc.bias",
+    "linear2.weight": "mlp.c_proj.weight",
+    "linear2.bias": "mlp.c_proj.bias",
+    "norm1.weight": "ln_1.weight",
+    "norm1.bias": "ln_1.bias",
+    "norm2.weight": "ln_2.weight",
+    "norm2.bias": "ln_2.bias",
+}
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-4b"])
+def test_llama_is_made_of_torchs_functions(name: str) -> None:
+    config = small(name)
+    params, tokens = plain_torch.parameters(config, 25), batch_of(config, 26)["tokens"]
+    width = config.key_width
+    angles = torch.arange(11)[:, None] * config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+    def norm(key: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), params[f"model.{key}.weight"], config.norm_eps)
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    x = F.embedding(tokens, params["model.embed_tokens.weight"])
+    for i in range(config.layers):
+
+        def weigh(key: str, y: Tensor, i: int = i) -> Tensor:
+            return F.linear(y, params[f"model.layers.{i}.{key}_proj.weight"])
+
+        y = norm(f"layers.{i}.input_layernorm", x)
+        q, k, v = (weigh(f"self_attn.{key}", y).unflatten(-1, (-1, width)).transpose(1, 2) for key in "qkv")
+        if name == "qwen3-4b":
+            q, k = norm(f"layers.{i}.self_attn.q_norm", q), norm(f"layers.{i}.self_attn.k_norm", k)
+        x = x + weigh("self_attn.o", sdpa(turned(q), turned(k), v).transpose(1, 2).flatten(2))
+        y = norm(f"layers.{i}.post_attention_layernorm", x)
+        x = x + weigh("mlp.down", F.silu(weigh("mlp.gate", y)) * weigh("mlp.up", y))
+    head = {"llama3-8b": "lm_head.weight", "qwen3-4b": "model.embed_tokens.weight"}[name]
+    expected = F.linear(norm("norm", x), params[head])
+    torch.testing.assert_close(plain_decoders.logits(params, tokens, config), expected, **CLOSE)
+
+
 def test_latent_attention_is_that_of_torch() -> None:
     """Keys and values made whole, head by head, and torch's attention on them."""
     config = small("deepseek-v3")

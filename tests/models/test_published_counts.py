@@ -35,7 +35,7 @@ def test_the_plain_model_has_as_many(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, fields in PRESETS.items() if fields["family"] == "gpt"])
 def test_a_dense_gpt_has_the_parameters_of_the_papers(name: str) -> None:
-    """L (12 h^2 + 13 h) + (V + s) h (arXiv 2104.04473 section 5.1, equation 2), and a final norm, not in it."""
+    """L (12 h^2 + 13 h) + (V + s) h (arXiv 2104.04473 section 5.1), and a final norm, not in it."""
     h, layers, vocab, seq = (PRESETS[name][field] for field in ("hidden", "layers", "vocab", "seq"))
     assert published.closed_form(PRESETS[name]) == layers * (12 * h**2 + 13 * h) + (vocab + seq) * h + 2 * h
 
