@@ -72,7 +72,7 @@ PUBLISHED = {
     "megatron-310.1b": Published(310_100_000_000, MEGATRON, 0.05 / 310.1),
     "megatron-529.6b": Published(529_600_000_000, MEGATRON, 0.05 / 529.6),
     "megatron-1008b": Published(1_008_000_000_000, MEGATRON, 0.05 / 1008.0),
-    "llama3-8b": Published(8_030_261_248, SAFETENSORS.format("meta-llama/Meta-Llama-3-8B")),
+    "llama3-8b": Published(8_030_261_248, KERAS.format("llama3/llama3")),
     "llama3-70b": Published(70_553_706_496, SAFETENSORS.format("meta-llama/Llama-3.1-70B")),
     "llama3-405b": Published(405_853_388_800, SAFETENSORS.format("meta-llama/Llama-3.1-405B")),
     "qwen3-0.6b": Published(596_049_920, KERAS.format("qwen3/qwen3")),
@@ -81,7 +81,7 @@ PUBLISHED = {
     "qwen3-8b": Published(8_190_735_360, KERAS.format("qwen3/qwen3")),
     "qwen3-14b": Published(14_768_307_200, KERAS.format("qwen3/qwen3")),
     "qwen3-32b": Published(32_762_123_264, KERAS.format("qwen3/qwen3")),
-    "qwen3-30b-a3b": Published(30_532_122_624, SAFETENSORS.format("Qwen/Qwen3-30B-A3B")),
+    "qwen3-30b-a3b": Published(30_532_122_624, KERAS.format("qwen3_moe/qwen3_moe")),
     "qwen3-235b-a22b": Published(235_093_634_560, KERAS.format("qwen3_moe/qwen3_moe")),
     "mixtral-8x7b": Published(46_702_792_704, KERAS.format("mixtral/mixtral")),
     "mixtral-8x22b": Published(140_620_634_112, SAFETENSORS.format("mistral-community/Mixtral-8x22B-v0.1")),
@@ -152,11 +152,11 @@ def model_flops(batch: int, seq: int, layers: int, hidden: int, vocab: int) -> f
     return products * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
 
 
-def general_flops(fields: Mapping[str, Any], batch: int, causal_half: bool) -> float:
-    """Of a decoder's step, 6 flops a token and parameter in a product, and 12 a token, layer, score and head's dim.
+def general_flops(fields: Mapping[str, Any], batch: int, causal_half: bool, router: bool = False) -> float:
+    """Of a decoder's step, forward and backward once, with half of the scores or all (arXiv 2204.02311 appendix B).
 
-    The convention of arXiv 2204.02311 appendix B. The router is not counted. With `causal_half` half of the scores.
-    For a GPT with `ffn = 4 hidden` this is `model_flops`.
+    6 flops a token and parameter of a product, 6 a score and dim of a head's key and of its value. Publications leave
+    the router out (`router`): 0.4 % of a step of qwen3-30b-a3b. For a GPT with `ffn = 4 hidden` this is `model_flops`.
     """
     f, h, heads = fields, fields["hidden"], fields["heads"]
     seen = f["seq"] / 2 if causal_half else f["seq"]
@@ -171,5 +171,6 @@ def general_flops(fields: Mapping[str, Any], batch: int, causal_half: bool) -> f
     products = 3 if f["gated_mlp"] else 2
     active = f.get("experts_per_token", 1) * f["ffn"] + f.get("shared_ffn", 0)
     mlps = products * h * ((f["layers"] - dense) * active + dense * f.get("dense_ffn", 0))
+    mlps += (f["layers"] - dense) * h * f.get("experts", 0) if router else 0
     scores = f["layers"] * heads * (width + value) * seen
     return 6 * batch * f["seq"] * (f["layers"] * attention + scores + mlps + h * f["vocab"])

@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
 from tests.models import published_counts as published
-from tests.models.plain_torch import config_of, count
+from tests.models.plain_torch import config_of, count, gradients, parameters
+from tests.models.small import DECODERS, SMALL, batch_of
+from torch.utils.flop_counter import FlopCounterMode
 
 PRESETS = published.presets()
 
@@ -145,3 +147,18 @@ def test_a_token_of_deepseek_v3_costs_what_was_published() -> None:
     # The embedding is looked up, not multiplied: what is printed counts embedding or head once.
     assert products - scores == pytest.approx(36.7e9, rel=5e-3)
     assert math.isclose(fields["vocab"] * fields["hidden"], 0.9e9, rel_tol=0.05)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_general_flops_are_those_that_torch_counts(name: str) -> None:
+    """In the products of the plain models, forward and backward, where every token takes every expert."""
+    fields = PRESETS[name] | SMALL[name]
+    if "experts" in fields:
+        fields |= {"experts_per_token": fields["experts"]}
+    if "router_groups" in fields:
+        fields |= {"router_groups_kept": fields["router_groups"]}
+    config = config_of(fields)
+    params, batch = parameters(config, 27), batch_of(config, 28, 3)
+    with FlopCounterMode(display=False) as counter:
+        gradients(params, batch, config)
+    assert counter.get_total_flops() == published.general_flops(fields, 3, causal_half=False, router=True)
