@@ -80,3 +80,12 @@ def batch_of(config: Any, seed: int, size: int = 3) -> Params:
         sparse = torch.stack([whole(rows, size, config.bag) for rows in config.table_rows], 1)
         return {"dense": real(size, config.dense_features), "sparse": sparse, "clicks": whole(2, size).double()}
     return {"tokens": whole(config.vocab, size, config.seq), "targets": whole(config.vocab, size, config.seq)}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether two results are further apart than the laws allow."""
+    return bool((a - b).abs().max() > 1e-6)

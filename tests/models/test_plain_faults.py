@@ -11,6 +11,7 @@ from tests.planted import Fault, altered, code_of, function_of
 
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
 from tests.models import test_plain_torch as laws
+from tests.models import test_plain_training as training
 
 
 class Planted(NamedTuple):
@@ -23,7 +24,7 @@ class Planted(NamedTuple):
 
 
 def steps(name: str) -> Callable[[], None]:
-    return partial(laws.test_three_steps_are_those_of_torchs_optimizers, name)
+    return partial(training.test_three_steps_are_those_of_torchs_optimizers, name)
 
 
 def pieces(name: str) -> Callable[[], None]:
@@ -31,7 +32,7 @@ def pieces(name: str) -> Callable[[], None]:
 
 
 def counts(name: str) -> Callable[[], None]:
-    return partial(laws.test_every_parameter_counts, name)
+    return partial(training.test_every_parameter_counts, name)
 
 
 def llama(name: str) -> Callable[[], None]:
@@ -98,7 +99,7 @@ FAULTS = [
     Planted("plain_others.interact", "tril_indices(vectors.shape[1], vectors.shape[1], -", "triu_indices(4, 4, ", dlrm),
     Planted("plain_others.click_logits", ".sum(1)", ".mean(1)", dlrm),
     Planted("plain_others.recommender_loss", "odds).mean()", "odds).sum()", losses),
-    Planted("plain_others.perceptron_loss", ".sum()", ".mean()", laws.test_the_perceptrons_gradient_is_distirs),
+    Planted("plain_others.perceptron_loss", ".sum()", ".mean()", training.test_the_perceptrons_gradient_is_distirs),
     Planted("plain_torch.AdamW.update", "first / (1 - self.beta1**step)", "first", steps("mlp-xs")),
     Planted("plain_torch.AdamW.update", "second / (1 - self.beta2**step)", "second", steps("mlp-xs")),
     Planted("plain_torch.AdamW.update", " + self.eps", "", steps("mlp-xs")),
