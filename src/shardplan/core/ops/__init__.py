@@ -6,7 +6,7 @@
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   `Compute`: what the ops that compute share
 - `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
-- `placing`   those that place elements: Reshape, Pad, Crop, Cast
+- `placing`   those that place elements: Reshape, Expand, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
 - `bodies`    those with a program in them: Repeat, Together
 
@@ -23,7 +23,7 @@ from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
-from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.placing import Cast, Crop, Expand, Pad, Reshape
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.registry import OPS
 
@@ -45,6 +45,7 @@ OPS.update(
         Elementwise,
         ReduceDims,
         Reshape,
+        Expand,
         Pad,
         Crop,
         Cast,
@@ -71,6 +72,7 @@ __all__ = [
     "Einsum",
     "Elementwise",
     "Exchange",
+    "Expand",
     "Gather",
     "Iota",
     "Op",

@@ -15,6 +15,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, infer
+from shardplan.core.layout import Layout
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, poison, results_of
@@ -139,7 +140,13 @@ def computing(op: Op) -> Compute | None:
 
 @dataclass(frozen=True, slots=True)
 class Ruled(Compute):
-    """An op that is typed by a factor rule, and says what it does to the shards of one device."""
+    """An op that is typed by a factor rule, and says what it does to the shards of one device.
+
+    Of an op with factors that only results have, the field `over` says what these carry, in the order in which the
+    results name them; none where it ends before.
+    """
+
+    over = Layout(())  # unannotated, so that it is no field before an op's own
 
     @abc.abstractmethod
     def rule(self, *operands: TensorType) -> FactorRule:
@@ -162,7 +169,10 @@ class Ruled(Compute):
         rule, kinds = self.rule(*operands), self.dtypes(*operands)
         if len(kinds) != len(rule.results):
             raise TypingError(f"{self.name}: its rule has {len(rule.results)} results, but it says {len(kinds)} dtypes")
-        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds)
+        over = self.over
+        if over.partial or over.root or over.boxes is not None:
+            raise TypingError(f"{self.name}: over={over}; legal are axes of dims alone")
+        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds, over.dims)
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Work out starts and sizes, once."""

@@ -1,4 +1,4 @@
-"""Ops that place elements: Reshape, Pad, Crop, Cast."""
+"""Ops that place elements: Reshape, Expand, Pad, Crop, Cast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
@@ -36,7 +37,7 @@ class Reshape(Ruled):
 
     def __post_init__(self) -> None:
         """Check that nothing changes places."""
-        rule = parse_rule(self._text())
+        rule = parse_rule(_sides(self.spec))
         ones = {name for name, n in rule.sizes if n == 1}
         before, after = (
             [name for tensor in side for dim in tensor for name in dim if name not in ones]
@@ -45,13 +46,9 @@ class Reshape(Ruled):
         if before != after:
             raise TypingError(f"reshape: {self.spec!r} does not keep the order of its factors; an einsum transposes")
 
-    def _text(self) -> str:
-        left, arrow, right = self.spec.partition("->")
-        return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else self.spec
-
     def rule(self, *operands: TensorType) -> FactorRule:
         """All factors pass but those of size 1 that are dropped."""
-        return rule_of(self.name, self._text(), operands)
+        return rule_of(self.name, _sides(self.spec), operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
@@ -60,6 +57,54 @@ class Reshape(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Reshape to the shape of the shard."""
         return (arrays[0].reshape(size.results[0]),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+def _sides(spec: str) -> str:
+    """The rule that a spec without brackets says."""
+    left, arrow, right = spec.partition("->")
+    return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
+
+
+@dataclass(frozen=True, slots=True)
+class Expand(Ruled):
+    """The same values along new dims, as `h -> b=4 s=3 h`, which may be sharded `over` axes, in their order.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> t = TensorType("f32", (8,), (), Mesh(x=2))
+    >>> print(*Expand("h -> b=4 s=3 h", Layout((("x",),))).infer(t))
+    f32[4@x, 3, 8]
+    """
+
+    name: ClassVar[str] = "expand"
+    spec: str
+    over: Layout = Layout(())
+
+    def __post_init__(self) -> None:
+        """Check that nothing changes places, and dims are not of several factors."""
+        rule = parse_rule(_sides(self.spec))
+        (before,), (after,) = rule.operands, rule.results
+        if [d for d in after if d in before] != [d for d in before if d in after] or any(
+            len(d) != 1 for d in (*before, *after)
+        ):
+            raise TypingError(f"expand: {self.spec!r} does not keep its dims in order; an einsum transposes")
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """The dims of the operand pass."""
+        return rule_of(self.name, _sides(self.spec), operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Elements are not changed."""
+        return True
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Dims of size 1, which the caller broadcasts."""
+        rule = parse_rule(_sides(self.spec))
+        held = dict(zip(rule.operands[0], size.operands[0], strict=True))
+        return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
