@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Decomposition
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression_tree import FUNCTIONS
 from shardplan.core.factor_rule import FactorRule
@@ -30,7 +31,8 @@ from shardplan.core.ops import (
     Reshape,
     ScatterAdd,
 )
-from shardplan.core.ops.compute import At, Composed, Compute, Decomposition, Ruled, Size
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import At, Compute, Ruled, Size
 from shardplan.core.rule_text import rule_of
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType

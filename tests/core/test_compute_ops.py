@@ -10,6 +10,7 @@ import pytest
 
 import oracle
 from compute_examples import MESH, MeanSquare, Moments
+from shardplan.core.draft import Decomposition
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import NUMPY, Namespace
 from shardplan.core.ops import (
@@ -28,7 +29,8 @@ from shardplan.core.ops import (
     Reshape,
     ScatterAdd,
 )
-from shardplan.core.ops.compute import Composed, Decomposition, Ruled
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import Ruled
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute
 from shardplan.core.step import Step

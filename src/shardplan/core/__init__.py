@@ -23,6 +23,9 @@ Reading order:
 - `nested`          `Nested`: an op with a program in it
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
+- `draft`           `Draft`: steps while they are written
+- `homeward`        the gradient of a move
+- `gradients`       `gradients`: a program with its gradients
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program

@@ -5,8 +5,10 @@
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   `Compute`: what the ops that compute share
-- `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
-- `placing`   those that place elements: Reshape, Expand, Pad, Crop, Cast
+- `products`  products: Einsum
+- `arithmetic` expressions, sums along dims, new dims: Elementwise, ReduceDims, Expand
+- `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
+- `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
 - `bodies`    those with a program in them: Repeat, Together
 
@@ -16,14 +18,16 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
-from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
-from shardplan.core.ops.placing import Cast, Crop, Expand, Pad, Reshape
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.registry import OPS
 
@@ -53,6 +57,7 @@ OPS.update(
         ScatterAdd,
         Iota,
         Constant,
+        Backward,
         Repeat,
         Together,
     )
@@ -63,6 +68,7 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Backward",
     "Broadcast",
     "Cast",
     "Collective",

@@ -10,12 +10,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import At, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, counted
 from shardplan.core.ops.placing import check_value
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -73,6 +74,14 @@ class Gather(Ruled):
         found = xp.take(table, xp.where(mine, here, 0 * here))
         return (xp.where(mine.reshape((*size.operands[1], *(1,) * (len(size.operands[0]) - 1))), found, zero),)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The rows added up by their ids."""
+        table = draft.types[operands[0]]
+        back = ScatterAdd(table.shape[0], Layout(table.layout.dims[:1]))
+        return [draft(back, cotangents[0], operands[1]), None]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
@@ -98,7 +107,7 @@ class ScatterAdd(Ruled):
 
     name: ClassVar[str] = "scatter_add"
     rows: int
-    over: Layout = Layout(())
+    over: Layout = WHOLE
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The dims of the ids are reduced with a sum."""
@@ -122,6 +131,12 @@ class ScatterAdd(Ruled):
         index = xp.where((here >= 0) & (here < rows), here, 0 * here + rows)
         values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
         return (xp.scatter_add(rows + 1, index, values)[:rows],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The rows of the sums."""
+        return [draft(Gather(), cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """One a local element of the values."""

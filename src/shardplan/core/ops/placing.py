@@ -1,17 +1,17 @@
-"""Ops that place elements: Reshape, Expand, Pad, Crop, Cast."""
+"""Ops that place elements: Reshape, Pad, Crop, Cast."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
-from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
@@ -37,7 +37,7 @@ class Reshape(Ruled):
 
     def __post_init__(self) -> None:
         """Check that nothing changes places."""
-        rule = parse_rule(_sides(self.spec))
+        rule = parse_rule(bracketed(self.spec))
         ones = {name for name, n in rule.sizes if n == 1}
         before, after = (
             [name for tensor in side for dim in tensor for name in dim if name not in ones]
@@ -48,7 +48,7 @@ class Reshape(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """All factors pass but those of size 1 that are dropped."""
-        return rule_of(self.name, _sides(self.spec), operands)
+        return rule_of(self.name, bracketed(self.spec), operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
@@ -58,57 +58,30 @@ class Reshape(Ruled):
         """Reshape to the shape of the shard."""
         return (arrays[0].reshape(size.results[0]),)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The sizes of the operand."""
+        rule = self.rule(draft.types[operands[0]])
+        sizes = {f.name: f.size for f in rule.factors}
+        back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
+        return [draft(Reshape(" -> ".join(back)), cotangents[0])]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
 
 
-def _sides(spec: str) -> str:
+def _word(dim: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    """A dim of a spec; a size is said where it is 1, or of a minor factor."""
+    words = [f"{n}={sizes[n]}" if k or sizes[n] == 1 else n for k, n in enumerate(dim)]
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def bracketed(spec: str) -> str:
     """The rule that a spec without brackets says."""
     left, arrow, right = spec.partition("->")
     return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
-
-
-@dataclass(frozen=True, slots=True)
-class Expand(Ruled):
-    """The same values along new dims, as `h -> b=4 s=3 h`, which may be sharded `over` axes, in their order.
-
-    >>> from shardplan.core.mesh import Mesh
-    >>> t = TensorType("f32", (8,), (), Mesh(x=2))
-    >>> print(*Expand("h -> b=4 s=3 h", Layout((("x",),))).infer(t))
-    f32[4@x, 3, 8]
-    """
-
-    name: ClassVar[str] = "expand"
-    spec: str
-    over: Layout = Layout(())
-
-    def __post_init__(self) -> None:
-        """Check that nothing changes places, and dims are not of several factors."""
-        rule = parse_rule(_sides(self.spec))
-        (before,), (after,) = rule.operands, rule.results
-        if [d for d in after if d in before] != [d for d in before if d in after] or any(
-            len(d) != 1 for d in (*before, *after)
-        ):
-            raise TypingError(f"expand: {self.spec!r} does not keep its dims in order; an einsum transposes")
-
-    def rule(self, *operands: TensorType) -> FactorRule:
-        """The dims of the operand pass."""
-        return rule_of(self.name, _sides(self.spec), operands)
-
-    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """Elements are not changed."""
-        return True
-
-    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Dims of size 1, which the caller broadcasts."""
-        rule = parse_rule(_sides(self.spec))
-        held = dict(zip(rule.operands[0], size.operands[0], strict=True))
-        return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
-
-    def flops(self, *operands: TensorType) -> float:
-        """None."""
-        return 0.0
 
 
 def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
@@ -168,6 +141,13 @@ class Pad(Ruled):
             x = xp.concatenate([before, x, after], d) if lo or hi else x
         return (x,)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The part that is not padding."""
+        hi = tuple(a + n for a, n in zip(self.lo, draft.types[operands[0]].shape, strict=True))
+        return [draft(Crop(self.lo, hi), cotangents[0])]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
@@ -198,6 +178,13 @@ class Crop(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Slice; of a dim that is kept all that is here lies in the bounds."""
         return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Zeros around."""
+        rest = tuple(n - b for n, b in zip(draft.types[operands[0]].shape, self.stop, strict=True))
+        return [draft(Pad(self.start, rest), cotangents[0])]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -239,6 +226,13 @@ class Cast(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """The caller rounds."""
         return (arrays[0],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Of a float, in its dtype."""
+        kind = draft.types[operands[0]].dtype
+        return [draft(Cast(kind), cotangents[0]) if numpy_dtype(kind).kind in "fV" else None]
 
     def flops(self, *operands: TensorType) -> float:
         """One a local element."""
