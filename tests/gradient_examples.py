@@ -46,6 +46,7 @@ GRADIENTS = (
     case(Einsum("ik,kj->ij"), ("f64 ik", "f64 kj"), lambda a, b: a @ b, 52),
     case(Einsum("ij,jk,j->ik"), ("f64 ij", "f64 jk", "f64 j"), lambda a, b, c: (a * c) @ b, 67),
     case(Einsum("ij->j"), ("f64 ij",), lambda a: a.sum(0), 27),
+    case(Einsum("i,jk->ij"), ("f64 i", "f64 jk"), lambda a, b: a[:, None] * b.sum(1), 52),
     case(Einsum("ij->ji"), ("f64 ij",), lambda a: a.T, 36),
     case(Einsum("ij,ij->"), ("f64 ij", "f64 ij"), lambda a, b: (a * b).sum(), 38),
     case(Elementwise("a - 2 * b"), ("f64 ij", "f64 j"), lambda a, b: a - 2 * b, 36),

@@ -143,6 +143,7 @@ MOVES: list[tuple[Op, str]] = [
     (AllReduce(("t",)), "8@d, 6]{+t"),
     (AllGather(1, ("t",)), "8@d, 6@t"),
     (AllGather((0, 1), ("d", "t")), "8@d, 6@t"),
+    (AllGather(1, ("d", "t")), "8, 6@(d,t)"),
     (ReduceScatter(1, ("t",)), "8@d, 6]{+t"),
     (Slice(1, ("t",)), "8@d, 6"),
     (AllToAll(0, 1, ("d",)), "8@d, 6"),

@@ -8,6 +8,7 @@ import pytest
 import oracle
 from compute_examples import UNEQUAL, Example
 from gradient_examples import GRADIENTS, ONE, arrays, back, on_one
+from shardplan.core.ops.composed import differs
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
@@ -76,3 +77,16 @@ def test_central_differences(example: Example) -> None:
             down = value()
             x[at] = middle
             assert (up - down) / (2 * step) == pytest.approx(grad[at], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
+def test_a_gradient_lies_as_its_value_does(example: Example) -> None:
+    for op, types in example.legal_ones(UNEQUAL):
+        try:
+            program = back(op, types)
+        except LayoutError:
+            continue
+        found = program.output_types[len(op.infer(*types)) :]
+        for t, u in zip((t for t in types if differs(t)), found, strict=True):
+            assert (t.shape, t.atoms) == (u.shape, u.atoms)
+            assert not set(t.mesh.expand(t.layout.used)) & set(t.mesh.expand(u.layout.partial))

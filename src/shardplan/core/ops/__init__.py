@@ -10,6 +10,8 @@
 - `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
+- `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `updates`   updates of parameters: Sgd, AdamW
 - `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
@@ -25,10 +27,23 @@ from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
+from shardplan.core.ops.layers import (
+    Attention,
+    Concat,
+    CrossEntropy,
+    EmbeddingBag,
+    LayerNorm,
+    OneHot,
+    RmsNorm,
+    Rotary,
+    Softmax,
+    Split,
+)
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.ops.updates import AdamW, Sgd
 from shardplan.core.registry import OPS
 
 OPS.update(
@@ -57,6 +72,18 @@ OPS.update(
         ScatterAdd,
         Iota,
         Constant,
+        Softmax,
+        LayerNorm,
+        RmsNorm,
+        OneHot,
+        CrossEntropy,
+        EmbeddingBag,
+        Attention,
+        Rotary,
+        Concat,
+        Split,
+        Sgd,
+        AdamW,
         Backward,
         Repeat,
         Together,
@@ -65,6 +92,18 @@ OPS.update(
 
 __all__ = [
     "OPS",
+    "AdamW",
+    "Attention",
+    "Concat",
+    "CrossEntropy",
+    "EmbeddingBag",
+    "LayerNorm",
+    "OneHot",
+    "RmsNorm",
+    "Rotary",
+    "Sgd",
+    "Softmax",
+    "Split",
     "AllGather",
     "AllReduce",
     "AllToAll",

@@ -37,9 +37,13 @@ class Composed(Compute):
         """Type the steps."""
         return self._typed(operands)[1]
 
+    def share(self, *operands: TensorType) -> float:
+        """Return the part of its steps' operations that one kernel does; less than 1 where it skips what is masked."""
+        return 1.0
+
     def flops(self, *operands: TensorType) -> float:
         """Add up the steps."""
-        return sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
+        return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Bind the steps."""
@@ -112,6 +116,10 @@ class Backward(Composed):
         walk = Reverse(draft, draft.types, lambda name: name)
         walk.back(steps, found, needing(steps, draft.types, wanted))
         return draft.done(*(found[w] if w in found else zeros(draft, draft.types[w]) for w in wanted))
+
+    def share(self, *operands: TensorType) -> float:
+        """That of the op."""
+        return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
