@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardplan.core.draft import Decomposition
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression_tree import FUNCTIONS
 from shardplan.core.factor_rule import FactorRule
@@ -34,7 +34,6 @@ from shardplan.core.ops import (
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import At, Compute, Ruled, Size
 from shardplan.core.rule_text import rule_of
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -61,7 +60,7 @@ class Example:
     def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
         """Small integers, in any dtype; some ids are out of range."""
         out: list[np.ndarray] = []
-        for dtype, letters in (text.split() for text in self.operands):
+        for dtype, letters in ((text + " ").split(" ")[:2] for text in self.operands):
             shape = [sizes[c] for c in letters]
             values = rng.integers(-3, 14, shape) if dtype != "bool" else rng.integers(0, 2, shape)
             out.append(values.astype(numpy_dtype(dtype)))
@@ -271,6 +270,5 @@ class MeanSquare(Composed):
 
     name: ClassVar[str] = "mean_square"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
-        square, mean = Elementwise("a * a"), ReduceDims((1,), "mean")
-        return Decomposition((Step(square, ("0",), ("s",)), Step(mean, ("s",), ("m",))), ("m",))
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        return [d(ReduceDims((1,), "mean"), d(Elementwise("a * a"), "0"))]

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from compute_examples import Example, Sizes
+from compute_examples import MESH, Example, Sizes
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import Crop, Einsum, Elementwise, Expand, Gather, Op, Pad, ReduceDims, Reshape, ScatterAdd
+from shardplan.core.ops import (
+    Attention,
+    Combine,
+    Compute,
+    Concat,
+    Crop,
+    CrossEntropy,
+    Dispatch,
+    Dropout,
+    Einsum,
+    Elementwise,
+    EmbeddingBag,
+    Expand,
+    FromSlots,
+    Gather,
+    LayerNorm,
+    Op,
+    Pad,
+    ReduceDims,
+    Reshape,
+    RmsNorm,
+    Rotary,
+    ScatterAdd,
+    Softmax,
+    Split,
+    TopK,
+    ToSlots,
+)
 from shardplan.core.ops.composed import Reverse, differs, needing
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
@@ -42,6 +70,113 @@ def _index_add(s: Sizes, values: Any, ids: Any) -> Any:
     return _torch().zeros(s["i"], values.shape[1], dtype=values.dtype).index_add(0, ids[mine], values[mine])
 
 
+class Lettered(Example):
+    """An op whose operands have many dims: axes are assigned to letters, which carry them in every operand."""
+
+    def assigned(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
+        """Every letter, no letter, or partial in one or all of the floats, for x and for y."""
+        given = [(*text.split(), "")[:2] for text in self.operands]
+        floats = [k for k, (dtype, _) in enumerate(given) if dtype[0] == "f"]
+        letters = dict.fromkeys(c for _, names in given for c in names)
+        partial: list[Any] = [{k} for k in floats] + ([set(floats)] if len(floats) > 1 else [])
+        for x, y in itertools.product([*letters, "", *partial], repeat=2):
+            for order in ("xy", "yx") if x == y and isinstance(x, str) and x else ("xy",):
+                at = {"x": x, "y": y}
+                yield (
+                    self.make(sizes, Layout(())),
+                    tuple(
+                        TensorType(
+                            dtype,
+                            [sizes[c] for c in names],
+                            [tuple(a for a in order if at[a] == c) for c in names],
+                            MESH,
+                            {a: "sum" for a in order if isinstance(at[a], set) and k in at[a]},
+                        )
+                        for k, (dtype, names) in enumerate(given)
+                    ),
+                )
+
+
+def _attention(q: Any, k: Any, v: Any, causal: bool, before: int = 0) -> Any:
+    torch = _torch()
+    b, s, g, r, d = q.shape
+    heads = (x.permute(0, 2, 1, 3).repeat_interleave(r, 1) for x in (k, v))
+    mask = torch.ones(s, k.shape[1], dtype=torch.bool).tril(before) if causal else None
+    q = q.permute(0, 2, 3, 1, 4).reshape(b, g * r, s, d)
+    out = torch.nn.functional.scaled_dot_product_attention(q, *heads, attn_mask=mask)
+    return out.reshape(b, g, r, s, -1).permute(0, 3, 1, 2, 4)
+
+
+def _turned(x: Any, position: Any, interleaved: bool) -> Any:
+    """Rotary positions by complex numbers."""
+    torch, half = _torch(), x.shape[-1] // 2
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    by = torch.polar(torch.ones_like(angle), angle)[:, None]
+    if interleaved:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * by).flatten(-2)
+    z = torch.complex(*x.chunk(2, -1)) * by
+    return torch.cat([z.real, z.imag], -1)
+
+
+def _used(ids: Any, g: int, n: int, k: int) -> int:
+    """How many choices of a group come before one and have its expert."""
+    return sum(int(i) == int(ids[g, n, k]) for i in ids[g].flatten()[: n * ids.shape[2] + k])
+
+
+def _to_slots(rows: Any, ids: Any, experts: int, capacity: int) -> tuple[Any, Any]:
+    """Choice by choice; and how many are dropped."""
+    torch = _torch()
+    out = [[[torch.zeros(rows.shape[-1], dtype=rows.dtype)] * capacity for _ in range(experts)] for _ in ids]
+    dropped = [0] * len(ids)
+    for g, n, k in itertools.product(*map(range, ids.shape)):
+        used = _used(ids, g, n, k)
+        if used < capacity:
+            slots = out[g][int(ids[g, n, k])]
+            slots[used] = rows[g, n, k]
+        dropped[g] += used >= capacity
+    found = torch.stack([torch.stack([torch.stack(slots) for slots in of]) for of in out])
+    return found, torch.tensor(dropped, dtype=torch.int32)
+
+
+def _from_slots(slots: Any, ids: Any) -> Any:
+    torch = _torch()
+    found = torch.zeros(*ids.shape, slots.shape[-1], dtype=slots.dtype)
+    for g, n, k in itertools.product(*map(range, ids.shape)):
+        used = _used(ids, g, n, k)
+        if used < slots.shape[2]:
+            found[g, n, k] = slots[g, int(ids[g, n, k]), used]
+    return found
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finalizer of MurmurHash3, on unsigned numbers."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _dropout(x: Any, key: Any, rate: float) -> Any:
+    bits = _mixed(np.full((1,) * x.ndim, int(key), np.int32).astype(np.uint32))
+    for d, n in enumerate(x.shape):
+        here = np.arange(d, d + n, dtype=np.uint32).reshape([n if j == d else 1 for j in range(x.ndim)])
+        bits = _mixed(bits ^ _mixed(here))
+    return x * _torch().from_numpy((bits % 2**30 >= int(rate * 2**30)) / (1 - rate))
+
+
+def _of(name: str, *arguments: Any, **named: Any) -> Any:
+    return getattr(_torch().nn.functional, name)(*arguments, **named)
+
+
+def _top(x: Any, k: int) -> tuple[Any, Any]:
+    found = _torch().topk(x, k)
+    return found.values, found.indices.int()
+
+
+def lettered(op: Op, operands: tuple[str, ...], torch: Any, legal: int) -> Example:
+    """As `case`."""
+    return Lettered(lambda s, layout: op, operands, lambda s, *x: torch(*x), legal)
+
+
 GRADIENTS = (
     case(Einsum("ik,kj->ij"), ("f64 ik", "f64 kj"), lambda a, b: a @ b, 52),
     case(Einsum("ij,jk,j->ik"), ("f64 ij", "f64 jk", "f64 j"), lambda a, b, c: (a * c) @ b, 67),
@@ -68,13 +203,40 @@ GRADIENTS = (
     Example(lambda s, layout: Crop((1, 0), (s["i"] - 2, s["j"])), ("f64 ij",), lambda s, a: a[1:-2], 24),
     case(Gather(), ("f64 ij", "i64 k"), lambda table, ids: _embedding(ids, table), 48),
     Example(lambda s, layout: ScatterAdd(s["i"], Layout((("x",),))), ("f64 kj", "i64 k"), _index_add, 5),
+    case(Softmax(1), ("f64 ijk",), lambda x: _of("softmax", x, 1), 18),
+    lettered(LayerNorm(), ("f64 ijk", "f64 k", "f64 k"), lambda x, g, b: _of("layer_norm", x, g.shape, g, b), 11),
+    lettered(RmsNorm(), ("f64 ijk", "f64 k"), lambda x, g: _of("rms_norm", x, g.shape, g, 1e-6), 18),
+    lettered(CrossEntropy(), ("f64 ija", "i32 ij"),
+             lambda x, y: _of("cross_entropy", x.permute(0, 2, 1), y.long(), reduction="none"), 11),
+    lettered(EmbeddingBag(), ("f64 ij", "i32 ka"), lambda w, ids: _of("embedding_bag", ids, w, mode="sum"), 40),
+    lettered(Attention(), ("f64 biakj", "f64 biaj", "f64 biak"), lambda q, k, v: _attention(q, k, v, True), 18),
+    lettered(Attention(False, 0.3), ("f64 biakj", "f64 bpaj", "f64 bpai"),
+             lambda q, k, v: _attention(q * 0.3 * q.shape[-1] ** 0.5, k, v, False), 28),
+    lettered(Attention(), ("f64 bpakj", "f64 biaj", "f64 biao", "i32"),
+             lambda q, k, v, p: _attention(q, k, v, True, int(p)), 54),
+    lettered(Rotary(), ("f64 bijp", "i32 i"), lambda x, p: _turned(x, p, False), 28),
+    lettered(Rotary(interleaved=True), ("f64 bijp", "i32 i"), lambda x, p: _turned(x, p, True), 28),
+    lettered(Concat(1), ("f64 ijk", "f64 iak", "f64 iok"), lambda *x: _torch().cat(x, 1), 18),
+    Lettered(lambda s, layout: Split(1, (2, s["i"] - 2)), ("f64 jik",),
+             lambda s, x: _torch().split(x, (2, s["i"] - 2), 1), 18),
+    lettered(TopK(3), ("f64 ijk",), lambda x: _top(x, 3), 11),
+    lettered(ToSlots(5, 2, Layout((("y",),))), ("f64 ajkb", "i32 ajk"), lambda x, ids: _to_slots(x, ids, 5, 2)[0], 4),
+    lettered(FromSlots(), ("f64 akjb", "i32 aij"), _from_slots, 28),
+    lettered(Dispatch(5, 3, Layout((("x",),))), ("f64 aib", "i32 aij"),
+             lambda x, ids: _to_slots(x[:, :, None].expand(-1, -1, ids.shape[2], -1), ids, 5, 3), 4),
+    lettered(Combine(), ("f64 akjb", "i32 aij", "f64 aij"),
+             lambda x, ids, w: (_from_slots(x, ids) * w[..., None]).sum(2), 39),
+    lettered(Dropout(0.3), ("f64 ijk", "i32"), lambda x, key: _dropout(x, key, 0.3), 28),
 )  # fmt: skip
 
 
 def arrays(example: Example, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
-    """Floats away from ties, ids of which some have no row, conditions."""
+    """Floats away from ties, conditions, i64 ids of which some have no row, i32 from 0 to 3."""
     found = example.arrays(sizes, rng)
-    return [rng.normal(size=x.shape) if x.dtype.kind == "f" else x for x in found]
+    return [
+        rng.normal(size=x.shape) if x.dtype.kind == "f" else rng.integers(0, 4, x.shape, "i4") if x.dtype == "i4" else x
+        for x in found
+    ]
 
 
 def back(op: Op, types: Sequence[TensorType]) -> Program:

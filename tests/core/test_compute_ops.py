@@ -1,7 +1,7 @@
 """What the ops that place elements refuse, what compute ops cost, their text, and ops made of others."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import pytest
 
 import oracle
 from compute_examples import MESH, MeanSquare, Moments
-from shardplan.core.draft import Decomposition
+from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import NUMPY, Namespace
 from shardplan.core.ops import (
@@ -33,7 +33,6 @@ from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import Ruled
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
 
@@ -173,8 +172,8 @@ def test_what_a_composed_op_means_follows_from_its_steps() -> None:
 class Moving(Composed):
     name: ClassVar[str] = "moving"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
-        return Decomposition((Step(AllReduce(("x",)), ("0",), ("r",)),), ("r",))
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        return [d(AllReduce(("x",)), "0")]
 
 
 class Bare(Ruled):
@@ -191,7 +190,7 @@ class Empty(Composed):
     ("make", "text"),
     [
         (Bare, "Can't instantiate abstract class Bare with abstract methods flops, local"),
-        (Empty, "Can't instantiate abstract class Empty with abstract method decomposition"),
+        (Empty, "Can't instantiate abstract class Empty with abstract method write"),
         (lambda: Moving().infer(*typed("f32[4]{+x}")),
          "moving: all_reduce in its decomposition moves data; legal are compute ops"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.reduction import AllReduce
@@ -36,10 +36,10 @@ class Draft:
         self.origins: list[int | None] = []  # beside each step what `origin` was when it was written
         self.origin: int | None = None
 
-    @staticmethod
-    def of(operands: Iterable[TensorType]) -> Draft:
+    @classmethod
+    def of(cls, operands: Iterable[TensorType]) -> Self:
         """Begin with operands called "0", "1", ..."""
-        return Draft({str(k): t for k, t in enumerate(operands)})
+        return cls({str(k): t for k, t in enumerate(operands)})
 
     def every(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
         """Write a step, and return the names of its results; raises what the op says of the types."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardplan.core.draft import Draft
-from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
-from shardplan.core.nested import nested, rows
+from shardplan.core.nested import rows
 from shardplan.core.ops.bodies import Repeat
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.composed import Reverse, differs, needing, plus, zeros
@@ -133,14 +132,9 @@ class _Level(Reverse):
         return bool(step.operands) and self.keep(step, moved)
 
     def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
-        """Of a move the way back, of a repeat one in reverse, of others what they say."""
+        """Of a repeat one in reverse."""
         if isinstance(step.op, Repeat):
             return self._repeat(number, step.op, came, wants) if step.op.n else came
-        if moving(step.op) is not None and nested(step.op) is None:
-            return [
-                c and homeward(self.draft, c, self.types[o], step.op.name)
-                for o, c in zip(step.operands, came, strict=True)
-            ]
         return super().one(number, step, came, wants)
 
     def _repeat(

@@ -11,6 +11,7 @@
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
 - `updates`   updates of parameters: Sgd, AdamW
 - `bodies`    those with a program in them: Repeat, Together
 
@@ -43,6 +44,7 @@ from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
 from shardplan.core.ops.updates import AdamW, Sgd
 from shardplan.core.registry import OPS
 
@@ -82,6 +84,12 @@ OPS.update(
         Rotary,
         Concat,
         Split,
+        TopK,
+        ToSlots,
+        FromSlots,
+        Dispatch,
+        Combine,
+        Dropout,
         Sgd,
         AdamW,
         Backward,
@@ -94,6 +102,12 @@ __all__ = [
     "OPS",
     "AdamW",
     "Attention",
+    "Combine",
+    "Dispatch",
+    "Dropout",
+    "FromSlots",
+    "TopK",
+    "ToSlots",
     "Concat",
     "CrossEntropy",
     "EmbeddingBag",

@@ -14,15 +14,18 @@ from typing import ClassVar
 
 from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
+from shardplan.core.nested import nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import Compute, LocalRun, Where, computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError, TypingError
+from shardplan.errors import LayoutError, ShardplanError, TypingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,13 @@ class Composed(Compute):
     """An op that says only its decomposition: typing, meaning and flops follow. It is priced as one kernel."""
 
     @abc.abstractmethod
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Write the steps, on operands called "0", "1", ..., and return the names of the results."""
+
     def decomposition(self, *operands: TensorType) -> Decomposition:
         """Return the steps."""
+        draft = Draft.of(operands)
+        return draft.done(*self.write(draft, *operands))
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Type the steps."""
@@ -101,21 +109,16 @@ class Backward(Composed):
     needs: tuple[int, ...]
     results: int = 1
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """The steps of the op, and back."""
-        draft, count = Draft.of(operands), len(operands) - self.results
-        of = computing(self.of)
-        body = None if of is None else of.decomposition(*operands[:count])
-        if body is None:
-            raise TypingError(f"backward: {self.of.name} has no decomposition; its gradient is steps of its own")
-        names = draft.copy(body.steps, lambda name: name)
-        steps = tuple(draft.steps)
-        wanted = [str(k) for k in self.needs]
-        made = [names.get(name, name) for name in body.results]
+        count = len(operands) - self.results
+        if not isinstance(self.of, Composed):
+            raise TypingError(f"{self.of.name} has no decomposition; its gradient is steps of its own")
+        made = self.of.write(d, *operands[:count])
+        steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
         found = {name: str(count + k) for k, name in enumerate(made)}
-        walk = Reverse(draft, draft.types, lambda name: name)
-        walk.back(steps, found, needing(steps, draft.types, wanted))
-        return draft.done(*(found[w] if w in found else zeros(draft, draft.types[w]) for w in wanted))
+        Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
+        return [found[w] if w in found else zeros(d, d.types[w]) for w in wanted]
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
@@ -126,6 +129,30 @@ class Backward(Composed):
     ) -> Sequence[str | None]:
         """None: a gradient of a gradient is not said."""
         raise TypingError(f"the gradient of {self.of.name} has no gradient")
+
+
+class Opened(Draft):
+    """A draft that opens an op whose operands do not type on it, and reduces what a step does not take partial."""
+
+    def every(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
+        """Write a step, or those that it comes to."""
+        try:
+            return super().every(op, *operands, stopped=stopped)
+        except LayoutError:
+            if isinstance(op, Composed):
+                body = opened(op, [self.types[o] for o in operands])
+                names = self.copy(body.steps, lambda name: operands[int(name)])
+                return tuple(names[r] for r in body.results)
+            whole = [self.reduced(o, self.types[o].layout.partial) for o in operands]
+            if tuple(whole) == operands:
+                raise
+            return super().every(op, *whole, stopped=stopped)
+
+
+def opened(op: Composed, types: Sequence[TensorType]) -> Decomposition:
+    """Return the steps of an op on operands that may be sharded where the whole op does not type, with reductions."""
+    draft = Opened.of(types)
+    return draft.done(*op.write(draft, *types))
 
 
 def differs(t: TensorType) -> bool:
@@ -195,7 +222,10 @@ class Reverse:
                     cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
 
     def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
-        """Write the gradient of a step: the part of what its op says that is wanted."""
+        """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
+        if moving(step.op) is not None and nested(step.op) is None:
+            pairs = zip(step.operands, came, strict=True)
+            return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")

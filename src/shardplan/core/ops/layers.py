@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
@@ -45,11 +46,10 @@ class Softmax(Composed):
     name: ClassVar[str] = "softmax"
     dim: int
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Less the largest."""
         (t,) = counted(self.name, operands, 1)
-        d = Draft.of(operands)
-        return d.done(_as(d, _softmax(d, _wide(d, "0"), self.dim), t))
+        return [_as(d, _softmax(d, _wide(d, "0"), self.dim), t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,14 @@ class LayerNorm(Composed):
     name: ClassVar[str] = "layer_norm"
     eps: float = 1e-5
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Mean, then variance of what is left."""
         t, _, _ = counted(self.name, operands, 3)
-        d = Draft.of(operands)
         x, last = _wide(d, "0"), (t.ndim - 1,)
         x = d(Elementwise("a - b"), x, d(ReduceDims(last, "mean", keep=True), x))
         variance = d(ReduceDims(last, "mean", keep=True), d(Elementwise("a * a"), x))
         y = d(Elementwise(f"a * rsqrt(b + {self.eps}) * c + d"), x, variance, _wide(d, "1"), _wide(d, "2"))
-        return d.done(_as(d, y, t))
+        return [_as(d, y, t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +76,12 @@ class RmsNorm(Composed):
     name: ClassVar[str] = "rms_norm"
     eps: float = 1e-6
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """The mean of squares, and a product."""
         t, _ = counted(self.name, operands, 2)
-        d = Draft.of(operands)
         x = _wide(d, "0")
         square = d(ReduceDims((t.ndim - 1,), "mean", keep=True), d(Elementwise("a * a"), x))
-        return d.done(_as(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, _wide(d, "1")), t))
+        return [_as(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, _wide(d, "1")), t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +93,10 @@ class OneHot(Composed):
     dtype: str
     over: Layout = WHOLE
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Compare with 0, 1, 2, ..."""
-        (t,) = counted(self.name, operands, 1)
-        d = Draft.of(operands)
-        return d.done(d(Cast(self.dtype), _hot(d, "0", self.classes, (*self.over.dims, ())[0])))
+        counted(self.name, operands, 1)
+        return [d(Cast(self.dtype), _hot(d, "0", self.classes, (*self.over.dims, ())[0]))]
 
 
 def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
@@ -116,12 +113,12 @@ class CrossEntropy(Composed):
 
     name: ClassVar[str] = "cross_entropy"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
         t, ids = counted(self.name, operands, 2)
         if not t.ndim or ids.shape != t.shape[:-1]:
             raise TypingError(f"logits {t} and targets {ids}; legal are targets of the shape of all dims but the last")
-        d, last = Draft.of(operands), (t.ndim - 1,)
+        last = (t.ndim - 1,)
         x = _wide(d, "0")
         top = d(ReduceDims(last, "max", keep=True), x)
         total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
@@ -129,7 +126,7 @@ class CrossEntropy(Composed):
         chosen = d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))
         loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
         dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
-        return d.done(_as(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t))
+        return [_as(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +135,10 @@ class EmbeddingBag(Composed):
 
     name: ClassVar[str] = "embedding_bag"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Gather, and sum."""
         counted(self.name, operands, 2)
-        d = Draft.of(operands)
-        return d.done(d(ReduceDims((1,)), d(Gather(), "0", "1")))
+        return [d(ReduceDims((1,)), d(Gather(), "0", "1"))]
 
     def touched(self, *operands: TensorType) -> int:
         """Ids, the rows that are read, and their sums; not the table."""
@@ -164,10 +160,9 @@ class Attention(Composed):
     causal: bool = True
     scale: float = 0.0
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
         q, k = counted(self.name, operands[:3], 3)[:2]
-        d = Draft.of(operands)
         scores = d(Einsum("bsgrd,btgd->bgrst"), _wide(d, "0"), _wide(d, "1"))
         scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
         if self.causal:
@@ -178,7 +173,7 @@ class Attention(Composed):
             late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
             scores = d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
         out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), _wide(d, "2"))
-        return d.done(_as(d, out, q))
+        return [_as(d, out, q)]
 
     def share(self, *operands: TensorType) -> float:
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
@@ -198,12 +193,12 @@ class Rotary(Composed):
     theta: float = 10000.0
     interleaved: bool = False
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """x cos + J x sin, where J turns a pair by a quarter."""
         t, _ = counted(self.name, operands, 2)
         if t.ndim != 4 or t.shape[-1] % 2:
             raise TypingError(f"{t}; legal are four dims, the last of an even size")
-        d, half, pair = Draft.of(operands), t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
+        half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
         x = d(Reshape(f"b s n ({pair}) -> b s n {pair}"), _wide(d, "0"))
         kind = d.types[x].dtype
         number = d(Iota(kind, (1, *((half, 1) if self.interleaved else (1, half))), 1 + (not self.interleaved),
@@ -214,7 +209,7 @@ class Rotary(Composed):
         letters = "bsnht,tu->bsnhu" if self.interleaved else "bsnth,tu->bsnuh"
         turned = d(Einsum(letters), x, d(Elementwise("a - b"), *quarter))
         y = d(Elementwise("a * cos(c) + b * sin(c)"), x, turned, angle)
-        return d.done(_as(d, d(Reshape(f"b s n {pair} -> b s n ({pair})"), y), t))
+        return [_as(d, d(Reshape(f"b s n {pair} -> b s n ({pair})"), y), t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +219,18 @@ class Concat(Composed):
     name: ClassVar[str] = "concat"
     dim: int
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Zeros around each, and a sum."""
         if not operands or not all(0 <= self.dim < t.ndim for t in operands):
             raise TypingError(f"concat along dim {self.dim} of {', '.join(map(str, operands)) or 'nothing'}")
-        d, at, total = Draft.of(operands), 0, sum(t.shape[self.dim] for t in operands)
+        at, total = 0, sum(t.shape[self.dim] for t in operands)
         parts: list[str] = []
         for k, t in enumerate(operands):
             before = tuple(at * (j == self.dim) for j in range(t.ndim))
             at += t.shape[self.dim]
             parts.append(d(Pad(before, tuple((total - at) * (j == self.dim) for j in range(t.ndim))), str(k)))
         letters = (chr(ord("a") + k) for k in range(len(parts)))
-        return d.done(d(Elementwise(" + ".join(letters)), *parts) if len(parts) > 1 else parts[0])
+        return [d(Elementwise(" + ".join(letters)), *parts) if len(parts) > 1 else parts[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +241,15 @@ class Split(Composed):
     dim: int
     sizes: tuple[int, ...]
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """A part each."""
         (t,) = counted(self.name, operands, 1)
         if not 0 <= self.dim < t.ndim or sum(self.sizes) != t.shape[self.dim]:
             raise TypingError(f"the sizes {self.sizes} along dim {self.dim} of {t}; legal are those that sum to its")
-        d, at, parts = Draft.of(operands), 0, list[str]()
+        at, parts = 0, list[str]()
         for n in self.sizes:
             start, stop = [0] * t.ndim, [*t.shape]
             start[self.dim], stop[self.dim] = at, at + n
             parts.append(d(Crop(tuple(start), tuple(stop)), "0"))
             at += n
-        return d.done(*parts)
+        return parts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.draft import Draft
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import counted
@@ -22,11 +23,10 @@ class Sgd(Composed):
     aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
     lr: float
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """One expression."""
         counted(self.name, operands, 2)
-        d = Draft.of(operands)
-        return d.done(d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0")))
+        return [d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,9 @@ class AdamW(Composed):
     eps: float = 1e-8
     decay: float = 0.01
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Moments, their corrections by 1 - beta**step, the update."""
         counted(self.name, operands, 5)
-        d = Draft.of(operands)
         g = _like(d, "1", "2")
         m = d(Elementwise(f"{self.beta1} * a + {1 - self.beta1} * b"), "2", g)
         v = d(Elementwise(f"{self.beta2} * a + {1 - self.beta2} * b * b"), "3", g)
@@ -55,7 +54,7 @@ class AdamW(Composed):
         first, second = (f"(1 - exp({math.log(b)} * d))" for b in (self.beta1, self.beta2))
         text = f"a - {self.lr} * ({self.decay} * a + b / {first} / (sqrt(c / {second}) + {self.eps}))"
         w = d(Elementwise(text), "0", _like(d, m, "0"), _like(d, v, "0"), step)
-        return d.done(w, m, v)
+        return [w, m, v]
 
 
 def _like(d: Draft, name: str, other: str) -> str:
