@@ -19,6 +19,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace
 from shardplan.core.ops import (
     Cast,
+    Concat,
     Constant,
     Crop,
     Einsum,
@@ -26,6 +27,7 @@ from shardplan.core.ops import (
     Expand,
     Gather,
     Iota,
+    OneHot,
     Pad,
     ReduceDims,
     Reshape,
@@ -158,6 +160,13 @@ EXAMPLES = (
         lambda s, a: np.broadcast_to(a, (s["i"], s["j"])),
         1,
     ),
+    Example(
+        lambda s, layout: OneHot(s["k"], "f32", Layout((("x",),))),
+        ("i32 ij",),
+        lambda s, a: (a[..., None] == np.arange(s["k"])).astype(np.float32),
+        3,
+    ),
+    plain(Concat(0), ("i32 ij", "i32 kj"), lambda a, b: np.concatenate([a, b]), 17),
     plain(Pad((1, 0), (2, 0)), ("f64 ij",), lambda a: np.pad(a, ((1, 2), (0, 0))), 24),
     plain(Pad((0, 0), (0, 1), 3), ("i32 ij",), lambda a: np.pad(a, ((0, 0), (0, 1)), constant_values=3), 17),
     Example(lambda s, layout: Crop((1, 0), (s["i"] - 2, s["j"])), ("i8 ij",), lambda s, a: a[1:-2], 24),
@@ -204,7 +213,7 @@ def of_dtype(dtype: str) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
         (ReduceDims((), "min"), (t,)),
         (ReduceDims((1,), "mean"), (u,)),
         (Reshape("(i=4 j) k -> i j k"), (t,)),
-        (Expand("i j -> i k=5 j", Layout((("y",),))), (t,)),
+        (Expand("i j -> i k=6 j", Layout((("y",),))), (t,)),
         (Pad((0, 1), (0, 0), 1), (t,)),
         (Crop((0, 1), (12, 3)), (t,)),
         (Cast("f32"), (t,)),

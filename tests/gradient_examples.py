@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
-from compute_examples import MESH, Example, Sizes
+from compute_examples import MESH, UNEQUAL, Example, Sizes
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -44,6 +45,7 @@ from shardplan.core.ops.composed import Reverse, differs, needing
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
 
 ONE = Mesh(x=1, y=1)
 
@@ -54,9 +56,7 @@ def case(op: Op, operands: tuple[str, ...], torch: Any, legal: int) -> Example:
 
 
 def _torch() -> Any:
-    import torch
-
-    return torch
+    return pytest.importorskip("torch")
 
 
 def _embedding(ids: Any, table: Any) -> Any:
@@ -256,6 +256,18 @@ def back(op: Op, types: Sequence[TensorType]) -> Program:
     return Program(inputs, draft.steps, (*results, *(found[n] for n in wanted)))
 
 
+def sampled(example: Example, sizes: Sizes, most: int) -> list[Program]:
+    """Gradients on some legal assignments, by compute ops alone."""
+    legal = [pair for pair in example.legal_ones(sizes) if not any(t.layout.root for t in pair[1])]
+    found: list[Program] = []
+    for op, types in legal[:: max(1, len(legal) // most)]:
+        try:
+            found.append(back(op, types))
+        except LayoutError:
+            continue
+    return found
+
+
 def on_one(op: Op, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Results on one device."""
     types = [TensorType(x.dtype.name, x.shape, (), ONE) for x in values]
@@ -266,3 +278,15 @@ def on_one(op: Op, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         x
         for (x,) in run_program(Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values])
     ]
+
+
+def by_torch(example: Example, given: list[np.ndarray], seeds: list[np.ndarray]) -> list[np.ndarray]:
+    """Results and gradients as torch has them."""
+    torch = _torch()
+    leaves = [torch.from_numpy(x.copy()).requires_grad_(x.dtype.kind == "f") for x in given]
+    found: Any = example.whole(UNEQUAL, *leaves)
+    found = found if isinstance(found, tuple) else (found,)
+    wanted = [x for x in leaves if x.requires_grad]
+    floats = [y for y in found if y.is_floating_point()]
+    grads = torch.autograd.grad(floats, wanted, [torch.from_numpy(s) for s in seeds])
+    return [x.detach().numpy() for x in (*found, *grads)]

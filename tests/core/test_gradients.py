@@ -1,31 +1,17 @@
 """Gradients of ops: on every legal assignment of axes those of torch's own functions, and central differences."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import oracle
 from compute_examples import UNEQUAL, Example
-from gradient_examples import GRADIENTS, ONE, arrays, back, on_one
+from gradient_examples import GRADIENTS, ONE, arrays, back, by_torch, on_one
 from shardplan.core.ops.composed import differs
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 
 NAMES = [f"{k}-{next(e.assigned(UNEQUAL))[0].name}" for k, e in enumerate(GRADIENTS)]
-
-
-def by_torch(example: Example, given: list[np.ndarray], seeds: list[np.ndarray]) -> list[np.ndarray]:
-    """Results and gradients as torch has them."""
-    torch = pytest.importorskip("torch")
-    leaves = [torch.from_numpy(x.copy()).requires_grad_(x.dtype.kind == "f") for x in given]
-    found: Any = example.whole(UNEQUAL, *leaves)
-    found = found if isinstance(found, tuple) else (found,)
-    wanted = [x for x in leaves if x.requires_grad]
-    floats = [y for y in found if y.is_floating_point()]
-    grads = torch.autograd.grad(floats, wanted, [torch.from_numpy(s) for s in seeds])
-    return [x.detach().numpy() for x in (*found, *grads)]
 
 
 @pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
