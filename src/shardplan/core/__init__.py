@@ -14,6 +14,7 @@ Reading order:
 - `factor_rule`     how the dims of a compute op hang together, and its typing rule
 - `expression_tree` the tree of an elementwise expression, its text and its meaning
 - `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
+- `derivative`      derivatives of expressions
 - `op`              `Op`: what every operation must say of itself
 - `registry`        the table by which text names ops; those that other packages bring
 - `step`            `Step`: one op applied to named values
