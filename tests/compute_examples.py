@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression_tree import FUNCTIONS
 from shardplan.core.factor_rule import FactorRule
@@ -18,20 +19,23 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace
 from shardplan.core.ops import (
     Cast,
+    Concat,
     Constant,
     Crop,
     Einsum,
     Elementwise,
+    Expand,
     Gather,
     Iota,
+    OneHot,
     Pad,
     ReduceDims,
     Reshape,
     ScatterAdd,
 )
-from shardplan.core.ops.compute import At, Composed, Compute, Decomposition, Ruled, Size
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import At, Compute, Ruled, Size
 from shardplan.core.rule_text import rule_of
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -58,7 +62,7 @@ class Example:
     def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
         """Small integers, in any dtype; some ids are out of range."""
         out: list[np.ndarray] = []
-        for dtype, letters in (text.split() for text in self.operands):
+        for dtype, letters in ((text + " ").split(" ")[:2] for text in self.operands):
             shape = [sizes[c] for c in letters]
             values = rng.integers(-3, 14, shape) if dtype != "bool" else rng.integers(0, 2, shape)
             out.append(values.astype(numpy_dtype(dtype)))
@@ -144,6 +148,25 @@ EXAMPLES = (
     ),
     plain(Reshape("a b j -> (a b) j"), ("i64 abj",), lambda a: a.reshape(-1, a.shape[2]), 29),
     plain(Reshape("one=1 i -> i other=1"), ("f32 oi",), lambda a: a.reshape(-1, 1), 24),
+    Example(
+        lambda s, layout: Expand(f"o=1 j -> k={s['k']} j i={s['i']}", Layout((("x",),))),
+        ("f64 oj",),
+        lambda s, a: np.broadcast_to(a.reshape(1, s["j"], 1), (s["k"], s["j"], s["i"])),
+        5,
+    ),
+    Example(
+        lambda s, layout: Expand(f"j -> i={s['i']} j", Layout((("y", "x"),))),
+        ("i32 j",),
+        lambda s, a: np.broadcast_to(a, (s["i"], s["j"])),
+        1,
+    ),
+    Example(
+        lambda s, layout: OneHot(s["k"], "f32", Layout((("x",),))),
+        ("i32 ij",),
+        lambda s, a: (a[..., None] == np.arange(s["k"])).astype(np.float32),
+        3,
+    ),
+    plain(Concat(0), ("i32 ij", "i32 kj"), lambda a, b: np.concatenate([a, b]), 17),
     plain(Pad((1, 0), (2, 0)), ("f64 ij",), lambda a: np.pad(a, ((1, 2), (0, 0))), 24),
     plain(Pad((0, 0), (0, 1), 3), ("i32 ij",), lambda a: np.pad(a, ((0, 0), (0, 1)), constant_values=3), 17),
     Example(lambda s, layout: Crop((1, 0), (s["i"] - 2, s["j"])), ("i8 ij",), lambda s, a: a[1:-2], 24),
@@ -152,7 +175,12 @@ EXAMPLES = (
     plain(Gather(), ("f64 ij", "i32 k"), _rows, 48),
     plain(Gather(), ("bf16 i", "i64 jk"), _rows, 48),
     Example(lambda s, layout: ScatterAdd(s["i"]), ("f64 kj", "i32 k"), lambda s, *x: _sums(s["i"], *x), 27),
-    Example(lambda s, layout: ScatterAdd(s["i"], ("x",)), ("f32 jk", "i64 jk"), lambda s, *x: _sums(s["i"], *x), 5),
+    Example(
+        lambda s, layout: ScatterAdd(s["i"], Layout((("x",),))),
+        ("f32 jk", "i64 jk"),
+        lambda s, *x: _sums(s["i"], *x),
+        5,
+    ),
     Example(
         lambda s, layout: Iota("i32", (s["i"], s["j"]), 0, layout, MESH),
         (),
@@ -185,6 +213,7 @@ def of_dtype(dtype: str) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
         (ReduceDims((), "min"), (t,)),
         (ReduceDims((1,), "mean"), (u,)),
         (Reshape("(i=4 j) k -> i j k"), (t,)),
+        (Expand("i j -> i k=6 j", Layout((("y",),))), (t,)),
         (Pad((0, 1), (0, 0), 1), (t,)),
         (Crop((0, 1), (12, 3)), (t,)),
         (Cast("f32"), (t,)),
@@ -250,6 +279,5 @@ class MeanSquare(Composed):
 
     name: ClassVar[str] = "mean_square"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
-        square, mean = Elementwise("a * a"), ReduceDims((1,), "mean")
-        return Decomposition((Step(square, ("0",), ("s",)), Step(mean, ("s",), ("m",))), ("m",))
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        return [d(ReduceDims((1,), "mean"), d(Elementwise("a * a"), "0"))]

@@ -136,8 +136,8 @@ def spread(array: np.ndarray, t: TensorType, rng: np.random.Generator) -> list[n
     return out
 
 
-def wrong(shards: Sequence[np.ndarray], t: TensorType, array: np.ndarray) -> str | None:
-    """Why the shards are not `array` under `t`, or None."""
+def wrong(shards: Sequence[np.ndarray], t: TensorType, array: np.ndarray, tolerance: float = 0) -> str | None:
+    """Why the shards are not `array` under `t`, or None; with a tolerance, relative to the largest element."""
     if len(shards) != t.mesh.size:
         return f"{len(shards)} shards for {t.mesh.size} devices"
     for k, shard in enumerate(shards):
@@ -150,7 +150,9 @@ def wrong(shards: Sequence[np.ndarray], t: TensorType, array: np.ndarray) -> str
         total = shards[group[0]]
         for k in group[1:]:
             total = COMBINE[t.layout.reduction or "sum"](total, shards[k]).astype(total.dtype)
-        if not np.array_equal(total, array[index(box(t, group[0]))]):
+        want = array[index(box(t, group[0]))]
+        near = tolerance and np.abs(total - want).max(initial=0) <= tolerance * max(1, np.abs(array).max(initial=0))
+        if not near and not np.array_equal(total, want):
             return f"device {group[0]} of {t} holds other values"
     return None
 

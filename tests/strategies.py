@@ -251,7 +251,7 @@ def repeat_of(rng: random.Random, t: TensorType, depth: int) -> Repeat:
         return Repeat(n, Program(inputs, steps, (here,)), 1)
     here = add(Elementwise("a+2*b-c"), [here, "v", "s"])
     stacked = rng.choice(((), ("x",), (here,), ("s",)))
-    return Repeat(n, Program(inputs | {"v": t, "s": t}, steps, (here, *stacked)), 1, 1)
+    return Repeat(n, Program(inputs | {"v": t, "s": t}, steps, (here, *stacked)), 1, 1, reverse=rng.random() < 0.3)
 
 
 def operand_types(op: Repeat) -> list[TensorType]:

@@ -1,7 +1,7 @@
 """What the ops that place elements refuse, what compute ops cost, their text, and ops made of others."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import pytest
 
 import oracle
 from compute_examples import MESH, MeanSquare, Moments
+from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import NUMPY, Namespace
 from shardplan.core.ops import (
@@ -19,6 +20,7 @@ from shardplan.core.ops import (
     Crop,
     Einsum,
     Elementwise,
+    Expand,
     Gather,
     Iota,
     Op,
@@ -27,10 +29,10 @@ from shardplan.core.ops import (
     Reshape,
     ScatterAdd,
 )
-from shardplan.core.ops.compute import Composed, Decomposition, Ruled
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import Ruled
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
 
@@ -66,9 +68,18 @@ def typed(*texts: str) -> list[TensorType]:
          "scatter_add: 0 rows of f32[4] by i32[4]; legal are a row and a dim for each"),
         (ScatterAdd(4), ("f32[4]", "i32[4, 2]"),
          "scatter_add: 4 rows of f32[4] by i32[4, 2]; legal are a row and a dim for each"),
-        (ScatterAdd(4, ("x",)), ("f32[4@x]", "i32[4@x]"),
-         "axis 'x' is used twice in [@x]{+x}; each axis is used at most once in a type"),
-        (ScatterAdd(4, ("q",)), ("f32[4]", "i32[4]"), "unknown axis 'q': the mesh has x=2, y=3"),
+        (ScatterAdd(4, Layout((("x",),))), ("f32[4@x]", "i32[4@x]"),
+         "scatter_add: the axis x serves the factors v (over) and b0 (operand 0, dim 0); an axis serves at most one "
+         "factor"),
+        (ScatterAdd(4, Layout((("x",),))), ("f32[4]{+x}", "i32[4]"),
+         "scatter_add: the axis x serves the factor v (over) and is partial in operand 0, f32[4]{+x}; legal is one of "
+         "the two"),
+        (ScatterAdd(4, Layout((("x",), ("y",)))), ("f32[4]", "i32[4]"),
+         "scatter_add: over=(x, y), but 1 factors are in results only; legal is one each"),
+        (ScatterAdd(4, Layout((), ("x",), "sum")), ("f32[4]", "i32[4]"),
+         "scatter_add: over=[]{+x}; legal are axes of dims alone"),
+        (Expand("i -> k=3 i"), ("f32[4, 2]",), "expand: operand 0, f32[4, 2], has 2 dims; legal is 1"),
+        (ScatterAdd(4, Layout((("q",),))), ("f32[4]", "i32[4]"), "unknown axis 'q': the mesh has x=2, y=3"),
         (Iota("i8", (300,), 0, FLAT, MESH), (), "iota: the value 299 of i8; legal is an integer from -128 to 127"),
         (Iota("i32", (300,), 1, FLAT, MESH), (), "iota: i32[300] has no dim 1; legal are 0 to 0"),
         (Iota("i32", (300,), 0, FLAT, MESH), ("f32[4]",), "iota takes 0 operands, not 1"),
@@ -102,13 +113,14 @@ TEXT = """program
   input %i: i32[6@y]
   %r = gather(%t, %i): f32[6@y, 4]{+x}
   %s = scatter_add(%r, %i; rows=8): f32[8, 4]{+x,+y}
-  %n = iota(; dtype=i32, shape=(6,2), dim=0, layout=[@x, _], mesh=m0): i32[6@x, 2]
-  %c = constant(; value=-1.5, dtype=bf16, shape=(), layout=[], mesh=m0): bf16[]
+  %n = iota(; dtype=i32, shape=(6,2), dim=0, over=[@x, _], mesh=m0): i32[6@x, 2]
+  %c = constant(; value=-1.5, dtype=bf16, shape=(), over=[], mesh=m0): bf16[]
   %p = pad(%t; lo=(0,1), hi=(0,0), value=1e-07): f32[8@x, 5]
   %q = reshape(%t; spec="a (b=2 c) -> a b c"): f32[8@x, 2, 2]
   %z = cast(%t; dtype=bf16): bf16[8@x, 4]
+  %e = expand(%i; spec="i -> k=4 i", over=[@x]): i32[4@x, 6@y]
   %w = crop(%t; start=(0,1), stop=(8,2)): f32[8@x, 1]
-  output %s, %n, %c, %p, %q, %z, %w"""
+  output %s, %n, %c, %p, %q, %z, %e, %w"""
 
 
 def test_programs_of_them_are_read_and_written() -> None:
@@ -160,8 +172,8 @@ def test_what_a_composed_op_means_follows_from_its_steps() -> None:
 class Moving(Composed):
     name: ClassVar[str] = "moving"
 
-    def decomposition(self, *operands: TensorType) -> Decomposition:
-        return Decomposition((Step(AllReduce(("x",)), ("0",), ("r",)),), ("r",))
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        return [d(AllReduce(("x",)), "0")]
 
 
 class Bare(Ruled):
@@ -178,7 +190,7 @@ class Empty(Composed):
     ("make", "text"),
     [
         (Bare, "Can't instantiate abstract class Bare with abstract methods flops, local"),
-        (Empty, "Can't instantiate abstract class Empty with abstract method decomposition"),
+        (Empty, "Can't instantiate abstract class Empty with abstract method write"),
         (lambda: Moving().infer(*typed("f32[4]{+x}")),
          "moving: all_reduce in its decomposition moves data; legal are compute ops"),
     ],
@@ -201,3 +213,11 @@ def test_results_and_dtypes_are_of_one_number() -> None:
 def test_a_namespace_is_small() -> None:
     assert len(dataclasses.fields(Namespace)) <= 20
     assert isinstance(NUMPY, Namespace)
+
+
+def test_new_dims_are_sharded_in_their_order() -> None:
+    (t,) = typed("f32[8]")
+    over = Layout((("x",), ("y",)))
+    assert list(map(str, Expand("h -> b=4 h s=3", over).infer(t))) == ["f32[4@x, 8, 3@y]"]
+    with pytest.raises(TypingError, match="does not keep its dims in order"):
+        Expand("a b -> b c=2 a")

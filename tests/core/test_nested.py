@@ -100,12 +100,12 @@ def unrolled(program: Program) -> Program:
     def written_out(op: Repeat, operands: list[str]) -> list[str]:
         state, fixed = operands[: op.carried], operands[op.carried : len(operands) - op.sliced]
         stacks: list[list[str]] = [[] for _ in op.body.outputs[op.carried :]]
-        for k in range(op.n):
+        for k in reversed(range(op.n)) if op.reverse else range(op.n):
             cut = [emit(Row(k), [o], 1)[0] for o in operands[len(operands) - op.sliced :]]
             found = play(op.body, dict(zip((n for n, _ in op.body.inputs), [*state, *fixed, *cut], strict=True)))
             state = found[: op.carried]
             for stack, row in zip(stacks, found[op.carried :], strict=True):
-                stack.append(row)
+                stack.insert(0 if op.reverse else len(stack), row)
         return [*state, *(emit(Stack(), stack, 1)[0] for stack in stacks)]
 
     outputs = play(program, {n: n for n, _ in program.inputs})

@@ -171,10 +171,11 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (Crop((0, 1), (8, 3)), [typed("f32[8@(a,c), 4]")]),
         (Cast("bf16"), [typed("f32[8@(a,c), 4]{root:b}")]),
         (Gather(), [typed("f32[8@(a,c), 4@b]"), typed("i32[6]")]),
-        (ScatterAdd(8, ("b",)), [typed("f32[6@a, 4@c]"), typed("i32[6@a]")]),
+        (ScatterAdd(8, layout("f32[8@b]")), [typed("f32[6@a, 4@c]"), typed("i32[6@a]")]),
         (Iota("i32", (8, 4), 0, layout("i32[8@(a,c), 4@b]"), MESH), []),
         (Constant(2, "f32", (8, 4), layout("f32[8@(a,c), 4@b]"), MESH), []),
         (Repeat(3, layer(), 1, 1), [typed("i32[4@a, 6]"), typed("i32[3, 6, 6@b]")]),
+        (Repeat(3, layer(), 1, 1, reverse=True), [typed("i32[4@a, 6]"), typed("i32[3, 6, 6@b]")]),
         (Repeat(0, Program({"x": two}, [], ("x",)), 1), [two]),
         (Together(Program({"x": two, "y": partial}, [
             Step(AllGather(0, ("b",)), ("x",), ("0",)), Step(AllReduce(("a",)), ("y",), ("1",))

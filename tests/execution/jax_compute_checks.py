@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 from compute_examples import EVEN, EXAMPLES, MESH, MeanSquare, Moments, numbers, of_dtype, of_functions
 from execution.jax_child import main
+from gradient_examples import GRADIENTS, arrays, sampled
 from shardplan.core import reference
 from shardplan.core.dtypes import NAMES
 from shardplan.core.expression import Expression
@@ -101,7 +102,29 @@ def outside() -> Any:
     ]
 
 
-CHECKS = (law, every_dtype, functions, outside)
+def gradients() -> Any:
+    """Every op of the laws of gradients beside the reference, in f32: forward and back on some assignments."""
+    from shardplan.execution.jax.run import run_program
+
+    rng, wrong, count = np.random.default_rng(6), list[str](), 0
+    for example in GRADIENTS:
+        given = arrays(example, EVEN, rng)
+        for program in sampled(example, EVEN, 3):
+            if not all(t.all_even for t in program.types.values()):
+                continue
+            values = [*given, *(rng.normal(size=t.shape) for t in program.input_types[len(given) :])]
+            shards = [oracle.spread(x, t, rng) for x, t in zip(values, program.input_types, strict=True)]
+            found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+            count += 1
+            for name, got, want in zip(program.outputs, found, expected, strict=True):
+                for x, y in zip(got, want, strict=True):
+                    if not np.allclose(np.asarray(x), y, rtol=1e-3, atol=1e-3 * max(1, np.abs(y).max(initial=0))):
+                        wrong.append(f"{program.steps[0].op}: %{name} of {program}")
+                        break
+    return wrong[:5] if count > 2 * len(GRADIENTS) else [f"{count} programs only"]
+
+
+CHECKS = (law, every_dtype, functions, outside, gradients)
 
 if __name__ == "__main__":
     main(CHECKS)

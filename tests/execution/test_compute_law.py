@@ -9,6 +9,7 @@ import pytest
 import oracle
 from compute_examples import EXAMPLES, MESH, UNEQUAL, Example, MeanSquare, Moments, numbers, of_dtype, of_functions
 from execution.jax_child import said
+from gradient_examples import GRADIENTS, arrays, sampled
 from shardplan.core.dtypes import NAMES
 from shardplan.core.expression import Expression
 from shardplan.core.mesh import Mesh
@@ -67,6 +68,25 @@ def test_mpi_equals_the_whole(example: Example) -> None:
         assert oracle.wrong(found, results[0], whole) is None, (op, [str(t) for t in types])
 
 
+@pytest.mark.parametrize("example", GRADIENTS, ids=lambda e: next(e.assigned(UNEQUAL))[0].name)
+def test_torch_runs_gradients(example: Example) -> None:
+    rng = np.random.default_rng(6)
+    given = arrays(example, UNEQUAL, rng)
+    for program in sampled(example, UNEQUAL, 5):
+        values = [*given, *(rng.normal(size=t.shape) for t in program.input_types[len(given) :])]
+        shards = [oracle.spread(x, t, rng) for x, t in zip(values, program.input_types, strict=True)]
+        known = dict(zip((n for n, _ in program.inputs), shards, strict=True))
+        want = dict(known)
+        for step in program.steps:
+            types, _ = program.step_types(step)
+            assert isinstance(step.op, Compute)
+            known |= zip(step.results, by_torch(step.op, types, [known[o] for o in step.operands]), strict=True)
+            want |= zip(step.results, step.op.reference([want[o] for o in step.operands], types), strict=True)
+        for name in program.outputs:
+            for x, y in zip(known[name], want[name], strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", NAMES)
 def test_torch_computes_in_every_dtype(dtype: str) -> None:
     rng = np.random.default_rng(3)
@@ -105,4 +125,10 @@ def test_torch_has_every_function() -> None:
 
 def test_jax_equals_the_whole() -> None:
     pytest.importorskip("jax")
-    assert said("execution/jax_compute_checks.py") == {"law": [], "every_dtype": [], "functions": [], "outside": []}
+    assert said("execution/jax_compute_checks.py") == {
+        "law": [],
+        "every_dtype": [],
+        "functions": [],
+        "outside": [],
+        "gradients": [],
+    }

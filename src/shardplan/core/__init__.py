@@ -14,6 +14,7 @@ Reading order:
 - `factor_rule`     how the dims of a compute op hang together, and its typing rule
 - `expression_tree` the tree of an elementwise expression, its text and its meaning
 - `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
+- `derivative`      derivatives of expressions
 - `op`              `Op`: what every operation must say of itself
 - `registry`        the table by which text names ops; those that other packages bring
 - `step`            `Step`: one op applied to named values
@@ -23,6 +24,9 @@ Reading order:
 - `nested`          `Nested`: an op with a program in it
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
+- `draft`           `Draft`: steps while they are written
+- `homeward`        the gradient of a move
+- `gradients`       `gradients`: a program with its gradients
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program

@@ -64,9 +64,16 @@ def _gelu(xp: Namespace, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + CUBIC * x * x * x)))
 
 
+_ROOT = math.sqrt(2 / math.pi)
+_GELU_TANH = f"tanh({_ROOT} * (a + {CUBIC} * a * a * a))"
+_GELU_SLOPE = f"0.5 * (1 + {_GELU_TANH}) + 0.5 * a * (1 - {_GELU_TANH} ** 2) * ({_ROOT} + {3 * CUBIC * _ROOT} * a * a)"
+# Of a maximum; equal arguments share it.
+_HALVES = ("where(a > b, 1, where(a == b, 0.5, 0))", "where(b > a, 1, where(a == b, 0.5, 0))")
+
+
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function: its arity, meaning, flops an element, whether it increases, and which dtypes it is defined on."""
+    """A function: its arity, meaning, flops an element, whether it increases, which dtypes it is defined on, slopes."""
 
     arity: int
     meaning: Callable[..., Any]
@@ -74,25 +81,35 @@ class Function:
     increasing: bool = False  # on the whole extended line: the fill of a max or min partial is an infinity
     integers: bool = False  # maps integers to integers
     complex: bool = True
+    slopes: tuple[str, ...] = ()  # the derivatives in its arguments a and b, as expressions of these
 
 
 FUNCTIONS: dict[str, Function] = {
-    "exp": Function(1, lambda xp, x: xp.exp(x), increasing=True),
-    "log": Function(1, lambda xp, x: xp.log(x)),
-    "sqrt": Function(1, lambda xp, x: xp.sqrt(x)),
-    "rsqrt": Function(1, lambda xp, x: 1 / xp.sqrt(x), 2),
-    "tanh": Function(1, lambda xp, x: xp.tanh(x), increasing=True),
+    "exp": Function(1, lambda xp, x: xp.exp(x), increasing=True, slopes=("exp(a)",)),
+    "log": Function(1, lambda xp, x: xp.log(x), slopes=("1 / a",)),
+    "sqrt": Function(1, lambda xp, x: xp.sqrt(x), slopes=("0.5 / sqrt(a)",)),
+    "rsqrt": Function(1, lambda xp, x: 1 / xp.sqrt(x), 2, slopes=("-0.5 * rsqrt(a) / a",)),
+    "tanh": Function(1, lambda xp, x: xp.tanh(x), increasing=True, slopes=("1 - tanh(a) ** 2",)),
     "relu": Function(
-        1, lambda xp, x: xp.maximum(x, xp.full((), 0, xp.dtype(x))), increasing=True, integers=True, complex=False
+        1,
+        lambda xp, x: xp.maximum(x, xp.full((), 0, xp.dtype(x))),
+        increasing=True,
+        integers=True,
+        complex=False,
+        slopes=("where(a > 0, 1, 0)",),
     ),
-    "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False),
-    "gelu": Function(1, _gelu, 9, complex=False),
-    "silu": Function(1, lambda xp, x: x * _sigmoid(xp, x), 5, complex=False),
-    "sin": Function(1, lambda xp, x: xp.sin(x)),
-    "cos": Function(1, lambda xp, x: xp.cos(x)),
-    "abs": Function(1, lambda xp, x: xp.abs(x), integers=True, complex=False),
-    "maximum": Function(2, lambda xp, x, y: xp.maximum(x, y), integers=True, complex=False),
-    "minimum": Function(2, lambda xp, x, y: xp.minimum(x, y), integers=True, complex=False),
+    "sigmoid": Function(1, _sigmoid, 4, increasing=True, complex=False, slopes=("sigmoid(a) * (1 - sigmoid(a))",)),
+    "gelu": Function(1, _gelu, 9, complex=False, slopes=(_GELU_SLOPE,)),
+    "silu": Function(
+        1, lambda xp, x: x * _sigmoid(xp, x), 5, complex=False, slopes=("sigmoid(a) * (1 + a * (1 - sigmoid(a)))",)
+    ),
+    "sin": Function(1, lambda xp, x: xp.sin(x), slopes=("cos(a)",)),
+    "cos": Function(1, lambda xp, x: xp.cos(x), slopes=("-sin(a)",)),
+    "abs": Function(
+        1, lambda xp, x: xp.abs(x), integers=True, complex=False, slopes=("where(a > 0, 1, where(a < 0, -1, 0))",)
+    ),
+    "maximum": Function(2, lambda xp, x, y: xp.maximum(x, y), integers=True, complex=False, slopes=_HALVES),
+    "minimum": Function(2, lambda xp, x, y: xp.minimum(x, y), integers=True, complex=False, slopes=_HALVES[::-1]),
     "where": Function(3, lambda xp, condition, x, y: xp.where(condition, x, y), integers=True),
 }
 BINARY: dict[str, Callable[[Any, Any], Any]] = {

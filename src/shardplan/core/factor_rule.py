@@ -82,7 +82,12 @@ class _Held(NamedTuple):
 
 
 def infer(
-    rule: FactorRule, operands: Sequence[TensorType], linear: Passes, op: str, dtypes: Sequence[str]
+    rule: FactorRule,
+    operands: Sequence[TensorType],
+    linear: Passes,
+    op: str,
+    dtypes: Sequence[str],
+    over: Sequence[tuple[str, ...]] = (),
 ) -> tuple[TensorType, ...]:
     """Return the result types.
 
@@ -93,6 +98,8 @@ def infer(
     4. The axes of a dim are dealt out to its factors, major first, and put together in the results; both on even dims
        only, where there are several factors.
     5. Operands have equal root axes, which the results keep.
+    6. The k-th factor that only results have carries the axes `over[k]`, as one more operand of that factor alone would
+       have them; none where `over` ends before.
 
     `linear(partial, reduction)` says whether the op may take exactly the operands `partial` (indices) as partial with
     `reduction` over an axis, its result then being partial too: for `sum`, whether it is linear and homogeneous in
@@ -111,7 +118,11 @@ def infer(
                 continue
             for name, atoms in _parts(sizes, t, d, factors, f"{op}: dim {d} of operand {k}, {t},"):
                 held[name].append(_Held(k, d, atoms, mesh.fold(atoms)))
-    carried = {f.name: _meet(f, held[f.name], operands, op) for f in rule.factors}
+    made = [name for name in _factors(rule.results) if not held[name]]
+    if len(over) > len(made):
+        raise TypingError(f"{op}: over={_shown(over)}, but {len(made)} factors are in results only; legal is one each")
+    said = dict(zip(made, over, strict=False))
+    carried = {f.name: _meet(f, held[f.name], operands, op, said.get(f.name, ())) for f in rule.factors}
     _check_once(carried, mesh, op)
     partial, reduction = _partial(rule, carried, operands, linear, op)
     root = _root(operands, op)
@@ -121,6 +132,14 @@ def infer(
         layout = Layout(_result_dims(sizes, dims, carried, mesh, op), names, reduction, root)
         out.append(TensorType(dtype, _shape(dims, sizes), layout, mesh))
     return tuple(out)
+
+
+def _factors(tensors: tuple[Dims, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(n for dims in tensors for d in dims for n in d))
+
+
+def _shown(over: Sequence[tuple[str, ...]]) -> str:
+    return f"({', '.join(map(_over, over))})"
 
 
 def _shape(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -160,10 +179,10 @@ def _parts(
         yield name, tuple(taken)
 
 
-def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op: str) -> _Held:
-    """Return the one way in which a factor is sharded in the operands; rule 1."""
+def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op: str, over: tuple[str, ...]) -> _Held:
+    """Return the one way in which a factor is sharded in the operands, or what is said of it; rules 1 and 6."""
     if not held:
-        return _Held(-1, -1, (), ())  # in results only, as a kept dim of size 1: never sharded
+        return _Held(-1, -1, operands[0].mesh.expand(over), over)
     first = held[0]
     if factor.kind == "replicate":
         for p in held:
@@ -208,9 +227,13 @@ def _check_once(carried: dict[str, _Held], mesh: Mesh, op: str) -> None:
         if both:
             axes = axes_text(mesh.fold(tuple(sorted(both))))
             raise LayoutError(
-                f"{op}: the axis {axes} serves the factors {x} (operand {p.operand}, dim {p.dim}) and {y} (operand "
-                f"{q.operand}, dim {q.dim}); an axis serves at most one factor"
+                f"{op}: the axis {axes} serves the factors {x} ({_place(p)}) and {y} ({_place(q)}); an axis serves at "
+                "most one factor"
             )
+
+
+def _place(held: _Held) -> str:
+    return "over" if held.operand < 0 else f"operand {held.operand}, dim {held.dim}"
 
 
 def _partial(
@@ -230,8 +253,8 @@ def _partial(
             k = min(held[min(both)])
             axes = axes_text(mesh.fold(tuple(sorted(both))))
             raise LayoutError(
-                f"{op}: the axis {axes} serves the factor {name} (operand {p.operand}, dim {p.dim}) and is partial in "
-                f"operand {k}, {operands[k]}; legal is one of the two"
+                f"{op}: the axis {axes} serves the factor {name} ({_place(p)}) and is partial in operand {k}, "
+                f"{operands[k]}; legal is one of the two"
             )
     for f in rule.factors:
         if f.kind == "reduce" and carried[f.name].atoms:

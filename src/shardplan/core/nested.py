@@ -32,6 +32,16 @@ class Nested(Op):
         return 1
 
     @property
+    def backwards(self) -> bool:
+        """Whether runs take and stack rows from the last to the first."""
+        return False
+
+    @property
+    def order(self) -> range:
+        """The rows, in the order of the runs."""
+        return range(self.times)[:: -1 if self.backwards else 1]
+
+    @property
     def kept(self) -> int:
         """How many of its first operands, and of its first results, are carried."""
         return 0

@@ -26,6 +26,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _MESH_NAME = re.compile(r"m\d+")
 _COMMENT = re.compile(r"(?<!\bboxes)#[^\n]*")
+_STOP = re.compile(r"stop(?=\s*%)")
 _NEXT_ROW = re.compile(r"\s*\n\s*\d")
 _ON_MESH = re.compile(r"[^;\n]*?\son\s+(m\d+)")
 # What a parser has read once it knows again: all of a type but its mesh, and an op's attributes with the bracket at the
@@ -59,6 +60,7 @@ _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
     "Layout": lambda value, _: isinstance(value, Layout),
     "Layout | None": lambda value, _: isinstance(value, Layout),
     "BoxTable | None": lambda value, _: isinstance(value, BoxTable),
+    "Op": lambda value, _: isinstance(value, Op),
     "Mesh": lambda value, meshes: isinstance(value, str) and value in meshes,
 }
 
@@ -175,20 +177,41 @@ class _Parser:
                 raise s.error(f"a number of {len(number)} characters ends here; legal are at most {MOST_DIGITS}")
             return float(number) if re.search(r"[.eE]", number) else int(number)
         name = s.name("an attribute's value")
+        if s.peek("("):
+            return self.made(name, *self.known(name))
         return WORDS.get(name, name)
 
-    def op(self) -> tuple[Op, tuple[str, ...]]:
+    def known(self, name: str) -> tuple[type[Op], int]:
+        """Return the op of a name, which was read last, and where it stands."""
         s = self.scanner
-        s.skip()
-        start = s.position
-        name = s.name("an op")
+        start = s.position - len(name)
         cls = op_named(name)
         if cls is None:
             s.position = start
             raise s.error(f"unknown op {name!r}; legal are {', '.join(every_op())}")
         s.expect("(", f"the op {name}")
+        return cls, start
+
+    def made(self, name: str, cls: type[Op], start: int) -> Op:
+        """Read what stands behind the operands of an op, and make it."""
+        s = self.scanner
+        attributes = self.attributes(name, cls)
+        attributes |= {f.name: self.body(name) for f in dataclasses.fields(cls) if f.type == BODY}
+        try:
+            return cls(**attributes)
+        except (TypeError, ShardplanError) as error:
+            s.position = start
+            reason = str(error).partition("\n")[0].replace(f"{cls.__name__}.__init__()", name)
+            raise s.error(f"{name}: {reason}") from None
+
+    def op(self) -> tuple[Op, tuple[str, ...], tuple[int, ...]]:
+        s = self.scanner
+        name = s.name("an op")
+        cls, start = self.known(name)
         operands: list[str] = []
-        while s.peek("%"):
+        stopped: list[int] = []
+        while (stop := s.match(_STOP) is not None) or s.peek("%"):
+            stopped += [len(operands)] if stop else []
             operands.append(self.value())
             if not s.take(","):
                 break
@@ -197,18 +220,11 @@ class _Parser:
         op = self.known_ops.get(key)
         if guess and op is not None:
             s.position = guess.end()
-            return op, tuple(operands)
-        attributes = self.attributes(name, cls)
-        attributes |= {f.name: self.body(name) for f in dataclasses.fields(cls) if f.type == BODY}
-        try:
-            op = cls(**attributes)
-        except (TypeError, ShardplanError) as error:
-            s.position = start
-            reason = str(error).partition("\n")[0].replace(f"{cls.__name__}.__init__()", name)
-            raise s.error(f"{name}: {reason}") from None
+            return op, tuple(operands), tuple(stopped)
+        op = self.made(name, cls, start)
         if guess and guess.end() == s.position:
             self.known_ops[key] = op
-        return op, tuple(operands)
+        return op, tuple(operands), tuple(stopped)
 
     def attributes(self, name: str, cls: type[Op]) -> dict[str, Any]:
         """Read the attributes of an op, and the bracket behind them."""
@@ -278,14 +294,14 @@ class _Parser:
         elif s.peek("%"):
             results = self.values()
             s.expect("=", "a step")
-            op, operands = self.op()
+            op, operands, stopped = self.op()
             if s.take(":"):
                 for k, result in enumerate(results):
                     if k:
                         s.expect(";", "the types of a step")
                     at = s.position
                     self.scope.claims.append(Claim(result, self.type(), at))
-            self.scope.steps.append(Step(op, operands, results))
+            self.scope.steps.append(Step(op, operands, results, stopped))
         else:
             mesh = "" if self.depth else "'mesh', "  # meshes and tables are named once, above all bodies
             raise s.error(f"expected {mesh}'input', 'output' or a step (%name = op(...))")

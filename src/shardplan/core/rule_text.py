@@ -4,7 +4,7 @@ A bracket is a tensor, a name in it a dim and the factor that the dim is, `(a b)
 minor; `a=4` says the size of a factor that no operand's shape tells. After `|` stand the factors that do not merely
 pass: `sum:`, `max:` or `min:` those that are reduced, `fixed:` those that may not be sharded. Every other factor of an
 operand is in a result, or of size 1 by the text, and then may not be sharded. A factor that is in results only has its
-size in the text or by keyword, and is never sharded.
+size in the text or by keyword, and carries what the op's `over` says.
 """
 
 from __future__ import annotations

@@ -74,8 +74,13 @@ class Lines(Protocol):
         ...
 
 
-def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None) -> str:
-    """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default are left out, and a body."""
+def op_text(
+    op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = None, stopped: tuple[int, ...] = ()
+) -> str:
+    """Return `all_gather(%0; dim=0, axes=(data))`; fields at their default are left out, and a body.
+
+    Before an operand whose use is stopped stands `stop`.
+    """
     shown: list[str] = []
     for item in dataclasses.fields(op):
         value = getattr(op, item.name)
@@ -83,12 +88,15 @@ def op_text(op: Op, operands: tuple[str, ...], meshes: dict[Mesh, str] | None = 
         if item.type != BODY and value != usual:
             shown.append(f"{item.name}={_value_text(value, meshes or {})}")
     attributes = f"; {', '.join(shown)}" if shown else ""
-    return f"{op.name}({', '.join('%' + o for o in operands)}{attributes})"
+    used = (f"stop %{o}" if k in stopped else f"%{o}" for k, o in enumerate(operands))
+    return f"{op.name}({', '.join(used)}{attributes})"
 
 
 def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
     if isinstance(value, Mesh):
         return meshes.get(value, f"<{value}>")
+    if isinstance(value, Op):
+        return op_text(value, (), meshes)
     if isinstance(value, (Layout, BoxTable)):
         return str(value)
     if isinstance(value, tuple):
@@ -123,7 +131,7 @@ def _lines(
     for number, step in enumerate(program.steps):
         results = ", ".join(f"%{r}" for r in step.results)
         claims = "; ".join(typed(program.types[r]) for r in step.results)
-        text = f"{indent}{results} = {op_text(step.op, step.operands, names)}"
+        text = f"{indent}{results} = {op_text(step.op, step.operands, names, step.stopped)}"
         noted = note(number, step) if note else ""
         body = next((getattr(step.op, f.name) for f in dataclasses.fields(step.op) if f.type == BODY), None)
         if body is None:

@@ -83,7 +83,7 @@ class Hands(Generic[Wire]):
         def run(arrays: list[Any], wire: Wire) -> Running:
             state = list(arrays[:carried])
             stacks = [make(wire) for make in makers]
-            for k in range(op.times):
+            for k in op.order:
                 rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
                 values = dict(zip(names, [*state, *arrays[carried:whole], *rows], strict=True))
                 del state, rows  # else what the body frees would live on

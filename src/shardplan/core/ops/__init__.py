@@ -5,9 +5,14 @@
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   `Compute`: what the ops that compute share
-- `arithmetic` products, sums, expressions: Einsum, Elementwise, ReduceDims
+- `products`  products: Einsum
+- `arithmetic` expressions, sums along dims, new dims: Elementwise, ReduceDims, Expand
+- `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
+- `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
+- `updates`   updates of parameters: Sgd, AdamW
 - `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
@@ -16,15 +21,31 @@ To add an op: one class in a file of this folder, and its name in `OPS`.
 from __future__ import annotations
 
 from shardplan.core.op import Op
-from shardplan.core.ops.arithmetic import Einsum, Elementwise, ReduceDims, matmul
+from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
+from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
+from shardplan.core.ops.layers import (
+    Attention,
+    Concat,
+    CrossEntropy,
+    EmbeddingBag,
+    LayerNorm,
+    OneHot,
+    RmsNorm,
+    Rotary,
+    Softmax,
+    Split,
+)
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
+from shardplan.core.ops.updates import AdamW, Sgd
 from shardplan.core.registry import OPS
 
 OPS.update(
@@ -45,6 +66,7 @@ OPS.update(
         Elementwise,
         ReduceDims,
         Reshape,
+        Expand,
         Pad,
         Crop,
         Cast,
@@ -52,6 +74,25 @@ OPS.update(
         ScatterAdd,
         Iota,
         Constant,
+        Softmax,
+        LayerNorm,
+        RmsNorm,
+        OneHot,
+        CrossEntropy,
+        EmbeddingBag,
+        Attention,
+        Rotary,
+        Concat,
+        Split,
+        TopK,
+        ToSlots,
+        FromSlots,
+        Dispatch,
+        Combine,
+        Dropout,
+        Sgd,
+        AdamW,
+        Backward,
         Repeat,
         Together,
     )
@@ -59,9 +100,28 @@ OPS.update(
 
 __all__ = [
     "OPS",
+    "AdamW",
+    "Attention",
+    "Combine",
+    "Dispatch",
+    "Dropout",
+    "FromSlots",
+    "TopK",
+    "ToSlots",
+    "Concat",
+    "CrossEntropy",
+    "EmbeddingBag",
+    "LayerNorm",
+    "OneHot",
+    "RmsNorm",
+    "Rotary",
+    "Sgd",
+    "Softmax",
+    "Split",
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "Backward",
     "Broadcast",
     "Cast",
     "Collective",
@@ -71,6 +131,7 @@ __all__ = [
     "Einsum",
     "Elementwise",
     "Exchange",
+    "Expand",
     "Gather",
     "Iota",
     "Op",

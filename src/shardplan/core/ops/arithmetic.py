@@ -1,120 +1,29 @@
-"""Products, sums and expressions: Einsum, Elementwise, ReduceDims."""
+"""Expressions, sums along dims, and new dims: Elementwise, ReduceDims, Expand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.derivative import NOTHING, derivative, renamed, times
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
+from shardplan.core.expression_tree import Name
 from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import At, Ruled, Size, counted
-from shardplan.core.rule_text import rule_of
+from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, common_dtype, counted
+from shardplan.core.ops.placing import bracketed
+from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ParseError, TypingError
+from shardplan.errors import TypingError
 
 _REDUCTIONS = ("sum", "max", "min", "mean")
-
-
-def _common_dtype(op: str, operands: Sequence[TensorType]) -> str:
-    kinds = sorted({t.dtype for t in operands})
-    if len(kinds) > 1:
-        raise TypingError(f"{op}: operands of the dtypes {', '.join(kinds)}; legal is one dtype")
-    return kinds[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Einsum(Ruled):
-    """Products and sums of any number of operands in Einstein's notation, `ik,kj->ij`; no ellipsis.
-
-    Raises `ParseError` at the character for a malformed spec.
-
-    >>> from shardplan.core.mesh import Mesh
-    >>> m = Mesh(x=2)
-    >>> a, b = TensorType("f32", (8, 8), (None, "x"), m), TensorType("f32", (8, 16), ("x",), m)
-    >>> print(*Einsum("ik,kj->ij").infer(a, b), Einsum("ik,kj->ij").flops(a, b))
-    f32[8, 16]{+x} 1024.0
-    """
-
-    name: ClassVar[str] = "einsum"
-    spec: str
-
-    def __post_init__(self) -> None:
-        """Check the spec."""
-        text = self.spec
-        arrow = text.find("->")
-        if arrow < 0:
-            raise ParseError("an einsum spec names its result, as in ik,kj->ij", text, len(text))
-        for k, c in enumerate(text):
-            if not (c.isascii() and c.isalpha()) and k not in (arrow, arrow + 1) and (c != "," or k > arrow):
-                raise ParseError(f"{c!r} is not legal in an einsum spec; legal are letters, ',' and one '->'", text, k)
-        for k in range(arrow + 2, len(text)):
-            if text[k] not in text[:arrow]:
-                raise ParseError(f"the factor {text[k]} of the result is in no operand", text, k)
-            if text[k] in text[arrow + 2 : k]:
-                raise ParseError(f"the factor {text[k]} is twice in the result", text, k)
-
-    @property
-    def sides(self) -> tuple[tuple[str, ...], str]:
-        """The factors of the operands' dims, and of the result's."""
-        left, right = self.spec.split("->")
-        return tuple(left.split(",")), right
-
-    def rule(self, *operands: TensorType) -> FactorRule:
-        """Contracted factors are reduced with a sum, the others pass."""
-        found = rule_of(f"einsum {self.spec}", _einsum_rule(self.spec), operands)
-        if _common_dtype(self.name, operands) == "bool":
-            raise TypingError("einsum: products and sums are not defined for bool; legal is a numeric dtype")
-        return found
-
-    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """A product is linear in one operand at a time; a mere transposition passes everything."""
-        sides, result = self.sides
-        if reduction == "sum":
-            return len(partial) == 1
-        return len(sides) == 1 and set(sides[0]) == set(result)
-
-    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Einsum in the wide dtype."""
-        return (xp.einsum(self.spec, *(xp.astype(x, wide(xp.dtype(x))) for x in arrays)),)
-
-    def flops(self, *operands: TensorType) -> float:
-        """2 x the product of the local factor sizes; of one operand, its additions."""
-        sides, result = self.sides
-        self.infer(*operands)
-        sizes: dict[str, int] = {}
-        for letters, t in zip(sides, operands, strict=True):
-            sizes.update(zip(letters, t.local_shape(0), strict=True))  # place 0 has the largest tile of every dim
-        per = int(not set(sides[0]) <= set(result)) if len(sides) == 1 else 2
-        return float(per * math.prod(sizes.values()))
-
-
-@lru_cache(maxsize=1024)
-def _einsum_rule(spec: str) -> str:
-    """The text of the rule: `ik,kj->ij` is `[i k] [k j] -> [i j] | sum: k`."""
-    left, right = spec.split("->")
-    summed = "".join(dict.fromkeys(x for x in left if x != "," and x not in right))
-    sides = " ".join(f"[{' '.join(letters)}]" for letters in left.split(","))
-    return f"{sides} -> [{' '.join(right)}]" + (f" | sum: {' '.join(summed)}" if summed else "")
-
-
-def matmul(ndim: int = 2) -> Einsum:
-    """Return the matrix product of operands of `ndim` dims, the leading ones being batches.
-
-    >>> matmul().spec, matmul(3).spec, matmul(4).spec
-    ('mk,kn->mn', 'bmk,bkn->bmn', 'bcmk,bckn->bcmn')
-    """
-    letters = "bcdefghijlopqrstuvwxyz"  # without those of the matrix dims, and without a
-    if not 2 <= ndim <= len(letters) + 2:
-        raise TypingError(f"a matrix product of {ndim} dims; legal are 2 to {len(letters) + 2}")
-    batch = letters[: ndim - 2]
-    return Einsum(f"{batch}mk,{batch}kn->{batch}mn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +62,7 @@ class Elementwise(Ruled):
                 raise TypingError(f'elementwise: "{self.expr}": the condition {name} is a {t}; legal is bool')
         if not values:
             raise TypingError(f'elementwise: "{self.expr}": all operands are conditions; one must be a value')
-        return (_common_dtype(self.name, values),)
+        return (common_dtype(self.name, values),)
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Dims of the result are factors that pass; a dim of size 1 that broadcasts has its own, not to be sharded."""
@@ -201,6 +110,30 @@ class Elementwise(Ruled):
         up = dtype if dtype.kind in "iub" else wide(dtype)
         values = [x if kind.kind == "b" else xp.astype(x, up) for x, kind in zip(arrays, kinds, strict=True)]
         return (self.expression.evaluate(xp, values, up),)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The derivative times the cotangent, summed over the dims that broadcast."""
+        expression = self.expression
+        last = chr(ord("a") + expression.arity)
+        values = {**dict(zip(expression.names, operands, strict=True)), last: cotangents[0]}
+        found: list[str | None] = []
+        for name, x in zip(expression.names, operands, strict=True):
+            tree = times(derivative(expression.root, name), Name(last))
+            if name in expression.conditions or tree == NOTHING:
+                found.append(None)
+                continue
+            dx = cotangents[0]
+            if tree != Name(last):
+                names = Expression(tree).names
+                short = {old: Name(chr(ord("a") + k)) for k, old in enumerate(names)}
+                dx = draft(Elementwise(str(Expression(renamed(tree, short)))), *(values[n] for n in names))
+            shape, more = draft.types[x].shape, draft.types[dx].ndim - draft.types[x].ndim
+            dx = draft(ReduceDims(tuple(range(more))), dx) if more else dx
+            ones = tuple(d for d, n in enumerate(draft.types[dx].shape) if n != shape[d])
+            found.append(draft(ReduceDims(ones, keep=True), dx) if ones else dx)
+        return found
 
     def flops(self, *operands: TensorType) -> float:
         """Return the operations of the expression x the local elements of the result."""
@@ -270,7 +203,91 @@ class ReduceDims(Ruled):
         nothing = up.type(identity(self.reduction, dtype))
         return (xp.reduce(self.reduction, xp.astype(x, up), self.dims, self.keep, nothing),)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The cotangent along the dims; of a maximum shared by the elements that have it."""
+        t, dx = draft.types[operands[0]], cotangents[0]
+        names = [f"d{d}" for d in range(t.ndim)]
+        if not self.dims:
+            return [dx]
+        rest = [n for d, n in enumerate(names) if d not in self.dims]
+        ones = [f"o{d}=1" if d in self.dims else n for d, n in enumerate(names)]
+        if self.combine == "sum":
+            if self.reduction == "mean":
+                dx = draft(Elementwise(f"a / {math.prod(t.shape[d] for d in self.dims)}"), dx)
+            return [expanded(draft, dx, ones if self.keep else rest, names, t)]
+        y, dx = (
+            v if self.keep else draft(Expand(f"{' '.join(rest)} -> {' '.join(ones)}"), v) for v in (results[0], dx)
+        )
+        hit = draft(Elementwise("where(a == b, 1, 0)"), operands[0], y)
+        return [draft(Elementwise("a * b / c"), hit, dx, draft(ReduceDims(self.dims, keep=True), hit))]
+
     def flops(self, *operands: TensorType) -> float:
         """One operation an element of the operand, on the worst device."""
         self.infer(*operands)
         return float(math.prod(operands[0].local_shape(0))) if self.dims else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expand(Ruled):
+    """The same values along new dims, as `h -> b=4 s=3 h`, which may be sharded `over` axes, in their order.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> t = TensorType("f32", (8,), (), Mesh(x=2))
+    >>> print(*Expand("h -> b=4 s=3 h", Layout((("x",),))).infer(t))
+    f32[4@x, 3, 8]
+    """
+
+    name: ClassVar[str] = "expand"
+    spec: str
+    over: Layout = WHOLE
+
+    def __post_init__(self) -> None:
+        """Check that nothing changes places, and dims are not of several factors."""
+        rule = parse_rule(bracketed(self.spec))
+        (before,), (after,) = rule.operands, rule.results
+        if [d for d in after if d in before] != [d for d in before if d in after] or any(
+            len(d) != 1 for d in (*before, *after)
+        ):
+            raise TypingError(f"expand: {self.spec!r} does not keep its dims in order; an einsum transposes")
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """The dims of the operand pass."""
+        return rule_of(self.name, bracketed(self.spec), operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Elements are not changed."""
+        return True
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Dims of size 1, which the caller broadcasts."""
+        rule = parse_rule(bracketed(self.spec))
+        held = dict(zip(rule.operands[0], size.operands[0], strict=True))
+        return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Sums along the new dims."""
+        rule = parse_rule(bracketed(self.spec))
+        before, after = ([n for (n,) in side] for (side,) in (rule.operands, rule.results))
+        dx, held = cotangents[0], [n for n in before if n in after]
+        if len(held) < len(after):
+            dx = draft(ReduceDims(tuple(d for d, n in enumerate(after) if n not in before)), dx)
+        if len(held) < len(before):
+            dx = draft(Expand(f"{' '.join(held)} -> {' '.join(n if n in held else f'{n}=1' for n in before)}"), dx)
+        return [dx]
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+
+def expanded(draft: Draft, name: str, held: Sequence[str], dims: Sequence[str], t: TensorType) -> str:
+    """Return a value of the dims `held` along all `dims`, which are those of `t`, over whose axes it is sharded."""
+    if tuple(held) == tuple(dims):
+        return name
+    new = [d for d, c in enumerate(dims) if c not in held]
+    spec = " ".join(f"{c}={t.shape[d]}" if d in new else c for d, c in enumerate(dims))
+    return draft(Expand(f"{' '.join(held)} -> {spec}", Layout(tuple(t.layout.dims[d] for d in new))), name)

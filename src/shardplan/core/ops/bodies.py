@@ -30,6 +30,8 @@ from shardplan.errors import TypingError
 class Repeat(Nested):
     """`n` runs of a body; the first `carried` and the last `sliced` operands: see `core.nested`.
 
+    In `reverse` rows are taken, and stacked, from the last to the first.
+
     With n = 0 all results are carried: a stack has at least one row. Raises `TypingError`.
 
     >>> from shardplan.core.ops import AllReduce, Einsum
@@ -49,6 +51,7 @@ class Repeat(Nested):
     body: Program
     carried: int = 0
     sliced: int = 0
+    reverse: bool = False
 
     def __post_init__(self) -> None:
         """Check the counts, and that what is carried keeps its type."""
@@ -74,6 +77,11 @@ class Repeat(Nested):
         return self.n
 
     @property
+    def backwards(self) -> bool:
+        """Whether the last row comes first."""
+        return self.reverse
+
+    @property
     def kept(self) -> int:
         """How many values are carried."""
         return self.carried
@@ -88,11 +96,12 @@ class Repeat(Nested):
         whole = len(operands) - self.sliced
         state: list[Shards] = list(operands[: self.carried])
         runs: list[list[list[Array]]] = []  # by run, by stacked result: shards
-        for k in range(self.n):
+        for k in self.order:
             mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
             found = run_program(self.body, [*state, *operands[self.carried : whole], *mine])
             state = [*found[: self.carried]]
             runs.append(found[self.carried :])
+        runs = runs[:: -1 if self.reverse else 1]
         stacks = [[np.stack(shards) for shards in zip(*results, strict=True)] for results in zip(*runs, strict=True)]
         return [*(list(shards) for shards in state), *stacks]
 

@@ -1,4 +1,4 @@
-"""`Compute`: what the ops that compute share. They are `Ruled`, by a factor rule, or `Composed` of other such ops.
+"""`Compute`: what the ops that compute share; `Ruled` are those typed by a factor rule.
 
 Each says what it means on one device, in any array namespace; every backend runs what `bind` returns, and knows no op.
 Products and sums are taken in f32 or wider, integers wrap as their dtype does, and results are rounded once.
@@ -13,19 +13,21 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, infer
+from shardplan.core.layout import Layout
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, poison, results_of
 from shardplan.core.pattern import Pattern, Work
-from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError, TypingError
+from shardplan.errors import TypingError
 
 Shape = tuple[int, ...]
 Where = Callable[[TensorType], tuple[tuple[Any, ...], Shape]]  # start and shape of this device's box of a type
 LocalRun = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
+WHOLE = Layout(())  # no axes on any dim
 
 
 class At(NamedTuple):
@@ -43,20 +45,11 @@ class Size(NamedTuple):
     whole: tuple[Shape, ...]
 
 
-class Decomposition(NamedTuple):
-    """An op as steps of other compute ops, on values called "0", "1", ... as the operands are numbered."""
-
-    steps: tuple[Step, ...]
-    results: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
     """An op that computes on every device alone."""
 
-    # Facets that an op may not have. A gradient gives the steps from operands and the results' cotangents (named on
-    # after the operands) to the operands' cotangents; an alias is a (result, operand) that may share its storage.
-    gradient: ClassVar[Callable[..., Decomposition] | None] = None
+    # An alias is a (result, operand) that may share its storage.
     aliases: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     @abc.abstractmethod
@@ -70,6 +63,26 @@ class Compute(Op):
     def decomposition(self, *operands: TensorType) -> Decomposition | None:
         """Return the op as steps of others that mean the same, None where it has no such form."""
         return None
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Write the steps of the gradient, and return the cotangents of the operands; None of what has none.
+
+        All are names of the draft, `cotangents` those of the results. Every step is linear in them.
+        """
+        raise TypingError(f"{self.name} has no gradient")
+
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
+    ) -> Sequence[str | None]:
+        """Write what of the gradient is wanted."""
+        return self.gradient(draft, operands, results, cotangents)
 
     def touched(self, *operands: TensorType) -> int:
         """Return the bytes that the worst device reads and writes; what shares storage is not touched."""
@@ -132,6 +145,14 @@ def counted(what: str, operands: Sequence[TensorType], count: int) -> Sequence[T
     return operands
 
 
+def common_dtype(op: str, operands: Sequence[TensorType]) -> str:
+    """Return the dtype of all operands, or raise `TypingError`."""
+    kinds = sorted({t.dtype for t in operands})
+    if len(kinds) > 1:
+        raise TypingError(f"{op}: operands of the dtypes {', '.join(kinds)}; legal is one dtype")
+    return kinds[0]
+
+
 def computing(op: Op) -> Compute | None:
     """Return the op if it computes on every device alone."""
     return op if isinstance(op, Compute) else None
@@ -139,7 +160,13 @@ def computing(op: Op) -> Compute | None:
 
 @dataclass(frozen=True, slots=True)
 class Ruled(Compute):
-    """An op that is typed by a factor rule, and says what it does to the shards of one device."""
+    """An op that is typed by a factor rule, and says what it does to the shards of one device.
+
+    Of an op with factors that only results have, the field `over` says what these carry, in the order in which the
+    results name them; none where it ends before.
+    """
+
+    over = WHOLE  # unannotated, so that it is no field before an op's own
 
     @abc.abstractmethod
     def rule(self, *operands: TensorType) -> FactorRule:
@@ -162,7 +189,10 @@ class Ruled(Compute):
         rule, kinds = self.rule(*operands), self.dtypes(*operands)
         if len(kinds) != len(rule.results):
             raise TypingError(f"{self.name}: its rule has {len(rule.results)} results, but it says {len(kinds)} dtypes")
-        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds)
+        over = self.over
+        if over.partial or over.root or over.boxes is not None:
+            raise TypingError(f"{self.name}: over={over}; legal are axes of dims alone")
+        return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds, over.dims)
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Work out starts and sizes, once."""
@@ -181,51 +211,3 @@ class Ruled(Compute):
             ]
 
         return run
-
-
-@dataclass(frozen=True, slots=True)
-class Composed(Compute):
-    """An op that says only its decomposition: typing, meaning and flops follow. It is priced as one kernel."""
-
-    @abc.abstractmethod
-    def decomposition(self, *operands: TensorType) -> Decomposition:
-        """Return the steps."""
-
-    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Type the steps."""
-        return self._typed(operands)[1]
-
-    def flops(self, *operands: TensorType) -> float:
-        """Add up the steps."""
-        return sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
-
-    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
-        """Bind the steps."""
-        steps = [(step, op.bind(types, where)) for op, step, types in self._typed(operands)[0]]
-        results = self.decomposition(*operands).results
-
-        def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
-            values = {str(k): x for k, x in enumerate(arrays)}
-            for step, bound in steps:
-                values.update(zip(step.results, bound(xp, [values[o] for o in step.operands]), strict=True))
-            return [values[name] for name in results]
-
-        return run
-
-    def _typed(
-        self, operands: Sequence[TensorType]
-    ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
-        """The steps with the types of their operands, and the types of the results."""
-        body = self.decomposition(*operands)
-        values = {str(k): t for k, t in enumerate(operands)}
-        steps: list[tuple[Compute, Step, tuple[TensorType, ...]]] = []
-        for step in body.steps:
-            if not isinstance(step.op, Compute):
-                raise TypingError(f"{self.name}: {step.op.name} in its decomposition moves data; legal are compute ops")
-            types = tuple(values[o] for o in step.operands)
-            try:
-                values.update(zip(step.results, results_of(step.op, types), strict=True))
-            except ShardplanError as error:
-                raise type(error)(f"{self.name}: {error}") from None
-            steps.append((step.op, step, types))
-        return steps, tuple(values[name] for name in body.results)

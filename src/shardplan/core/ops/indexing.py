@@ -5,17 +5,18 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import At, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, counted
 from shardplan.core.ops.placing import check_value
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -73,6 +74,14 @@ class Gather(Ruled):
         found = xp.take(table, xp.where(mine, here, 0 * here))
         return (xp.where(mine.reshape((*size.operands[1], *(1,) * (len(size.operands[0]) - 1))), found, zero),)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The rows added up by their ids."""
+        table = draft.types[operands[0]]
+        back = ScatterAdd(table.shape[0], Layout(table.layout.dims[:1]))
+        return [draft(back, cotangents[0], operands[1]), None]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
@@ -87,18 +96,18 @@ class Gather(Ruled):
 class ScatterAdd(Ruled):
     """Add rows up by their ids, the inverse of `Gather`: the sums are `rows` in number, dim 0 of the result.
 
-    Ids without a row are left out. The rows may be sharded over `axes`, which the operands do not use.
+    Ids without a row are left out. The rows may be sharded `over` axes that the operands do not use.
 
     >>> from shardplan.core.mesh import Mesh
     >>> m = Mesh(x=2, y=3)
     >>> t = TensorType("f32", (6, 4), ("y",), m), TensorType("i32", (6,), ("y",), m)
-    >>> print(*ScatterAdd(10).infer(*t), *ScatterAdd(10, ("x",)).infer(*t))
+    >>> print(*ScatterAdd(10).infer(*t), *ScatterAdd(10, Layout((("x",),))).infer(*t))
     f32[10, 4]{+y} f32[10@x, 4]{+y}
     """
 
     name: ClassVar[str] = "scatter_add"
     rows: int
-    axes: tuple[str, ...] = ()
+    over: Layout = WHOLE
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The dims of the ids are reduced with a sum."""
@@ -109,11 +118,6 @@ class ScatterAdd(Ruled):
         many, rest = _words("b", ids.ndim), _words("h", values.ndim - ids.ndim)
         marks = f" | sum: {many}" if many else ""
         return rule_of(self.name, f"[{many} {rest}] [{many}] -> [v {rest}]{marks}", operands, v=self.rows)
-
-    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Shard the rows."""
-        (t,) = Ruled.infer(self, *operands)
-        return (t.with_layout(replace(t.layout, dims=(self.axes, *t.layout.dims[1:]))),)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """It is linear in the values."""
@@ -128,6 +132,12 @@ class ScatterAdd(Ruled):
         values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
         return (xp.scatter_add(rows + 1, index, values)[:rows],)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The rows of the sums."""
+        return [draft(Gather(), cotangents[0], operands[1]), None]
+
     def flops(self, *operands: TensorType) -> float:
         """One a local element of the values."""
         return float(math.prod(operands[0].local_shape(0)))
@@ -135,7 +145,7 @@ class ScatterAdd(Ruled):
 
 @dataclass(frozen=True, slots=True)
 class Made(Ruled):
-    """An op without operands, which says the type of what it makes."""
+    """An op without operands: all factors are its results', `over` also says root axes, and it says the mesh."""
 
     @abc.abstractmethod
     def made(self) -> TensorType:
@@ -177,12 +187,12 @@ class Iota(Made):
     dtype: str
     shape: tuple[int, ...]
     dim: int
-    layout: Layout
+    over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
     def made(self) -> TensorType:
         """As the fields say."""
-        t = TensorType(self.dtype, self.shape, self.layout, self.mesh)
+        t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         if not 0 <= self.dim < t.ndim:
             raise TypingError(f"iota: {t} has no dim {self.dim}; legal are 0 to {t.ndim - 1}")
         check_value(self.name, t.shape[self.dim] - 1, t.dtype)
@@ -203,12 +213,12 @@ class Constant(Made):
     value: float
     dtype: str
     shape: tuple[int, ...]
-    layout: Layout
+    over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
     def made(self) -> TensorType:
         """As the fields say."""
-        t = TensorType(self.dtype, self.shape, self.layout, self.mesh)
+        t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         check_value(self.name, self.value, t.dtype)
         return t
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor
@@ -36,7 +37,7 @@ class Reshape(Ruled):
 
     def __post_init__(self) -> None:
         """Check that nothing changes places."""
-        rule = parse_rule(self._text())
+        rule = parse_rule(bracketed(self.spec))
         ones = {name for name, n in rule.sizes if n == 1}
         before, after = (
             [name for tensor in side for dim in tensor for name in dim if name not in ones]
@@ -45,13 +46,9 @@ class Reshape(Ruled):
         if before != after:
             raise TypingError(f"reshape: {self.spec!r} does not keep the order of its factors; an einsum transposes")
 
-    def _text(self) -> str:
-        left, arrow, right = self.spec.partition("->")
-        return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else self.spec
-
     def rule(self, *operands: TensorType) -> FactorRule:
         """All factors pass but those of size 1 that are dropped."""
-        return rule_of(self.name, self._text(), operands)
+        return rule_of(self.name, bracketed(self.spec), operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
@@ -61,9 +58,30 @@ class Reshape(Ruled):
         """Reshape to the shape of the shard."""
         return (arrays[0].reshape(size.results[0]),)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The sizes of the operand."""
+        rule = self.rule(draft.types[operands[0]])
+        sizes = {f.name: f.size for f in rule.factors}
+        back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
+        return [draft(Reshape(" -> ".join(back)), cotangents[0])]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
+
+
+def _word(dim: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    """A dim of a spec; a size is said where it is 1, or of a minor factor."""
+    words = [f"{n}={sizes[n]}" if k or sizes[n] == 1 else n for k, n in enumerate(dim)]
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def bracketed(spec: str) -> str:
+    """The rule that a spec without brackets says."""
+    left, arrow, right = spec.partition("->")
+    return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
 
 
 def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
@@ -123,6 +141,13 @@ class Pad(Ruled):
             x = xp.concatenate([before, x, after], d) if lo or hi else x
         return (x,)
 
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """The part that is not padding."""
+        hi = tuple(a + n for a, n in zip(self.lo, draft.types[operands[0]].shape, strict=True))
+        return [draft(Crop(self.lo, hi), cotangents[0])]
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
@@ -153,6 +178,13 @@ class Crop(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Slice; of a dim that is kept all that is here lies in the bounds."""
         return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Zeros around."""
+        rest = tuple(n - b for n, b in zip(draft.types[operands[0]].shape, self.stop, strict=True))
+        return [draft(Pad(self.start, rest), cotangents[0])]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -194,6 +226,13 @@ class Cast(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """The caller rounds."""
         return (arrays[0],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Of a float, in its dtype."""
+        kind = draft.types[operands[0]].dtype
+        return [draft(Cast(kind), cotangents[0]) if numpy_dtype(kind).kind in "fV" else None]
 
     def flops(self, *operands: TensorType) -> float:
         """One a local element."""

@@ -312,5 +312,5 @@ def _looped(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
     if op.at_once:
         return run((), ())[1]
     state = [wire.varying(x) for x in arrays[: op.kept]]
-    state, stacks = lax.scan(run, state, arrays[whole:], length=op.times)
+    state, stacks = lax.scan(run, state, arrays[whole:], length=op.times, reverse=op.backwards)
     return [*state, *stacks]

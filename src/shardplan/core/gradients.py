@@ -1,0 +1,297 @@
+"""`gradients`: from a program and one of its values to a program that also makes its gradients.
+
+What the backward steps read of the forward ones is *kept*, or computed again by a copy of the steps that made it. By
+default a value that a movement only laid out anew is not kept: the movement is done again. The gradient of a `repeat`
+is one in reverse: what is kept are stacked results of the forward one, cotangents of invariants are carried sums, those
+of sliced operands are stacked. For the types of cotangents see `core.ops.composed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardplan.core.draft import Draft
+from shardplan.core.layout import Layout
+from shardplan.core.nested import rows
+from shardplan.core.ops.bodies import Repeat
+from shardplan.core.ops.collective import moving
+from shardplan.core.ops.composed import Reverse, differs, needing, plus, zeros
+from shardplan.core.ops.indexing import Constant
+from shardplan.core.ops.reduction import ToPartial
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+Keep = Callable[[Step, bool], bool]  # of a forward step, and whether it only lays a value out anew
+
+
+class Origin(NamedTuple):
+    """Of a backward step: the number of the forward step that it is of, and the one value whose gradient needs it.
+
+    `parameter` is None where several need it; `inner` are the origins of the steps of its body, if it has one.
+    """
+
+    forward: int | None
+    parameter: str | None
+    inner: tuple[Origin, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """A program with its gradients: its outputs are the forward ones, then one gradient for each value asked for.
+
+    `origins` has an entry a step: None for a forward one.
+    """
+
+    program: Program
+    origins: tuple[Origin | None, ...]
+
+
+def gradients(
+    program: Program, loss: str, wanted: Sequence[str], keep: Keep = lambda step, moved: not moved
+) -> Gradients:
+    """Return the program with the gradients of `loss`, a scalar, in the values `wanted`.
+
+    A gradient has the layout of its value's dims, and may be partial over axes that the value does not use. `keep` says
+    of which forward steps the results are kept. Raises `TypingError` for an op that has no gradient.
+
+    >>> from shardplan.core.ops import Einsum
+    >>> t = TensorType.parse("f32[8@x]", "x=2")
+    >>> p = Program({"a": t, "b": t}, [Step(Einsum("i,i->"), ("a", "b"), ("loss",))], ("loss",))
+    >>> found = gradients(p, "loss", ["b"]).program
+    >>> print(*found.output_types, found.steps[-1].op)
+    f32[]{+x} f32[8@x] Einsum(spec=',i->i')
+    """
+    for name in (loss, *wanted):
+        if name not in program.types or not differs(program.types[name]):
+            raise TypingError(f"gradients: %{name} is no value of the program, or no real float; legal are such values")
+    t = program.types[loss]
+    if t.shape or t.layout.root or t.layout.reduction not in (None, "sum"):
+        raise TypingError(f"gradients: the loss %{loss} is {t}; legal is a scalar, whole or a sum")
+    draft = Draft(program.types)
+    level = _Level(draft, program, keep)
+    cotangents = {loss: draft(Constant(1, t.dtype, (), Layout(()), t.mesh))}
+    level.back(program.steps, cotangents, needing(program.steps, program.types, wanted))
+    draft.origin = None
+    found = [
+        draft.reduced(cotangents[n], program.types[n].layout.used)
+        if n in cotangents
+        else zeros(draft, program.types[n])
+        for n in wanted
+    ]
+    live, count = draft.live(found), len(program.steps)
+    steps = [*level.forward, *(draft.steps[k] for k in live)]
+    made = Program(program.inputs, steps, (*program.outputs, *found))
+    labels = [*(set[str]() for _ in program.outputs), *({n} for n in wanted)]
+    numbers = (*(None for _ in level.forward), *(draft.origins[k] for k in live))
+    origins, _ = _origins(made, labels, _Numbers(numbers, level.bodies))
+    return Gradients(made, (*(None for _ in range(count)), *origins[count:]))
+
+
+class _Level(Reverse):
+    """The backward walk over a program.
+
+    `forward` are its steps, in which a repeat whose gradient was written also stacks what is kept of its runs; `bodies`
+    has, by the first result of a repeat in reverse, the origins inside it.
+    """
+
+    def __init__(self, draft: Draft, program: Program, keep: Keep) -> None:
+        super().__init__(draft, dict(program.types), self.read)
+        self.keep = keep
+        self.forward = list(program.steps)
+        self.makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
+        self.known: dict[str, str] = {}
+        self.bodies: dict[str, _Numbers] = {}
+
+    def saved(self, name: str) -> str:
+        """Return what a value that is kept, or came from outside, is called in the draft."""
+        self.draft.types[name] = self.types[name]
+        return name
+
+    def read(self, name: str) -> str:
+        """Return what a forward value is called in the draft, where it is made again unless it is kept."""
+        if name not in self.known:
+            number = self.makers.get(name)
+            if number is None or self._kept(self.forward[number]):
+                self.known[name] = self.saved(name)
+            else:
+                step, before = self.forward[number], self.draft.origin
+                operands = [self.read(o) for o in step.operands]
+                self.draft.origin = number
+                self.known.update(zip(step.results, self.draft.every(step.op, *operands), strict=True))
+                self.draft.origin = before
+        return self.known[name]
+
+    def _kept(self, step: Step) -> bool:
+        """What has no operands is made again."""
+        types = [self.types[n] for n in (*step.operands, *step.results)]
+        moved = moving(step.op) is not None and not any(t.layout.partial for t in types)
+        return bool(step.operands) and self.keep(step, moved)
+
+    def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
+        """Of a repeat one in reverse."""
+        if isinstance(step.op, Repeat):
+            return self._repeat(number, step.op, came, wants) if step.op.n else came
+        return super().one(number, step, came, wants)
+
+    def _repeat(
+        self, number: int, op: Repeat, came: Sequence[str | None], wants: Sequence[bool]
+    ) -> Sequence[str | None]:
+        draft, step, outputs = self.draft, self.forward[number], op.body.outputs
+        names = [name for name, _ in op.body.inputs]
+        wanted = [n for n, want in zip(names, wants, strict=True) if want]
+        stacked = {k: draft.types[c] for k, c in enumerate(came) if c and k >= op.carried}
+        invariants = names[op.carried : len(names) - op.sliced]
+        trial = _Body(op, self.keep, wanted, stacked, {})
+        sums = {n: trial.draft.types[trial.found[n]] for n in invariants if n in trial.found}
+        back = _Body(op, self.keep, wanted, stacked, sums)
+
+        operand = dict(zip(names, step.operands, strict=True))
+        more: list[str] = []
+        for name in back.residuals:
+            more.append(f"{number}.{name}")
+            while more[-1] in self.types or more[-1] in draft.types:
+                more[-1] += "_"
+            self.makers[more[-1]] = number
+            self.types[more[-1]] = rows(back.types[name], op.n)
+            operand[name] = more[-1]
+        body = Program(op.body.inputs, back.forward, (*outputs, *back.residuals))
+        self.forward[number] = Step(replace(op, body=body), step.operands, (*step.results, *more), step.stopped)
+
+        starts: list[str] = []
+        for j in back.carried:
+            c = came[j]
+            starts.append(
+                zeros(draft, self.types[step.operands[j]])
+                if c is None
+                else draft.reduced(c, draft.types[c].layout.partial)
+            )
+        for t in sums.values():
+            zero = draft(Constant(0, t.dtype, t.shape, Layout(t.layout.dims), t.mesh))
+            starts.append(draft(ToPartial(t.layout.partial), zero) if t.layout.partial else zero)
+        read = [self.read(operand[n]) for n in (*back.invariants, *back.rows)]
+        reverse = Repeat(op.n, back.program(), len(starts), len(back.rows) + len(stacked), not op.reverse)
+        found = draft.every(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
+        self.bodies[found[0]] = back.numbers()
+        made = [*(names[j] for j in back.carried), *sums, *back.slices]
+        cotangents: dict[str, str | None] = dict(zip(made, found, strict=True))
+        return [cotangents.get(n) for n in names]
+
+
+class _Body(_Level):
+    """The backward walk over the body of a repeat, as a body of its own.
+
+    Its inputs are the cotangents of what is carried, then the `sums` of those of invariants, which are carried too;
+    the invariants that it reads; and rows: those of sliced operands and residuals that it reads, and the cotangents of
+    the rows that the forward body made.
+    """
+
+    def __init__(
+        self,
+        op: Repeat,
+        keep: Keep,
+        wanted: Iterable[str],
+        stacked: Mapping[int, TensorType],
+        sums: Mapping[str, TensorType],
+    ) -> None:
+        super().__init__(Draft({}), op.body, keep)
+        body, draft = op.body, self.draft
+        names, needed = [name for name, _ in body.inputs], set(wanted)
+        while True:  # what is carried may come to hang on what is needed in the next run
+            inside = needing(body.steps, body.types, needed)
+            more = {names[j] for j in range(op.carried) if body.outputs[j] in inside} - needed
+            if not more:
+                break
+            needed |= more
+        whole = len(names) - op.sliced
+        self.outside = names[op.carried : whole]
+        self.sliced = names[whole:]
+        self.invariants: dict[str, str] = {}
+        self.rows: dict[str, str] = {}
+        self.carried = [j for j in range(op.carried) if names[j] in needed]
+        self.entering = [
+            draft.given(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
+        ]
+        totals = {n: draft.given(t) for n, t in sums.items()}
+        self.coming = [draft.given(_row(t)) for t in stacked.values()]
+        found: dict[str, str] = {}
+        for k, c in zip((*self.carried, *stacked), (*self.entering, *self.coming), strict=True):
+            name = body.outputs[k]
+            if name in inside:
+                found[name] = plus(draft, found[name], c) if name in found else c
+        self.back(body.steps, found, inside)
+        self.found = {n: draft.reduced(found[n], body.types[n].layout.used) for n in names if n in found}
+        self.leaving: list[str] = []
+        for j in self.carried:
+            c = self.found.get(names[j])
+            t = body.input_types[j]
+            self.leaving.append(zeros(draft, t) if c is None else draft.reduced(c, draft.types[c].layout.partial))
+        self.leaving += [plus(draft, totals[n], self.found[n]) for n in sums]
+        self.entering += totals.values()
+        self.slices = [n for n in self.sliced if n in self.found]
+        self.outputs = (*self.leaving, *(self.found[n] for n in self.slices))
+        self.live = draft.live(self.outputs)
+
+    @property
+    def residuals(self) -> list[str]:
+        """The forward values whose rows are kept."""
+        return [n for n in self.rows if n not in self.sliced]
+
+    def saved(self, name: str) -> str:
+        """An invariant, or a row."""
+        into = self.invariants if name in self.outside else self.rows
+        into[name] = self.draft.given(self.types[name])
+        return into[name]
+
+    def program(self) -> Program:
+        """Return the body."""
+        given = (*self.entering, *self.invariants.values(), *self.rows.values(), *self.coming)
+        steps = [self.draft.steps[k] for k in self.live]
+        return Program([(n, self.draft.types[n]) for n in given], steps, self.outputs)
+
+    def numbers(self) -> _Numbers:
+        """Return of which forward steps the body's are."""
+        return _Numbers(tuple(self.draft.origins[k] for k in self.live), self.bodies)
+
+
+def _row(t: TensorType) -> TensorType:
+    """Return the type of a row of a stack."""
+    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
+    return TensorType(t.dtype, t.shape[1:], t.layout.dims[1:], t.mesh, partial)
+
+
+class _Numbers(NamedTuple):
+    """Of the steps of a draft the numbers of the forward steps, and those inside its repeats, by their first result."""
+
+    forward: tuple[int | None, ...]
+    bodies: Mapping[str, _Numbers]
+
+
+def _origins(
+    program: Program, wanted: Sequence[Set[str]], numbers: _Numbers
+) -> tuple[list[Origin], dict[str, Set[str]]]:
+    """Return the origins of steps, and for which gradients each value is needed; `wanted` are those of outputs."""
+    needs: dict[str, set[str]] = {}
+    for name, labels in zip(program.outputs, wanted, strict=True):
+        needs.setdefault(name, set()).update(labels)
+    out: list[Origin] = []
+    for step, number in zip(reversed(program.steps), reversed(numbers.forward), strict=True):
+        labels = [needs.get(r, set[str]()) for r in step.results]
+        every = set[str]().union(*labels)
+        inner, reads = list[Origin](), [every] * len(step.operands)
+        if isinstance(step.op, Repeat) and step.results[0] in numbers.bodies:
+            body, carried = step.op.body, step.op.carried
+            while True:  # a carried value is needed for what the next run makes of it
+                inner, found = _origins(body, labels, numbers.bodies[step.results[0]])
+                reads = [found.get(name, set[str]()) for name, _ in body.inputs]
+                more = [a | b for a, b in zip(labels, reads[:carried], strict=False)] + labels[carried:]
+                if more == labels:
+                    break
+                labels = more
+        for o, read in zip(step.operands, reads, strict=True):
+            needs.setdefault(o, set()).update(read)
+        out.append(Origin(number, next(iter(every)) if len(every) == 1 else None, tuple(inner)))
+    return out[::-1], dict(needs)

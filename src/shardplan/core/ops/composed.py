@@ -1,0 +1,245 @@
+"""`Composed`: an op that says only its decomposition; `Backward`, its gradient as one kernel; and the reverse walk.
+
+A cotangent has the layout of its value's dims. It is never partial over an axis that the value's type uses: what comes
+so is reduced first. Over other axes it may be partial: the cotangent of what every device holds is the sum of what each
+found, and steps are linear in it. That of a value partial over an axis is the same for all its addends.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.homeward import homeward
+from shardplan.core.layout import Layout
+from shardplan.core.namespace import Namespace, Tensor
+from shardplan.core.nested import nested
+from shardplan.core.op import Op, results_of
+from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops.collective import moving
+from shardplan.core.ops.compute import Compute, LocalRun, Where, computing
+from shardplan.core.ops.indexing import Constant
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError, ShardplanError, TypingError
+
+
+@dataclass(frozen=True, slots=True)
+class Composed(Compute):
+    """An op that says only its decomposition: typing, meaning and flops follow. It is priced as one kernel."""
+
+    @abc.abstractmethod
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Write the steps, on operands called "0", "1", ..., and return the names of the results."""
+
+    def decomposition(self, *operands: TensorType) -> Decomposition:
+        """Return the steps."""
+        draft = Draft.of(operands)
+        return draft.done(*self.write(draft, *operands))
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Type the steps."""
+        return self._typed(operands)[1]
+
+    def share(self, *operands: TensorType) -> float:
+        """Return the part of its steps' operations that one kernel does; less than 1 where it skips what is masked."""
+        return 1.0
+
+    def flops(self, *operands: TensorType) -> float:
+        """Add up the steps."""
+        return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
+
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
+        """Bind the steps."""
+        steps = [(step, op.bind(types, where)) for op, step, types in self._typed(operands)[0]]
+        results = self.decomposition(*operands).results
+
+        def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
+            values = {str(k): x for k, x in enumerate(arrays)}
+            for step, bound in steps:
+                values.update(zip(step.results, bound(xp, [values[o] for o in step.operands]), strict=True))
+            return [values[name] for name in results]
+
+        return run
+
+    def _typed(
+        self, operands: Sequence[TensorType]
+    ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
+        """The steps with the types of their operands, and the types of the results."""
+        values = {str(k): t for k, t in enumerate(operands)}
+        steps: list[tuple[Compute, Step, tuple[TensorType, ...]]] = []
+        try:
+            body = self.decomposition(*operands)
+            for step in body.steps:
+                op = computing(step.op)
+                if op is None:
+                    raise TypingError(f"{step.op.name} in its decomposition moves data; legal are compute ops")
+                types = tuple(values[o] for o in step.operands)
+                values.update(zip(step.results, results_of(op, types), strict=True))
+                steps.append((op, step, types))
+        except ShardplanError as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        return steps, tuple(values[name] for name in body.results)
+
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
+    ) -> Sequence[str | None]:
+        """One kernel, which computes again what it needs of the forward one."""
+        needs = tuple(k for k, want in enumerate(wanted) if want)
+        found = draft.every(Backward(self, needs, len(cotangents)), *operands, *cotangents)
+        made = dict(zip(needs, found, strict=True))
+        return [made.get(k) for k in range(len(operands))]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(Composed):
+    """From the operands of an op, and the cotangents of its results, to those of the operands `needs`."""
+
+    name: ClassVar[str] = "backward"
+    of: Op
+    needs: tuple[int, ...]
+    results: int = 1
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """The steps of the op, and back."""
+        count = len(operands) - self.results
+        if not isinstance(self.of, Composed):
+            raise TypingError(f"{self.of.name} has no decomposition; its gradient is steps of its own")
+        made = self.of.write(d, *operands[:count])
+        steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
+        found = {name: str(count + k) for k, name in enumerate(made)}
+        Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
+        return [found[w] if w in found else zeros(d, d.types[w]) for w in wanted]
+
+    def share(self, *operands: TensorType) -> float:
+        """That of the op."""
+        return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """None: a gradient of a gradient is not said."""
+        raise TypingError(f"the gradient of {self.of.name} has no gradient")
+
+
+class Opened(Draft):
+    """A draft that opens an op whose operands do not type on it, and reduces what a step does not take partial."""
+
+    def every(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
+        """Write a step, or those that it comes to."""
+        try:
+            return super().every(op, *operands, stopped=stopped)
+        except LayoutError:
+            if isinstance(op, Composed):
+                body = opened(op, [self.types[o] for o in operands])
+                names = self.copy(body.steps, lambda name: operands[int(name)])
+                return tuple(names[r] for r in body.results)
+            whole = [self.reduced(o, self.types[o].layout.partial) for o in operands]
+            if tuple(whole) == operands:
+                raise
+            return super().every(op, *whole, stopped=stopped)
+
+
+def opened(op: Composed, types: Sequence[TensorType]) -> Decomposition:
+    """Return the steps of an op on operands that may be sharded where the whole op does not type, with reductions."""
+    draft = Opened.of(types)
+    return draft.done(*op.write(draft, *types))
+
+
+def differs(t: TensorType) -> bool:
+    """Say whether values of a type have cotangents: those of real floats have."""
+    return numpy_dtype(t.dtype).kind in "fV"
+
+
+def needing(steps: Iterable[Step], types: Mapping[str, TensorType], wanted: Iterable[str]) -> set[str]:
+    """Return `wanted` and the values of steps that hang on them, through floats and by no stopped use."""
+    found = set(wanted)
+    for step in steps:
+        if any(o in found and k not in step.stopped for k, o in enumerate(step.operands)):
+            found |= {r for r in step.results if differs(types[r])}
+    return found
+
+
+def zeros(draft: Draft, t: TensorType) -> str:
+    """Write a cotangent of zeros of a value."""
+    return draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+
+
+def without_partial(t: TensorType) -> Layout:
+    """Return the layout of a type's dims, which is that of a cotangent."""
+    return Layout(t.layout.dims)
+
+
+def plus(draft: Draft, x: str, y: str) -> str:
+    """Write a sum; where one addend is partial and the other is not, that one is reduced first."""
+    over = [draft.types[v].mesh.expand(draft.types[v].layout.partial) for v in (x, y)]
+    mesh, both = draft.types[x].mesh, set(over[0]) & set(over[1])
+    found = [
+        draft.reduced(v, mesh.fold(tuple(a for a in own if a not in both))) for v, own in zip((x, y), over, strict=True)
+    ]
+    return draft(Elementwise("a + b"), *found)
+
+
+class Reverse:
+    """The walk from the cotangents of what steps make to those of what they read; one walks over one program.
+
+    `types` are those of the forward values, and `value` says what a forward value is called in the draft, where it is
+    asked for one.
+    """
+
+    def __init__(self, draft: Draft, types: dict[str, TensorType], value: Callable[[str], str]) -> None:
+        """Begin."""
+        self.draft, self.types, self.value = draft, types, value
+
+    def back(self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str]) -> None:
+        """Fill in the cotangents of the values `needed`, given those of what the steps make."""
+        draft = self.draft
+        for number in reversed(range(len(steps))):
+            step = steps[number]
+            wants = [o in needed and k not in step.stopped for k, o in enumerate(step.operands)]
+            if not any(wants) or not any(r in cotangents for r in step.results):
+                continue
+            draft.origin = number
+            came = [
+                draft.reduced(cotangents[r], self.types[r].layout.used) if r in cotangents else None
+                for r in step.results
+            ]
+            try:
+                found = self.one(number, step, came, wants)
+            except ShardplanError as error:
+                raise type(error)(f"the gradient of step {number} ({step.op.name}): {error}") from None
+            for o, want, new in zip(step.operands, wants, found, strict=True):
+                if want and new is not None:
+                    cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
+
+    def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
+        """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
+        if moving(step.op) is not None and nested(step.op) is None:
+            pairs = zip(step.operands, came, strict=True)
+            return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
+        op = computing(step.op)
+        if op is None:
+            raise TypingError(f"{step.op.name} has no gradient")
+        dy = [c or zeros(self.draft, self.types[r]) for c, r in zip(came, step.results, strict=True)]
+        outside = (*step.operands, *step.results, *dy)
+        types = [self.types[n] for n in (*step.operands, *step.results)] + [self.draft.types[c] for c in dy]
+        part, many = Draft.of(types), len(step.operands)
+        names = [str(k) for k in range(len(outside))]
+        said = op.pull(part, names[:many], names[many : many + len(dy)], names[many + len(dy) :], wants)
+        found = [x if want else None for x, want in zip(said, wants, strict=True)]
+
+        def read(name: str) -> str:
+            k = int(name)
+            return self.value(outside[k]) if k < many + len(dy) else outside[k]
+
+        made = self.draft.copy(part.done(*filter(None, found)).steps, read)
+        return [None if x is None else made[x] if x in made else read(x) for x in found]

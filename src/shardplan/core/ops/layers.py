@@ -1,0 +1,255 @@
+"""What a transformer's layers are made of, said by decomposition alone: norms, softmax, attention, rotary, losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardplan.core.draft import Draft
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import WHOLE, counted
+from shardplan.core.ops.indexing import Gather, Iota
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.products import Einsum
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+MASKED = -1e30  # what a masked score is set to
+
+
+def _wide(d: Draft, name: str) -> str:
+    """A value in f32 where its dtype is narrower; what is made of it is rounded at the end."""
+    t = d.types[name]
+    narrow = numpy_dtype(t.dtype).kind in "fV" and t.itemsize < 4
+    return d(Cast("f32"), name) if narrow else name
+
+
+def _as(d: Draft, name: str, t: TensorType) -> str:
+    return name if d.types[name].dtype == t.dtype else d(Cast(t.dtype), name)
+
+
+def _softmax(d: Draft, x: str, dim: int) -> str:
+    top = d(ReduceDims((dim,), "max", keep=True), x)
+    e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
+    return d(Elementwise("a / b"), e, d(ReduceDims((dim,), keep=True), e))
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax(Composed):
+    """The exponentials along a dim, divided by their sum."""
+
+    name: ClassVar[str] = "softmax"
+    dim: int
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Less the largest."""
+        (t,) = counted(self.name, operands, 1)
+        return [_as(d, _softmax(d, _wide(d, "0"), self.dim), t)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm(Composed):
+    """Less the mean over the last dim, by the standard deviation, times a gain, plus a bias: arXiv 1607.06450."""
+
+    name: ClassVar[str] = "layer_norm"
+    eps: float = 1e-5
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Mean, then variance of what is left."""
+        t, _, _ = counted(self.name, operands, 3)
+        x, last = _wide(d, "0"), (t.ndim - 1,)
+        x = d(Elementwise("a - b"), x, d(ReduceDims(last, "mean", keep=True), x))
+        variance = d(ReduceDims(last, "mean", keep=True), d(Elementwise("a * a"), x))
+        y = d(Elementwise(f"a * rsqrt(b + {self.eps}) * c + d"), x, variance, _wide(d, "1"), _wide(d, "2"))
+        return [_as(d, y, t)]
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm(Composed):
+    """By the root of the mean square over the last dim, times a gain: arXiv 1910.07467."""
+
+    name: ClassVar[str] = "rms_norm"
+    eps: float = 1e-6
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """The mean of squares, and a product."""
+        t, _ = counted(self.name, operands, 2)
+        x = _wide(d, "0")
+        square = d(ReduceDims((t.ndim - 1,), "mean", keep=True), d(Elementwise("a * a"), x))
+        return [_as(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, _wide(d, "1")), t)]
+
+
+@dataclass(frozen=True, slots=True)
+class OneHot(Composed):
+    """1 where a new last dim, sharded `over` axes, equals the id, 0 elsewhere."""
+
+    name: ClassVar[str] = "one_hot"
+    classes: int
+    dtype: str
+    over: Layout = WHOLE
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Compare with 0, 1, 2, ..."""
+        counted(self.name, operands, 1)
+        return [d(Cast(self.dtype), _hot(d, "0", self.classes, (*self.over.dims, ())[0]))]
+
+
+def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
+    """Whether a new last dim equals the ids: integers of their dtype."""
+    t = d.types[ids]
+    dims = " ".join(f"d{k}" for k in range(t.ndim))
+    row = d(Iota(t.dtype, (classes,), 0, Layout((over,)), t.mesh))
+    return d(Elementwise("where(a == b, 1, 0)"), d(Expand(f"{dims} -> {dims} one=1"), ids), row)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy(Composed):
+    """Of logits, whose last dim are classes, and targets: the negative logarithm of the target's probability."""
+
+    name: ClassVar[str] = "cross_entropy"
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
+        t, ids = counted(self.name, operands, 2)
+        if not t.ndim or ids.shape != t.shape[:-1]:
+            raise TypingError(f"logits {t} and targets {ids}; legal are targets of the shape of all dims but the last")
+        last = (t.ndim - 1,)
+        x = _wide(d, "0")
+        top = d(ReduceDims(last, "max", keep=True), x)
+        total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
+        hot = d(Cast("bool"), _hot(d, "1", t.shape[-1], t.layout.dims[-1]))
+        chosen = d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))
+        loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
+        dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
+        return [_as(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t)]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingBag(Composed):
+    """Rows of a table `[v h]` by ids `[b l]`, added up over l: `[b h]`."""
+
+    name: ClassVar[str] = "embedding_bag"
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Gather, and sum."""
+        counted(self.name, operands, 2)
+        return [d(ReduceDims((1,)), d(Gather(), "0", "1"))]
+
+    def touched(self, *operands: TensorType) -> int:
+        """Ids, the rows that are read, and their sums; not the table."""
+        table, ids = operands
+        rows = math.prod(ids.local_shape(0)) * math.prod(table.local_shape(0)[1:]) * table.itemsize
+        return ids.local_bytes() + rows + self.infer(*operands)[0].local_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Composed):
+    """Queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`, r query heads to a key head: `[b s g r e]`.
+
+    With `causal` a query sees keys up to its own position, which is its index, plus a fourth operand where there is
+    one: an i32 scalar, how many positions came before (a cache of keys). Scores are scaled by `scale`, by default the
+    root of 1/d.
+    """
+
+    name: ClassVar[str] = "attention"
+    causal: bool = True
+    scale: float = 0.0
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Scores, softmax over the keys, and their mean of the values."""
+        q, k = counted(self.name, operands[:3], 3)[:2]
+        scores = d(Einsum("bsgrd,btgd->bgrst"), _wide(d, "0"), _wide(d, "1"))
+        scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
+        if self.causal:
+            row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
+            if len(operands) > 3:
+                row = d(Elementwise("a + b"), row, "3")
+            column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
+            late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
+            scores = d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
+        out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), _wide(d, "2"))
+        return [_as(d, out, q)]
+
+    def share(self, *operands: TensorType) -> float:
+        """A causal kernel skips keys after the queries: half of them, where both are of one length."""
+        q, k = operands[:2]
+        return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary(Composed):
+    """Pairs of the last dim of `[b s n d]` turned by their position, i32 `[s]`: arXiv 2104.09864.
+
+    A pair are elements i and i + d/2, or 2i and 2i + 1 where they are `interleaved`; the i-th turns by position /
+    theta**(2i/d).
+    """
+
+    name: ClassVar[str] = "rotary"
+    theta: float = 10000.0
+    interleaved: bool = False
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """x cos + J x sin, where J turns a pair by a quarter."""
+        t, _ = counted(self.name, operands, 2)
+        if t.ndim != 4 or t.shape[-1] % 2:
+            raise TypingError(f"{t}; legal are four dims, the last of an even size")
+        half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
+        x = d(Reshape(f"b s n ({pair}) -> b s n {pair}"), _wide(d, "0"))
+        kind = d.types[x].dtype
+        number = d(Iota(kind, (1, *((half, 1) if self.interleaved else (1, half))), 1 + (not self.interleaved),
+                        Layout(((), (), ())), t.mesh))  # fmt: skip
+        position = d(Expand("s -> s a=1 b=1 c=1"), d(Cast(kind), "1"))
+        angle = d(Elementwise(f"a * exp(b * {-math.log(self.theta) / half})"), position, number)
+        quarter = (d(Iota(kind, (2, 2), k, Layout(((), ())), t.mesh)) for k in (1, 0))
+        letters = "bsnht,tu->bsnhu" if self.interleaved else "bsnth,tu->bsnuh"
+        turned = d(Einsum(letters), x, d(Elementwise("a - b"), *quarter))
+        y = d(Elementwise("a * cos(c) + b * sin(c)"), x, turned, angle)
+        return [_as(d, d(Reshape(f"b s n {pair} -> b s n ({pair})"), y), t)]
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Composed):
+    """Values after one another along a dim."""
+
+    name: ClassVar[str] = "concat"
+    dim: int
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Zeros around each, and a sum."""
+        if not operands or not all(0 <= self.dim < t.ndim for t in operands):
+            raise TypingError(f"concat along dim {self.dim} of {', '.join(map(str, operands)) or 'nothing'}")
+        at, total = 0, sum(t.shape[self.dim] for t in operands)
+        parts: list[str] = []
+        for k, t in enumerate(operands):
+            before = tuple(at * (j == self.dim) for j in range(t.ndim))
+            at += t.shape[self.dim]
+            parts.append(d(Pad(before, tuple((total - at) * (j == self.dim) for j in range(t.ndim))), str(k)))
+        letters = (chr(ord("a") + k) for k in range(len(parts)))
+        return [d(Elementwise(" + ".join(letters)), *parts) if len(parts) > 1 else parts[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Composed):
+    """Parts of some sizes along a dim, one after another."""
+
+    name: ClassVar[str] = "split"
+    dim: int
+    sizes: tuple[int, ...]
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """A part each."""
+        (t,) = counted(self.name, operands, 1)
+        if not 0 <= self.dim < t.ndim or sum(self.sizes) != t.shape[self.dim]:
+            raise TypingError(f"the sizes {self.sizes} along dim {self.dim} of {t}; legal are those that sum to its")
+        at, parts = 0, list[str]()
+        for n in self.sizes:
+            start, stop = [0] * t.ndim, [*t.shape]
+            start[self.dim], stop[self.dim] = at, at + n
+            parts.append(d(Crop(tuple(start), tuple(stop)), "0"))
+            at += n
+        return parts

@@ -1,0 +1,62 @@
+"""Updates of parameters, in place: Sgd, AdamW. A gradient is taken in the parameter's dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardplan.core.draft import Draft
+from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.compute import counted
+from shardplan.core.ops.placing import Cast
+from shardplan.core.tensor import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd(Composed):
+    """A parameter less `lr` times its gradient."""
+
+    name: ClassVar[str] = "sgd"
+    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    lr: float
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """One expression."""
+        counted(self.name, operands, 2)
+        return [d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0"))]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Composed):
+    """From parameter, gradient, both moments and the number of this step (i32, from 1): parameter and both moments.
+
+    arXiv 1711.05101, as torch has it: the decay is `lr * decay` of the parameter.
+    """
+
+    name: ClassVar[str] = "adamw"
+    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (1, 2), (2, 3))
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.01
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Moments, their corrections by 1 - beta**step, the update."""
+        counted(self.name, operands, 5)
+        g = _like(d, "1", "2")
+        m = d(Elementwise(f"{self.beta1} * a + {1 - self.beta1} * b"), "2", g)
+        v = d(Elementwise(f"{self.beta2} * a + {1 - self.beta2} * b * b"), "3", g)
+        step = _like(d, "4", "0")
+        first, second = (f"(1 - exp({math.log(b)} * d))" for b in (self.beta1, self.beta2))
+        text = f"a - {self.lr} * ({self.decay} * a + b / {first} / (sqrt(c / {second}) + {self.eps}))"
+        w = d(Elementwise(text), "0", _like(d, m, "0"), _like(d, v, "0"), step)
+        return [w, m, v]
+
+
+def _like(d: Draft, name: str, other: str) -> str:
+    kind = d.types[other].dtype
+    return name if d.types[name].dtype == kind else d(Cast(kind), name)

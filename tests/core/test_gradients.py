@@ -1,0 +1,78 @@
+"""Gradients of ops: on every legal assignment of axes those of torch's own functions, and central differences."""
+
+import numpy as np
+import pytest
+
+import oracle
+from compute_examples import UNEQUAL, Example
+from gradient_examples import GRADIENTS, ONE, arrays, back, by_torch, on_one
+from shardplan.core.ops.composed import differs
+from shardplan.core.reference import run_program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+
+NAMES = [f"{k}-{next(e.assigned(UNEQUAL))[0].name}" for k, e in enumerate(GRADIENTS)]
+
+
+@pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
+def test_every_legal_assignment_has_torchs_gradients(example: Example) -> None:
+    rng, count = np.random.default_rng(0), 0
+    given = arrays(example, UNEQUAL, rng)
+    seeds: list[np.ndarray] = []
+    whole: list[np.ndarray] = []
+    for op, types in example.legal_ones(UNEQUAL):
+        try:
+            program = back(op, types)
+        except LayoutError:
+            assert {t.layout.reduction for t in op.infer(*types)} & {"max", "min"}, [str(t) for t in types]
+            continue
+        if not whole:
+            seeds = [rng.normal(size=t.shape) for t in program.input_types[len(types) :]]
+            whole = by_torch(example, given, seeds)
+        shards = [oracle.spread(a, t, rng) for a, t in zip([*given, *seeds], program.input_types, strict=True)]
+        for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+            assert oracle.wrong(x, t, want, 1e-9) is None, ([str(t) for t in types], str(program))
+        count += 1
+    assert count == example.legal
+
+
+@pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
+def test_central_differences(example: Example) -> None:
+    rng, step = np.random.default_rng(1), 1e-5
+    given = arrays(example, UNEQUAL, rng)
+    op, _ = next(example.assigned(UNEQUAL))
+    program = back(op, [TensorType(x.dtype, x.shape, (), ONE) for x in given])
+    seeds = [rng.normal(size=t.shape) for t in program.input_types[len(given) :]]
+    found = [x for (x,) in run_program(program, [[x] for x in (*given, *seeds)])]
+    grads = iter(found[len(found) - sum(x.dtype.kind == "f" for x in given) :])
+
+    def value() -> float:
+        results = [x for x in on_one(op, given) if x.dtype.kind == "f"]
+        return sum(float((x * s).sum()) for x, s in zip(results, seeds, strict=True))
+
+    for x in given:
+        if x.dtype.kind != "f":
+            continue
+        grad = next(grads)
+        for place in rng.permutation(x.size)[:12]:
+            at = np.unravel_index(place, x.shape)
+            middle = x[at]
+            x[at] = middle + step
+            up = value()
+            x[at] = middle - step
+            down = value()
+            x[at] = middle
+            assert (up - down) / (2 * step) == pytest.approx(grad[at], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
+def test_a_gradient_lies_as_its_value_does(example: Example) -> None:
+    for op, types in example.legal_ones(UNEQUAL):
+        try:
+            program = back(op, types)
+        except LayoutError:
+            continue
+        found = program.output_types[len(op.infer(*types)) :]
+        for t, u in zip((t for t in types if differs(t)), found, strict=True):
+            assert (t.shape, t.atoms) == (u.shape, u.atoms)
+            assert not set(t.mesh.expand(t.layout.used)) & set(t.mesh.expand(u.layout.partial))

@@ -1,0 +1,123 @@
+"""Ops by decomposition, opened: sharded as the whole op does not type, with reductions between its steps alone."""
+
+import numpy as np
+import pytest
+
+import oracle
+from compute_examples import MESH, UNEQUAL, Example
+from gradient_examples import GRADIENTS, arrays, by_torch
+from shardplan.core.draft import Draft
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.ops import AdamW, Backward, Dropout, Sgd, Softmax
+from shardplan.core.ops.composed import Composed, differs, opened
+from shardplan.core.program import Program
+from shardplan.core.reference import run_program
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+
+COMPOSED = [e for e in GRADIENTS if isinstance(next(e.assigned(UNEQUAL))[0], Composed)]
+# Of these the whole op types as far as its steps do: a dim of several factors, and one that is cut, stay whole.
+WHOLE = {"embedding_bag", "rotary", "split"}
+
+
+@pytest.mark.parametrize("example", COMPOSED, ids=lambda e: next(e.assigned(UNEQUAL))[0].name)
+def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example: Example) -> None:
+    rng, count, name = np.random.default_rng(0), 0, next(example.assigned(UNEQUAL))[0].name
+    given = arrays(example, UNEQUAL, rng)
+    seeds: list[np.ndarray] = []
+    whole: list[np.ndarray] = []
+    for op, types in example.assigned(UNEQUAL):
+        assert isinstance(op, Composed)
+        if any(t.layout.reduction not in (None, "sum") or t.layout.root for t in types):
+            continue
+        try:
+            op.infer(*types)
+            continue
+        except LayoutError:
+            pass
+        needs = tuple(k for k, t in enumerate(types) if differs(t))
+        try:
+            forward = opened(op, types)
+            draft = Draft.of(types)
+            made = draft.copy(forward.steps, lambda n: n)
+            out = [made.get(r, r) for r in forward.results]
+            dys = [draft.given(draft.types[r].with_layout(Layout(draft.types[r].layout.dims)))
+                   for r in out if differs(draft.types[r])]  # fmt: skip
+            body = opened(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
+        except LayoutError:
+            continue
+        own = [*map(str, range(len(types))), *dys]
+        outside = {str(k): n for k, n in enumerate(own)}
+        back = draft.copy(body.steps, outside.__getitem__)
+        inputs = [(str(k), t) for k, t in enumerate(types)] + [(c, draft.types[c]) for c in dys]
+        program = Program(inputs, draft.steps, [*out, *(back.get(r, r) for r in body.results)])
+        assert {s.op.name for s in program.steps if s.op.received(*program.step_types(s)[0]).any()} <= {"all_reduce"}
+        if not whole:
+            seeds = [rng.normal(size=t.shape) for _, t in inputs[len(types) :]]
+            whole = by_torch(example, given, seeds)
+        shards = [oracle.spread(a, t, rng) for a, t in zip([*given, *seeds], program.input_types, strict=True)]
+        for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+            assert oracle.wrong(x, t, want, 1e-9) is None, ([str(t) for t in types], str(program))
+        count += 1
+    assert (count > 0) != (name in WHOLE), count
+
+
+def test_no_logit_is_gathered() -> None:
+    (example,) = (e for e in COMPOSED if next(e.assigned(UNEQUAL))[0].name == "cross_entropy")
+    op, _ = next(example.assigned(UNEQUAL))
+    types = [TensorType.parse("f64[7, 4, 6@y]", MESH), TensorType.parse("i32[7, 4]", MESH)]
+    seed = TensorType.parse("f64[7, 4]", MESH)
+    assert isinstance(op, Composed)
+    for body, given in ((opened(op, types), types), (opened(Backward(op, (0,)), [*types, seed]), [*types, seed])):
+        draft = Draft.of(given)
+        names = draft.copy(body.steps, lambda n: n)
+        moved = [s for s in draft.steps if s.op.name == "all_reduce"]
+        assert moved and all(draft.types[s.operands[0]].shape == (7, 4, 1) for s in moved)
+        assert body.results[0] in names.keys() | {"0"}
+
+
+@pytest.mark.parametrize("op", [Sgd(0.1), AdamW(0.1, decay=0.2)], ids=lambda op: op.name)
+def test_updates_are_torchs(op: Composed) -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    w, g = rng.normal(size=(7, 4)), rng.normal(size=(3, 7, 4))
+    m, v = np.zeros((7, 4)), np.zeros((7, 4))
+    leaf = torch.tensor(w, requires_grad=True)
+    other = torch.optim.SGD([leaf], 0.1) if isinstance(op, Sgd) else torch.optim.AdamW([leaf], 0.1, weight_decay=0.2)
+    for text in ("f64[7@x, 4]", "f64[7, 4@(x,y)]", "f64[7@y, 4]"):
+        k, t = ("f64[7@x, 4]", "f64[7, 4@(x,y)]", "f64[7@y, 4]").index(text), TensorType.parse(text, MESH)
+        types = [t, t] if isinstance(op, Sgd) else [t, t, t, t, TensorType.parse("i32[]", MESH)]
+        values = [w, g[k], m, v, np.asarray(k + 1, np.int32)][: len(types)]
+        found = op.reference([oracle.spread(x, u, rng) for x, u in zip(values, types, strict=True)], types)
+        leaf.grad = torch.tensor(g[k])
+        other.step()
+        assert oracle.wrong(found[0], t, leaf.detach().numpy(), 1e-12) is None
+        w = leaf.detach().numpy().copy()
+        if isinstance(op, AdamW):
+            state = other.state[leaf]
+            m, v = (state[n].numpy().copy() for n in ("exp_avg", "exp_avg_sq"))
+            assert oracle.wrong(found[1], t, m, 1e-12) is None and oracle.wrong(found[2], t, v, 1e-12) is None
+    assert [a for a, _ in op.aliases] == list(range(len(op.aliases)))
+    shared = {b for _, b in op.aliases}
+    assert op.touched(*types) == sum(t.local_bytes() for k, t in enumerate(types) if k not in shared)
+
+
+def test_a_narrow_softmax_is_rounded_once() -> None:
+    t = TensorType.parse("bf16[3, 100]", MESH)
+    x = np.random.default_rng(0).normal(size=t.shape).astype(np.float32)
+    y = Softmax(1).reference([[x.astype(numpy_dtype("bf16"))] * 6], [t])[0][0]
+    e = np.exp(x.astype(numpy_dtype("bf16")).astype(np.float32))
+    assert np.array_equal(y, (e / e.sum(1, keepdims=True)).astype(numpy_dtype("bf16")))
+
+
+def test_dropout_drops_its_rate_and_hangs_on_the_key() -> None:
+    t, key = TensorType.parse("f32[400, 300]", MESH), TensorType.parse("i32[]", MESH)
+    found = [
+        Dropout(0.25).reference([[np.ones(t.shape, np.float32)] * 6, [np.asarray(k, np.int32)] * 6], [t, key])[0][0]
+        for k in (0, 1)
+    ]
+    for x in found:
+        assert abs((x == 0).mean() - 0.25) < 0.01 and abs(x.mean() - 1) < 0.01
+        assert abs((x[:, 0] == 0).mean() - 0.25) < 0.1 and abs((x[0] == 0).mean() - 0.25) < 0.1
+    assert abs(((found[0] == 0) & (found[1] == 0)).mean() - 0.0625) < 0.01
