@@ -118,7 +118,7 @@ class Backward(Composed):
         steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
         found = {name: str(count + k) for k, name in enumerate(made)}
         Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
-        return [found[w] if w in found else zeros(d, d.types[w]) for w in wanted]
+        return [found[w] if w in found else zeros(d, d.types[w], w) for w in wanted]
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
@@ -169,9 +169,11 @@ def needing(steps: Iterable[Step], types: Mapping[str, TensorType], wanted: Iter
     return found
 
 
-def zeros(draft: Draft, t: TensorType) -> str:
+def zeros(draft: Draft, t: TensorType, of: str) -> str:
     """Write a cotangent of zeros of a value."""
-    return draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+    name = draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+    draft.alike[name] = of
+    return name
 
 
 def without_partial(t: TensorType) -> Layout:
@@ -203,6 +205,7 @@ class Reverse:
     def back(self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str]) -> None:
         """Fill in the cotangents of the values `needed`, given those of what the steps make."""
         draft = self.draft
+        draft.alike.update((c, name) for name, c in cotangents.items())
         for number in reversed(range(len(steps))):
             step = steps[number]
             wants = [o in needed and k not in step.stopped for k, o in enumerate(step.operands)]
@@ -220,6 +223,7 @@ class Reverse:
             for o, want, new in zip(step.operands, wants, found, strict=True):
                 if want and new is not None:
                     cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
+                    draft.alike.setdefault(cotangents[o], o)
 
     def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
@@ -229,7 +233,7 @@ class Reverse:
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")
-        dy = [c or zeros(self.draft, self.types[r]) for c, r in zip(came, step.results, strict=True)]
+        dy = [c or zeros(self.draft, self.types[r], r) for c, r in zip(came, step.results, strict=True)]
         outside = (*step.operands, *step.results, *dy)
         types = [self.types[n] for n in (*step.operands, *step.results)] + [self.draft.types[c] for c in dy]
         part, many = Draft.of(types), len(step.operands)
