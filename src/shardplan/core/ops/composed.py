@@ -114,7 +114,14 @@ class Backward(Composed):
         count = len(operands) - self.results
         if not isinstance(self.of, Composed):
             raise TypingError(f"{self.of.name} has no decomposition; its gradient is steps of its own")
+        if not all(0 <= k < count for k in (0, *self.needs)):
+            raise TypingError(f"needs={self.needs} of {count} operands and {self.results} cotangents of {self.of.name}")
         made = self.of.write(d, *operands[:count])
+        shapes = [d.types[name].shape for name in made]
+        if shapes != [t.shape for t in operands[count:]]:
+            raise TypingError(
+                f"cotangents {', '.join(map(str, operands[count:]))}; the results have the shapes {shapes}"
+            )
         steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
         found = {name: str(count + k) for k, name in enumerate(made)}
         Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
@@ -124,10 +131,15 @@ class Backward(Composed):
         """That of the op."""
         return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
     ) -> Sequence[str | None]:
-        """None: a gradient of a gradient is not said."""
+        """None: a gradient of a gradient is not said, as what is stopped in the op is not stopped in its gradient."""
         raise TypingError(f"the gradient of {self.of.name} has no gradient")
 
 
