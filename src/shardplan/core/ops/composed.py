@@ -82,7 +82,8 @@ class Composed(Compute):
                 values.update(zip(step.results, results_of(op, types), strict=True))
                 steps.append((op, step, types))
         except ShardplanError as error:
-            raise type(error)(f"{self.name}: {error}") from None
+            said = str(error)
+            raise type(error)(said if said.startswith(f"{self.name} ") else f"{self.name}: {said}") from None
         return steps, tuple(values[name] for name in body.results)
 
     def pull(
