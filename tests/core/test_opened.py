@@ -159,7 +159,8 @@ def test_dropout_drops_its_rate_and_hangs_on_the_key() -> None:
         (TopK(5), "f32[4]", "top_k: 5 of f32[4]; legal are 1 to the size of the last dim"),
         (Dispatch(2, 2), "f32[1, 2, 3] f32[1, 2, 2]", "dispatch by the ids f32[1, 2, 2]; legal are integers of three "
          "dims: group, token, choice"),
-        (Dropout(1.0), "f32[4] i32[]", "dropout(1.0) of f32[4] by i32[]; legal are 0 <= rate < 1, floats and an i32 key"),
+        (Dropout(1.0), "f32[4] i32[]",
+         "dropout(1.0) of f32[4] by i32[]; legal are 0 <= rate < 1, floats and an i32 key"),
         (Sgd(0.1), "f32[4] f32[1]", "sgd of f32[4], f32[1]; legal are a gradient and moments of the shape"),
         (AdamW(0.1), "f32[4] f32[4]", "adamw takes 5 operands, not 2"),
     ],
