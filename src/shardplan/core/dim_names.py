@@ -214,7 +214,7 @@ class _DimLevel:
 
     def gradients(self, program: Program, origins: Sequence[Origin | None], forward: _DimLevel) -> None:
         """Join the dims of cotangents and copies with those of their values."""
-        for number, (step, origin) in enumerate(zip(program.steps, origins, strict=False)):
+        for number, (step, origin) in enumerate(zip(program.steps, origins, strict=bool(origins))):
             if origin is None:
                 continue
             where = f"{self.where}step {number} ({step.op.name})"
@@ -279,30 +279,35 @@ class _Naming:
     """What is called how, when all that is one is joined."""
 
     def __init__(self, given: list[_DimPart], stacks: list[_DimPart]) -> None:
-        for part in stacks:
-            part.root().name = part.root().name or "layer"
-        self.whole: dict[Run, _DimPart] = {}  # what has a name of its own, by the factors that are cut no further
+        found: dict[Run, _DimPart] = {}
         for root in (part.root() for part in (*given, *stacks)):
-            same = self.whole.setdefault(tuple(root.atoms()), root)
+            if root.name is None:
+                root.name, root.origin = "layer", "rows of a repeat"
+            same = found.setdefault(tuple(root.atoms()), root)
             if same.name != root.name:
                 two = f"{same.name!r}, {same.origin}, and {root.name!r}, {root.origin}"
                 raise TypingError(f"dim_names: {two}, are of the same factors; legal is one name for both")
-        self.said: dict[_DimPart, str] = {}  # of those without
+        # What has a name of its own, by the factors that are cut no further; and what those are called that have none.
+        self.whole = {run: root.name or "" for run, root in found.items()}
+        self.said: dict[_DimPart, str] = {}
         for run in sorted(self.whole, key=len):  # so that a factor is called after what is nearest to it
             for k, atom in enumerate(run):
-                self.said.setdefault(atom, f"{self.whole[run].name}.{k}")
-        taken = {p.name for p in self.whole.values()}
+                self.said.setdefault(atom, f"{self.whole[run]}.{k}")
+        taken = set(self.whole.values())
         self.free = (f"d{k}" for k in count() if f"d{k}" not in taken)
 
     def of(self, part: _DimPart) -> Names:
         """Return the names of a part."""
+        return self.run(tuple(part.atoms()))
+
+    def run(self, run: Run) -> Names:
+        """Return the names of factors that are cut no further, each of them or several together."""
         out: list[str] = []
-        run = tuple(part.atoms())
         while run:
             ends = (k for k in range(len(run), 0, -1) if run[:k] in self.whole and not self.cut(run[:k]))
             end = next(ends, 0)
             if end:
-                out.append(self.whole[run[:end]].name or "")
+                out.append(self.whole[run[:end]])
             else:
                 if run[0] not in self.said:
                     self.said[run[0]] = next(self.free)
@@ -327,5 +332,5 @@ class _Naming:
             if isinstance(step.op, Nested):
                 bodies[number] = self.names(level.bodies[number], step.op.body)
         factors = [{n: self.of(part) for n, part in level.factors[k].items()} for k in range(len(program.steps))]
-        wholes = {p.name or "": self.of(p) for run, p in self.whole.items() if self.cut(run)}
+        wholes = {name: self.run(run) for run, name in self.whole.items() if self.cut(run)}
         return DimNames(values, tuple(factors), bodies, wholes)
