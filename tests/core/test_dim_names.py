@@ -34,8 +34,10 @@ from shardplan.core.ops import (
     Reshape,
     RmsNorm,
     Rotary,
+    Send,
     Softmax,
     Split,
+    Together,
 )
 from shardplan.core.ops.composed import Composed, differs
 from shardplan.core.ops.compute import Ruled
@@ -188,6 +190,28 @@ def test_moves_pass_names_to_any_mesh() -> None:
   output %4, %3""")
     names = dim_names(p, {"x": ("rows", None)})
     assert [text(names, n) for n in ("x", "2", "4", "y", "3")] == ["rows d0"] * 3 + ["d1 d2"] * 2
+
+
+def test_moves_at_once_pass_names() -> None:
+    here, there = Mesh(x=2), Mesh({"y": 3}, devices=[2, 3, 1])
+    a, b = TensorType("i32", (12, 2), ("x",), here), TensorType("i32", (12, 3), ("y",), there)
+    sends = [Step(Send(b.layout, there), ("a",), ("c",)), Step(Send(a.layout, here), ("b",), ("d",))]
+    swap = Together(Program({"a": a, "b": b}, sends, ("d", "c")))
+    p = Program({"a": a, "b": b}, [Step(swap, ("a", "b"), ("d", "c"))], ("d", "c"))
+    names = dim_names(p, {"a": ("rows", "left"), "b": (None, "right")})
+    assert [text(names, n) for n in ("c", "d")] == ["rows left", "d0 right"]
+    assert [text(names.bodies[0], n) for n in ("c", "d")] == ["rows left", "d0 right"]
+
+
+def test_layers_of_layers_are_layers_of_layers() -> None:
+    row = draft(x="f64[4]", s="f64[4]")
+    inner = program(row, 2, row(Elementwise("a * b"), "x", "s"))
+    body = draft(x="f64[4]", s="f64[3, 4]")
+    outer = program(body, 2, body(Repeat(3, inner, 1, 1), "x", "s"))
+    d = draft(x="f64[4]", s="f64[2, 3, 4]")
+    names = dim_names(program(d, 2, d(Repeat(2, outer, 1, 1), "x", "s")), {"x": ("hidden",)})
+    assert text(names, "s") == "layer layer hidden"
+    assert text(names.bodies[0], "s") == "layer hidden" and text(names.bodies[0].bodies[0], "s") == "hidden"
 
 
 SQUARE = "f64[3, 6, 6]"
