@@ -3,7 +3,8 @@
 `python -m benchmarks.torch_vs_dtensor [--count 30] [--repeats 7] [--seed 0]` launches 8 processes. Problems are those
 of suite s8, scaled to shards of about 1 MiB. Each repetition runs every way once, in turn; the time of a run is that of
 its slowest rank. Ways: `ours` (the drop-in, as a user calls it), `portable` (our plan of MPI-style collectives,
-composed of messages), `native` (the same plan by gloo's own collectives, where it has them), DTensor `greedy` and `min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
+composed of messages), `native` (the same plan by gloo's own collectives, where it has them), DTensor `greedy` and
+`min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
 CPU (`greedy*`, `min-cost*`: the fair peer), `one-shot` (a single all_to_all_single on box intersections). Beside the
 time: payload that the kernel counted on the sockets of the worst rank, the largest storage and the most live storage of
 any rank, source included. Then each collective alone, native and composed; and the overhead of a call on 8 x 8 tensors,
