@@ -17,7 +17,7 @@ from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, 
 LATE = 5.0  # seconds: bytes are asked for, not times
 FAST = (2000.0, 4000.0)  # Mbit/s
 FIRST = Experiment("2x2", FAST, "a=2, b=2", ("a",), 2**16, limit=2)
-SECOND = Experiment("2x2", FAST, "a=4", ("a",), 2**16, limit=1)
+SECOND = Experiment("2x2", ("2*1000", 4000.0), "a=4", ("a",), 2**16, limit=1)
 
 
 def test_the_standard_sweep_is_what_the_targets_ask_for() -> None:

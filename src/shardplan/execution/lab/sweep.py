@@ -178,7 +178,7 @@ def _row(pair: Pair, m: Measurement) -> Row:
 def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> Iterator[Again]:
     """Measure one in `AGAIN` pairs once more; yield each, cluster by cluster, so that a lab is built once a cluster."""
     number = 0
-    for done in sorted(found.experiments, key=lambda d: d.experiment.key):
+    for done in sorted(found.experiments, key=lambda d: d.experiment.cluster_name):
         wanted: list[Row] = []
         for row in done.rows:
             if number % AGAIN == AGAIN // 2:
