@@ -1,5 +1,6 @@
 """Sweeps: the pairs of an experiment, a tiny one measured, kept after every experiment and gone on with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
             assert len(r.seconds) == 1 and r.median > 0
             assert r.kernel is not None and r.kernel[0] >= 1.0
     assert told[-1][0] <= told[-1][1] + 1e-9
+    found = sweep(
+        [FIRST, SECOND],
+        repetitions=1,
+        before=replace(found, again=()),
+        progress=lambda *x: told.append(x[:2]),
+        most_late=LATE,
+    )
+    assert found.again and told[-1][1] > 0
     loaded = Sweep.load(path)
     assert [len(d.rows) for d in loaded.experiments] == [6, 1]
     assert {"cpu", "cores", "kernel", "arch"} == set(loaded.machine)
