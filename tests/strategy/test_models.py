@@ -124,7 +124,7 @@ def test_prefill_then_decode_is_the_whole_sequence(name: str) -> None:
     whole = run(load(name, training=False), packed | {"tokens": tokens})["logits"]
     np.testing.assert_allclose(whole, expected, **CLOSE)
     longest = SMALL[name]["seq"] + (0 if name == "gpt2" else 4)
-    prefill = load(name, training=False, cache=longest, seq=6, **({"positions": 11} if name == "gpt2" else {}))
+    prefill = load(name, training=False, cache=longest, seq=6)
     decode = prefill.resize(seq=1)
     held, found, at = packed | prefill.state(), [], 0
     for model in (prefill, *(decode,) * 5):

@@ -68,7 +68,7 @@ class Model:
 
     @staticmethod
     def load(
-        name: str, *, training: bool = True, optimizer: str | None = "", dtype: str = "f32", **fields: Any
+        name: str, /, *, training: bool = True, optimizer: str | None = "", dtype: str = "f32", **fields: Any
     ) -> Model:
         """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
 
@@ -85,7 +85,7 @@ class Model:
 
         >>> model = Model.load("gpt", layers=2, hidden=12, heads=3, seq=5, vocab=17, optimizer="sgd")
         >>> model.parameter_count, model.dims["layers.q"], model.replaced["layers.q"]
-        (4068, ('layer', 'hidden', 'kv_heads', 'ratio', 'head'), 'next.layers.q')
+        (4056, ('layer', 'hidden', 'kv_heads', 'ratio', 'head'), 'next.layers.q')
         """
         border.text("Model.load: the name of a model", name, ShardplanError)
         known = presets()
@@ -104,7 +104,7 @@ class Model:
         legal = OPTIMIZERS[optimizer].settings if optimizer else {}
         settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
-        sizes = _sizes(name, given, tuple(legal))
+        sizes = _sizes(name, given, fields, tuple(legal))
         return _built(name, sizes, training, optimizer, short_name(dtype), settings)
 
     def resize(self, **sizes: int) -> Model:
@@ -204,17 +204,17 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}" if found else ""
 
 
-def _sizes(name: str, given: Mapping[str, Any], settings: tuple[str, ...]) -> Any:
+def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: tuple[str, ...]) -> Any:
     """The sizes that fields say; raises `ShardplanError` for one that the family does not have, or lacks."""
     kind, _ = _FAMILIES[given["family"]]
     known = {f.name: f for f in dataclasses.fields(kind)}
-    legal = [n for n in known if n not in ("family", "source")] + [*settings]
-    for key in given:
-        if key not in known:
+    legal = [*(n for n in known if n not in ("family", "source")), *settings]
+    for key in asked:
+        if key not in legal:
             near = _near(key, legal)
             raise ShardplanError(f"Model.load: {name} has no field {key!r}{near}; legal are {', '.join(legal)}")
     if lacking := [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in given]:
-        raise ShardplanError(f"Model.load: {name} without {', '.join(lacking)}, which has no default")
+        raise ShardplanError(f"Model.load: {name} lacks {', '.join(lacking)}, which have no default")
     return kind(**given)
 
 
@@ -242,7 +242,7 @@ def _built(
     return Model(
         name,
         made.program,
-        MappingProxyType({key: value for key, value in fields.items() if key != "family"}),
+        MappingProxyType({key: value for key, value in fields.items() if key not in ("family", "source")}),
         MappingProxyType(dims),
         MappingProxyType(scope.parameters),
         MappingProxyType(made.gradients),

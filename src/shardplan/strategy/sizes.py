@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 
 
-def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *names: str) -> None:
-    for name in names:
-        border.whole(f"Model.load: {name}", getattr(sizes, name), 1, kind=ShardplanError)
+def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *positive: str) -> None:
+    """Hold every field against its annotation; those named are 1 or more."""
+    for f in fields(sizes):
+        what, value = f"Model.load: {f.name}", getattr(sizes, f.name)
+        if f.type == "int":
+            border.whole(what, value, int(f.name in positive), kind=ShardplanError)
+        elif f.type == "float":
+            border.number(what, value, ShardplanError)
+        elif f.type == "str":
+            border.text(what, value, ShardplanError)
+        elif f.type == "bool" or (value is not None and f.type == "bool | None"):
+            border.flag(what, value, ShardplanError)
 
 
 def _divides(part: str, n: int, whole: str, total: int) -> None:
@@ -19,12 +28,20 @@ def _divides(part: str, n: int, whole: str, total: int) -> None:
         raise ShardplanError(f"Model.load: {part}={n} does not divide {whole}={total}; legal is one that does")
 
 
+_EXPERTS = (
+    "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "router", "router_groups",
+    "router_groups_kept", "router_scale", "capacity_factor",
+)  # fmt: skip
+_TURNED = ("rope_theta", "qk_norm", "q_lora_rank", "kv_lora_rank")
+_WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions",)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
     """A GPT, a Llama or a mixture of experts; 0 where a model lacks the thing, or where a size follows from others.
 
-    `seq` tokens a sequence; `positions`, the rows that a GPT learns, are as many unless they are said. With `cache`,
-    which is how many positions keys and values are kept for, it is a step of inference: prefill, or decode with seq 1.
+    `seq` tokens a sequence; with `cache`, which is how many positions keys and values are kept for, it is a step of
+    inference: prefill, or decode with seq 1. A GPT learns `positions`: the larger of both, unless they are said.
     `capacity_factor` is what of its even share of tokens an expert has room for in a sequence, 0: all that come.
     """
 
@@ -64,60 +81,66 @@ class DecoderSizes:
 
     def __post_init__(self) -> None:
         """Derive what is left out, then check."""
+        _check(self, "layers", "hidden", "heads", "seq", "vocab", "batch", "router_groups", "router_groups_kept")
         gpt, latent = self.family == "gpt", bool(self.kv_lora_rank)
-        _check(self, "layers", "hidden", "heads", "seq", "vocab", "batch")
-        derived: dict[str, object] = {
-            "kv_heads": self.kv_heads or self.heads,
-            "ffn": self.ffn or (4 * self.hidden if gpt else 0),
-            "gated_mlp": not gpt if self.gated_mlp is None else self.gated_mlp,
-            "tied": gpt if self.tied is None else self.tied,
-            "positions": self.positions or self.seq,
-            "router": self.router or ("sigmoid" if latent else "softmax"),
-            "model_type": self.model_type
-            or ("gpt2" if gpt else "llama" if not self.experts else "deepseek_v3" if latent else "qwen3_moe"),
-        }
         if not self.head_dim:
             _divides("heads", self.heads, "hidden", self.hidden)
-            derived["head_dim"] = self.hidden // self.heads
-        derived["value_dim"] = self.value_dim or derived.get("head_dim", self.head_dim)
-        derived["rotary_dim"] = self.rotary_dim or (self.head_dim // 3 if latent else 0)
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        width = self.head_dim or self.hidden // self.heads
+        usual = {
+            "kv_heads": self.heads,
+            "ffn": 4 * self.hidden if gpt else 0,
+            "positions": max(self.seq, self.cache) if gpt else 0,
+            "head_dim": width,
+            "value_dim": width,
+            "rotary_dim": width // 3 if latent else 0,
+            "router": ("sigmoid" if latent else "softmax") if self.experts else "",
+            "model_type": "gpt2" if gpt else "llama" if not self.experts else "deepseek_v3" if latent else "qwen3_moe",
+        }
+        for name, value in usual.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
+        for name, value in (("gated_mlp", not gpt), ("tied", gpt)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         self._agree()
 
     def _agree(self) -> None:
         """Refuse sizes that no model of the family has."""
-        _check(self, "kv_heads", "ffn", "head_dim")
+        gpt, latent, last = self.family == "gpt", bool(self.kv_lora_rank), max(self.seq, self.cache)
+        usual = {f.name: f.default for f in fields(self)}
+        legal = {name: usual[name] for name in _WITHOUT[self.family]} | {"gated_mlp": not gpt}
+        legal |= {"kv_heads": self.heads} if gpt or latent else {}
+        legal |= {"qk_norm": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
+        if self.router == "softmax":
+            legal |= {name: usual[name] for name in ("router_groups", "router_groups_kept", "router_scale")}
+        for name, value in legal.items():
+            if getattr(self, name) != value:
+                self._refuse(name, f"is {value}")
+        _check(
+            self, "kv_heads", "ffn", "rope_theta", *(("experts", "experts_per_token") if self.family == "moe" else ())
+        )
         _divides("kv_heads", self.kv_heads, "heads", self.heads)
-        gpt, moe, last = self.family == "gpt", self.family == "moe", max(self.seq, self.cache)
-        border.choice("Model.load: router", self.router, ("softmax", "sigmoid"), ShardplanError)
-        refused = {
-            f"gated_mlp={self.gated_mlp}; legal is {not gpt}": self.gated_mlp is gpt,
-            f"experts={self.experts}; legal is {'1 or more' if moe else '0'}": (self.experts > 0) is not moe,
-            f"kv_heads={self.kv_heads}; legal is heads={self.heads}": gpt and self.kv_heads != self.heads,
-            f"cache={self.cache}; legal is 0, or seq={self.seq} or more": 0 < self.cache < self.seq,
-            f"seq or cache {last}; legal are up to positions={self.positions}": gpt and last > self.positions,
-            f"q_lora_rank={self.q_lora_rank} with kv_lora_rank={self.kv_lora_rank}; legal are both or none": bool(
-                self.q_lora_rank
-            )
-            != bool(self.kv_lora_rank),
-            f"rotary_dim={self.rotary_dim}; legal is an even one below head_dim={self.head_dim}": self.rotary_dim
-            >= self.head_dim
-            or self.rotary_dim % 2 == 1,
-            f"dense_layers={self.dense_layers}; legal are fewer than layers={self.layers}": moe
-            and not 0 <= self.dense_layers < self.layers,
-        }
-        if moe:
-            _check(self, "experts_per_token", "router_groups", "router_groups_kept")
+        turned = self.rotary_dim if latent else self.head_dim
+        if not gpt and (turned % 2 or not 0 < turned <= self.head_dim - latent):
+            self._refuse("rotary_dim" if latent else "head_dim", "is an even one" + ", below head_dim" * latent)
+        if latent != bool(self.q_lora_rank):
+            self._refuse("q_lora_rank", f"is 0 only where kv_lora_rank={self.kv_lora_rank} is")
+        if 0 < self.cache < self.seq:
+            self._refuse("cache", f"is 0, or seq={self.seq} or more")
+        if gpt and last > self.positions:
+            self._refuse("cache" if self.cache else "seq", f"are up to positions={self.positions}")
+        if self.family == "moe":
+            border.choice("Model.load: router", self.router, ("softmax", "sigmoid"), ShardplanError)
             _divides("router_groups", self.router_groups, "experts", self.experts)
-            kept = self.router_groups_kept * (self.experts // self.router_groups)
-            refused[f"experts_per_token={self.experts_per_token}; legal are up to {kept}"] = (
-                self.experts_per_token > kept
-            )
-            border.number("Model.load: capacity_factor", self.capacity_factor, ShardplanError)
-        for said, wrong in refused.items():
-            if wrong:
-                raise ShardplanError(f"Model.load: a {self.family} of {said}")
+            kept = min(self.router_groups_kept, self.router_groups) * (self.experts // self.router_groups)
+            if self.router_groups_kept > self.router_groups:
+                self._refuse("router_groups_kept", f"are up to router_groups={self.router_groups}")
+            if self.experts_per_token > kept:
+                self._refuse("experts_per_token", f"are up to {kept}")
+            if self.dense_layers >= self.layers:
+                self._refuse("dense_layers", f"are fewer than layers={self.layers}")
+
+    def _refuse(self, name: str, legal: str) -> None:
+        raise ShardplanError(f"Model.load: a {self.family} of {name}={getattr(self, name)}; legal {legal}")
 
     @property
     def ratio(self) -> int:
