@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 
 from shardplan.core.ops import Attention, Concat, Expand, RmsNorm, Rotary, Write
-from shardplan.strategy.parameter import Part
+from shardplan.strategy.parameter import Within
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes
 
@@ -38,7 +38,7 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
     made: list[str] = []
     products = (("q", many, "hgrd->bsgrd"), ("k", one, "hgd->bsgd"), ("v", one, "hgd->bsgd"))
     for k, (name, dims, spec) in enumerate(products):
-        part, dim = Part("part", 3, k), f"(part {' '.join(dims)})"
+        part, dim = Within("part", 3, k), f"(part {' '.join(dims)})"
         weight = s.parameter(name, {"hidden": c.hidden, **dims}, f"{block}.c_attn.weight", f"hidden {dim}", part)
         bias = s.parameter(f"{name}_bias", dims, f"{block}.c_attn.bias", dim, part)
         made.append(s.each("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
@@ -88,11 +88,11 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
     queries = s(Concat(4), s.einsum("bsq,qgrd->bsgrd", squeezed, q), turned)
 
     file, width = f"{block}.kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rotary_dim
-    weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", Part("kv_rank", width, 0))
+    weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", Within("kv_rank", width, 0))
     gain = s.parameter("kv_a_norm", ranks[1], f"{block}.kv_a_layernorm.weight")
     latent = s(norm, s.einsum("bsh,hk->bsk", x, weight), gain)
     one = {"head": c.rotary_dim}
-    weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Part("head", width, c.kv_lora_rank))
+    weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Within("head", width, c.kv_lora_rank))
     key = s(turn, s.einsum("bsh,hd->bsd", x, weight), given["positions"])
     latent = remembered(s, c, given, "latent_cache", ranks[1], latent)
     key = remembered(s, c, given, "key_cache", one, key)
@@ -108,7 +108,7 @@ def _apart(s: Scope, widths: Mapping[str, int], dims: Mapping[str, int], file: s
     """Parameters that a checkpoint has side by side in each head."""
     starts = [0, *itertools.accumulate(widths.values())]
     return [
-        s.parameter(name, {**dims, "head": n}, file, stored, Part("head", starts[-1], at))
+        s.parameter(name, {**dims, "head": n}, file, stored, Within("head", starts[-1], at))
         for (name, n), at in zip(widths.items(), starts, strict=False)
     ]
 

@@ -228,8 +228,9 @@ def _built(
     _, write = _FAMILIES[sizes.family]
     write(scope, sizes, training)
     replaced = {key: f"next.{key}" for key in scope.replaced}
-    names = {value: key for key, value in scope.results.items()} | {v: replaced[k] for k, v in scope.replaced.items()}
-    program = renamed(scope.program([*scope.results.values(), *scope.replaced.values()]), names)
+    results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
+    names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
+    program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     made = Training(program, {}, replaced, ())
     if training:

@@ -22,7 +22,7 @@ _BRACES = re.compile(r"{(\w+)}")
 _DIM = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
-class Part(NamedTuple):
+class Within(NamedTuple):
     """What of a factor of a checkpoint's dim a parameter is: its size there, and where ours begins.
 
     A factor that our value does not have is one place of it.
@@ -47,7 +47,7 @@ class Parameter:
     dims: tuple[tuple[str, int], ...]
     file: str
     stored: str
-    part: Part | None = None
+    part: Within | None = None
     first: int = 0
     trained: bool = True
 

@@ -17,7 +17,7 @@ from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.strategy.parameter import Parameter, Part
+from shardplan.strategy.parameter import Parameter, Within
 
 Sizes = Mapping[str, int]  # the dims of a value, in order
 ONE = Mesh()
@@ -67,7 +67,7 @@ class Scope:
         return name
 
     def parameter(
-        self, name: str, dims: Sizes, file: str, stored: str = "", part: Part | None = None, trained: bool = True
+        self, name: str, dims: Sizes, file: str, stored: str = "", part: Within | None = None, trained: bool = True
     ) -> str:
         """Declare a parameter, and where a checkpoint has it; by default with the same dims."""
         self.parameters[name] = Parameter((*dims.items(),), file, stored or " ".join(dims), part, trained=trained)

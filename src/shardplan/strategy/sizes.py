@@ -110,7 +110,7 @@ class DecoderSizes:
         legal = {name: usual[name] for name in _WITHOUT[self.family]} | {"gated_mlp": not gpt}
         legal |= {"kv_heads": self.heads} if gpt or latent else {}
         legal |= {"qk_norm": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
-        if self.router == "softmax":
+        if self.router != "sigmoid":
             legal |= {name: usual[name] for name in ("router_groups", "router_groups_kept", "router_scale")}
         for name, value in legal.items():
             if getattr(self, name) != value:

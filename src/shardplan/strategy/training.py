@@ -30,12 +30,9 @@ class Optimizer:
     counts: bool = False
 
 
-OPTIMIZERS = {
-    "sgd": Optimizer(Sgd, {"lr": 1e-2}),
-    "adamw": Optimizer(
-        AdamW, {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}, ("m", "v"), counts=True
-    ),
-}
+_MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
+_UPDATES = (Optimizer(Sgd, {"lr": 1e-2}), Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True))
+OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
 
 class Training(NamedTuple):
