@@ -100,9 +100,9 @@ class DistinctIds(Example):
     """The last operand are ids, each once."""
 
     def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
-        """Of those from -3 to 13."""
+        """Some of them below 0, or with no place."""
         *others, ids = super().arrays(sizes, rng)
-        return [*others, (rng.permutation(17)[: ids.size] - 3).astype(ids.dtype)]
+        return [*others, (rng.permutation(ids.size + 9)[: ids.size] - 4).astype(ids.dtype)]
 
 
 def layouts(ndim: int) -> list[Layout]:

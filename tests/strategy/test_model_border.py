@@ -35,7 +35,7 @@ DLRM = {"dense_features": 5, "embedding_dim": 3, "table_rows": [7, 2], "bottom":
         ("gpt2", {"training": False, "optimizer": "sgd"}, "optimizer='sgd' without training; legal is None"),
         ("gpt2", {"training": "yes"}, "training is 'yes'; legal is True or False"),
         ("gpt2", {"lr": "x"}, "lr is 'x'; legal is a finite number of 0 or more"),
-        ("gpt2", {"dtype": "i32"}, "dtype i32; legal is a float"),
+        ("gpt2", {"dtype": "i32"}, "dtype 'i32' is unknown; legal: f16, bf16, f32, f64"),
         ("gpt2", {"cache": 1024}, "training with cache=1024; legal is a cache with training=False"),
         ("gpt2", {"cache": 7}, "a gpt of cache=7; legal is 0, or seq=1024 or more"),
         ("gpt2", {"positions": 7}, "a gpt of seq=1024; legal are up to positions=7"),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
-from tests.models import plain_decoders, plain_torch  # noqa: E402
+from tests.models import plain_decoders, plain_others, plain_torch  # noqa: E402
 from tests.models.small import DECODERS, SMALL, batch_of, small  # noqa: E402
 
+from shardplan.core.dtypes import numpy_dtype  # noqa: E402
 from shardplan.core.reference import run_program  # noqa: E402
 from shardplan.strategy import Model  # noqa: E402
 
@@ -30,8 +31,8 @@ def arrays(tensors: dict[str, Any]) -> Arrays:
 
 
 def data(batch: dict[str, Any]) -> Arrays:
-    """A batch as inputs: integers as i32, ids of a table apart."""
-    found = {name: x.astype(np.int32) if x.dtype.kind == "i" else x for name, x in arrays(batch).items()}
+    """A batch as inputs: ids of each table apart."""
+    found = arrays(batch)
     sparse = found.pop("sparse", None)
     if sparse is not None:
         found |= {f"sparse.{t}": np.ascontiguousarray(sparse[:, t]) for t in range(sparse.shape[1])}
@@ -40,7 +41,8 @@ def data(batch: dict[str, Any]) -> Arrays:
 
 def run(model: Model, inputs: Arrays) -> Arrays:
     """The outputs by name."""
-    found = run_program(model.program, [[inputs[name]] for name, _ in model.program.inputs])
+    given = [[inputs[name].astype(numpy_dtype(t.dtype))] for name, t in model.program.inputs]
+    found = run_program(model.program, given)
     return {name: shards[0] for name, shards in zip(model.program.outputs, found, strict=True)}
 
 
@@ -135,6 +137,32 @@ def test_prefill_then_decode_is_the_whole_sequence(name: str) -> None:
         at += n
     assert held["position"] == 11
     np.testing.assert_allclose(np.concatenate(found, 1), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("name", "result"), [("mlp-xs", "outputs"), ("dlrm-kaggle", "logits")])
+def test_a_forward_pass_alone_is_that_of_plain_torch(name: str, result: str) -> None:
+    config = small(name)
+    params, batch = plain_torch.parameters(config, 10), batch_of(config, 11)
+    expected = (
+        plain_others.perceptron(params, batch["inputs"], config)
+        if result == "outputs"
+        else plain_others.click_logits(params, batch, config)
+    )
+    model = load(name, training=False)
+    assert model.program.outputs == (result,)
+    np.testing.assert_allclose(run(model, model.pack(arrays(params)) | data(batch))[result], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("dtype", "within"), [("bf16", 0.1), ("f32", 1e-5)])
+def test_a_narrow_model_is_near(name: str, dtype: str, within: float) -> None:
+    config = small(name)
+    params, batch = plain_torch.parameters(config, 12), batch_of(config, 13)
+    model = load(name, dtype=dtype, optimizer="adamw", lr=0.01)
+    losses, found, _ = train(model, arrays(params), [batch, batch])
+    expected, _, _ = plain_torch.train(params, [batch, batch], config, plain_torch.AdamW(rate=0.01))
+    np.testing.assert_allclose(losses, expected, rtol=within)
+    assert all(x.dtype.name == ("bfloat16" if dtype == "bf16" else "float32") for x in found.values())
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -105,7 +105,8 @@ class Model:
         settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
-        return _built(name, sizes, training, optimizer, short_name(dtype), settings)
+        kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
+        return _built(name, sizes, training, optimizer, kind, settings)
 
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
@@ -222,8 +223,6 @@ def _built(
     name: str, sizes: Any, training: bool, optimizer: str | None, dtype: str, settings: Mapping[str, float]
 ) -> Model:
     """Write the program of some sizes."""
-    if numpy_dtype(dtype).kind not in "fV":
-        raise ShardplanError(f"Model.load: dtype {dtype}; legal is a float")
     scope = Scope(dtype)
     _, write = _FAMILIES[sizes.family]
     write(scope, sizes, training)
