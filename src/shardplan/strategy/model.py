@@ -43,7 +43,7 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     return MappingProxyType({name: found for table in tables for name, found in table.items()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Model:
     """A program with names: strategies address dims and parameters by them.
 
@@ -193,6 +193,10 @@ class Model:
         of_inputs = {*self.replaced.values(), *self.gradients.values()}
         made = ", ".join(o for o in self.program.outputs if o not in of_inputs)
         return "\n".join([*lines, f"  outputs: {made}"])
+
+    def __repr__(self) -> str:
+        """Show the text."""
+        return f"<Model\n{self}>"
 
     def _shape(self, name: str) -> str:
         pairs = zip(self.dims[name], self.program.types[name].shape, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from shardplan.core.ops import Concat, Crop, EmbeddingBag, Expand, ReduceDims, Reshape
@@ -37,7 +38,8 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
         s.input(f"sparse.{t}", {"batch": c.batch, "bag": c.bag}, "i32")
     if training:
         s.input("clicks", {"batch": c.batch})
-    dense = _layers(s, "bottom", "bot_l", (c.dense_features, *c.bottom), "dense", relu_last=True)
+    bottom = _named(("features", c.dense_features), c.bottom, "embedding")
+    dense = _layers(s, "bottom", "bot_l", bottom, "dense", relu_last=True)
     vectors = [dense]
     for t, rows in enumerate(c.table_rows):
         table = s.parameter(f"tables.{t}", {"rows": rows, "embedding": c.embedding_dim}, f"emb_l.{t}.weight")
@@ -47,7 +49,8 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
     products = s.einsum("bnd,bmd->bnm", joint, joint)
     pairs = [s(Reshape("b one=1 m -> b m"), s(Crop((0, k, 0), (c.batch, k + 1, k)), products)) for k in range(1, n)]
     width = c.embedding_dim + n * (n - 1) // 2
-    odds = _layers(s, "top", "top_l", (width, *c.top), s(Concat(1), dense, *pairs), relu_last=False)
+    top = _named(("pairs", width), c.top, "click")
+    odds = _layers(s, "top", "top_l", top, s(Concat(1), dense, *pairs), relu_last=False)
     odds = s(Reshape("b one=1 -> b"), odds)
     if training:
         s.mean(s.each("maximum(a, 0) + log(1 + exp(-abs(a))) - a * b", odds, "clicks"))
@@ -55,16 +58,17 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
         s.results["logits"] = odds
 
 
-def _layers(s: Scope, name: str, file: str, widths: Sequence[int], x: str, *, relu_last: bool) -> str:
+def _layers(s: Scope, name: str, file: str, dims: Sequence[tuple[str, int]], x: str, *, relu_last: bool) -> str:
     """Products with biases, each behind a ReLU; in a checkpoint activations have every other number."""
-    for i, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
-        # Dims take turns, so that a product's two are not of one name.
-        names = ("features", "ffn") if i % 2 == 0 else ("ffn", "features")
-        at = f"{file}.{2 * i}"
-        weight = s.parameter(
-            f"{name}.{i}", {names[0]: before, names[1]: after}, f"{at}.weight", f"{names[1]} {names[0]}"
-        )
-        bias = s.parameter(f"{name}.{i}.bias", {names[1]: after}, f"{at}.bias")
+    for i, (before, after) in enumerate(itertools.pairwise(dims)):
+        at, into = f"{file}.{2 * i}", dict([after])
+        weight = s.parameter(f"{name}.{i}", dict([before, after]), f"{at}.weight", f"{after[0]} {before[0]}")
+        bias = s.parameter(f"{name}.{i}.bias", into, f"{at}.bias")
         y = s.einsum("bi,io->bo", x, weight)
-        x = s.each("relu(a + b)" if relu_last or i < len(widths) - 2 else "a + b", y, bias)
+        x = s.each("relu(a + b)" if relu_last or i < len(dims) - 2 else "a + b", y, bias)
     return x
+
+
+def _named(first: tuple[str, int], widths: Sequence[int], last: str) -> list[tuple[str, int]]:
+    """The dims of an MLP; those inside take turns, so that a product's two are not of one name."""
+    return [first, *zip(itertools.cycle(("ffn", "hidden")), widths[:-1], strict=False), (last, widths[-1])]
