@@ -47,6 +47,7 @@ DLRM = {"dense_features": 5, "embedding_dim": 3, "table_rows": [7, 2], "bottom":
         ("llama", {**LLAMA, "experts": 2}, "a llama of experts=2; legal is 0"),
         ("llama", {**LLAMA, "qk_norm": "no"}, "qk_norm is 'no'; legal is True or False"),
         ("llama", {**LLAMA, "head_dim": 5}, "a llama of head_dim=5; legal is an even one"),
+        ("llama", {**LLAMA, "rope_theta": 0}, "a llama of rope_theta=0; legal is above 0"),
         ("llama", {**LLAMA, "value_dim": 5}, "a llama of value_dim=5; legal is 4"),
         ("moe", {**MOE, "experts": 0}, "experts is 0; legal is a whole number of at least 1"),
         ("moe", {**MOE, "experts_per_token": 7}, "a moe of experts_per_token=7; legal are up to 6"),

@@ -115,9 +115,9 @@ class DecoderSizes:
         for name, value in legal.items():
             if getattr(self, name) != value:
                 self._refuse(name, f"is {value}")
-        _check(
-            self, "kv_heads", "ffn", "rope_theta", *(("experts", "experts_per_token") if self.family == "moe" else ())
-        )
+        _check(self, "kv_heads", "ffn", *(("experts", "experts_per_token") if self.family == "moe" else ()))
+        if not self.rope_theta:
+            self._refuse("rope_theta", "is above 0")
         _divides("kv_heads", self.kv_heads, "heads", self.heads)
         turned = self.rotary_dim if latent else self.head_dim
         if not gpt and (turned % 2 or not 0 < turned <= self.head_dim - latent):
