@@ -2,11 +2,13 @@
 
 `python -m benchmarks.torch_vs_dtensor [--count 30] [--repeats 7] [--seed 0]` launches 8 processes. Problems are those
 of suite s8, scaled to shards of about 1 MiB. Each repetition runs every way once, in turn; the time of a run is that of
-its slowest rank. Ways: `ours` (the drop-in, as a user calls it), `portable` (our plan of MPI-style collectives),
-DTensor `greedy` and `min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
+its slowest rank. Ways: `ours` (the drop-in, as a user calls it), `portable` (our plan of MPI-style collectives,
+composed of messages), `native` (the same plan by gloo's own collectives, where it has them), DTensor `greedy` and
+`min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
 CPU (`greedy*`, `min-cost*`: the fair peer), `one-shot` (a single all_to_all_single on box intersections). Beside the
 time: payload that the kernel counted on the sockets of the worst rank, the largest storage and the most live storage of
-any rank, source included. Then the overhead of a call on 8 x 8 tensors, on 2 processes, and of planning.
+any rank, source included. Then each collective alone, native and composed; and the overhead of a call on 8 x 8 tensors,
+on 2 processes, and of planning.
 """
 
 from __future__ import annotations
@@ -24,8 +26,14 @@ from benchmarks.run_torch import launch
 
 from benchmarks import suites
 
-WAYS = ("ours", "portable", "greedy", "min-cost", "greedy*", "min-cost*", "one-shot")
+WAYS = ("ours", "portable", "native", "greedy", "min-cost", "greedy*", "min-cost*", "one-shot")
 SHARD = 2**20  # bytes
+COLLECTIVES = {  # on 8 ranks, the larger shard 1 MiB
+    "all_gather": ("f32[262144@x]", "all_gather(%0; dim=0, axes=(x))"),
+    "reduce_scatter": ("f32[262144]{+x}", "reduce_scatter(%0; dim=0, axes=(x))"),
+    "all_reduce": ("f32[262144]{+x}", "all_reduce(%0; axes=(x))"),
+    "all_to_all": ("f32[2048@x, 1024]", "all_to_all(%0; src_dim=0, dst_dim=1, axes=(x))"),
+}
 
 
 def scaled(s: Any, t: Any) -> tuple[Any, Any]:
@@ -88,13 +96,24 @@ def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "ours": lambda: redistribute(x, target).to_local(),
         "portable": lambda: _direct(portable.program, cut[0]),
+        "native": lambda: _natively(portable.program, cut[0]),
         "greedy": stock(False, False),
         "min-cost": stock(True, False),
         "greedy*": stock(False, True),
         "min-cost*": stock(True, True),
         "one-shot": lambda: shot(cut[0]),
     }
-    found = {name: _facts(run, cut[0], cut[1]) for name, run in ways.items()}
+    row: dict[str, Any] = {"problem": told(s, t), "bound": sp.redistribute(s, t).certificate.bound_bytes}
+    row["lower bound"] = max(sp.redistribute(s, t).certificate.lower_bound_bytes)
+    return row | _timed(ways, cut[0], cut[1], repeats)
+
+
+def _timed(ways: dict[str, Callable[[], Any]], source: Any, expected: Any, repeats: int) -> dict[str, Any]:
+    """Time every way, interleaved: the slowest rank's medians, and the facts of the worst rank."""
+    import torch
+    import torch.distributed as dist
+
+    found = {name: _facts(run, source, expected) for name, run in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, run in ways.items():
@@ -102,8 +121,7 @@ def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
             started = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - started)
-    row: dict[str, Any] = {"problem": told(s, t), "bound": sp.redistribute(s, t).certificate.bound_bytes}
-    row["lower bound"] = max(sp.redistribute(s, t).certificate.lower_bound_bytes)
+    row: dict[str, Any] = {}
     for name in ways:
         mine = torch.tensor([*seconds[name], *found[name]], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -126,6 +144,44 @@ def _direct(program: Any, local: Any) -> Any:
 
     bound = executable(program, _rank())
     return finish(launch(bound, {bound.input_name: local}, 300.0))[0]
+
+
+def _natively(program: Any, local: Any) -> Any:
+    """The plan on this rank, by gloo's own collectives."""
+    os.environ["SHARDPLAN_NATIVE"] = "gloo"
+    try:
+        return _direct(program, local)
+    finally:
+        del os.environ["SHARDPLAN_NATIVE"]
+
+
+def collectives(repeats: int, world: int) -> None:
+    """Run every collective alone, composed of messages and by gloo's own; rank 0 prints the rows."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    import shardplan as sp
+    from shardplan.core.reference import run_program
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for name, (source, op) in COLLECTIVES.items():
+        program = sp.Program.parse(f"program\nmesh x={world}\ninput %0: {source}\n%1 = {op}\noutput %1")
+        (t,) = program.input_types
+        whole = np.arange(np.prod(t.shape), dtype=np.float32).reshape(t.shape) % 1000  # whose sums are exact
+        shards = sp.distribute(whole, t)
+        (wanted,) = run_program(program, [shards])
+        mine, want = torch.from_numpy(shards[_rank()].copy()), torch.from_numpy(wanted[_rank()])
+        ways = {
+            "composed": lambda p=program, x=mine: _direct(p, x),
+            "native": lambda p=program, x=mine: _natively(p, x),
+        }
+        rows.append({"collective": name, **_timed(ways, mine, want, repeats)})
+    if dist.get_rank() == 0:
+        print(json.dumps({"rows": rows}))
+    dist.destroy_process_group()
 
 
 def _rank() -> int:
@@ -213,6 +269,7 @@ def main() -> None:
     me = ROOT / "benchmarks" / "torch_vs_dtensor.py"
     found, _ = launch(me, 8, options.count, options.repeats, options.seed)
     calls, _ = launch(me, 2, 3 * options.repeats)
+    alone, _ = launch(me, 8, 3 * options.repeats, 8)
     rows = found["rows"]
     summary: dict[str, Any] = {}
     for name in WAYS:
@@ -235,6 +292,12 @@ def main() -> None:
     ]
     heads = ("8 x 8 on 2 ranks", "ours, us", "DTensor cached, us", "ratio", "first call, ratio")
     print(table(heads, shown, "overhead of a call"))
+    shown = [
+        [r["collective"], r["native"]["seconds"] / r["composed"]["seconds"], r["composed"]["wire"], r["native"]["wire"]]
+        for r in alone["rows"]
+    ]
+    heads = ("1 MiB on 8 ranks", "native / composed, time", "composed, bytes on sockets", "native, bytes")
+    print(table(heads, shown, "gloo's own collectives"))
     overhead = geomean(r["ours"] / r["dtensor"] for r in calls["rows"])
     parameters = {
         "count": options.count,
@@ -244,12 +307,13 @@ def main() -> None:
         "shard": SHARD,
     }
     result = {"summary": summary, "overhead": {"geomean": overhead, "rows": calls["rows"]}, "rows": rows}
+    result |= {"collectives": alone["rows"]}
     write(options.out, record(parameters, result))
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-        small(int(sys.argv[1])) if len(sys.argv) == 2 else child(*map(int, sys.argv[1:]))
+        (small, collectives, child)[len(sys.argv) - 2](*map(int, sys.argv[1:]))
     else:
         main()

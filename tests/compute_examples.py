@@ -32,6 +32,7 @@ from shardplan.core.ops import (
     ReduceDims,
     Reshape,
     ScatterAdd,
+    Write,
 )
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import At, Compute, Ruled, Size
@@ -95,6 +96,15 @@ class Example:
             yield op, types
 
 
+class DistinctIds(Example):
+    """The last operand are ids, each once."""
+
+    def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
+        """Some of them below 0, or with no place."""
+        *others, ids = super().arrays(sizes, rng)
+        return [*others, (rng.permutation(ids.size + 9)[: ids.size] - 4).astype(ids.dtype)]
+
+
 def layouts(ndim: int) -> list[Layout]:
     """Every layout of x and y: each unused, on a dim (both in either order), partial, or root."""
     out: list[Layout] = []
@@ -118,6 +128,15 @@ def _rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def _sums(rows: int, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
     hot = ids.reshape(-1)[:, None] == np.arange(rows)
     return np.einsum("nv,n...->v...", hot.astype(values.dtype), values.reshape(ids.size, *values.shape[ids.ndim :]))
+
+
+def _written(target: np.ndarray, values: np.ndarray, ids: np.ndarray, dim: int) -> np.ndarray:
+    """Place by place; some ids have none."""
+    found = target.copy().swapaxes(0, dim)
+    for value, place in zip(values.swapaxes(0, dim), ids, strict=True):
+        if 0 <= place < len(found):
+            found[place] = value
+    return found.swapaxes(0, dim)
 
 
 def plain(op: Compute, operands: tuple[str, ...], whole: Callable[..., Any], legal: int) -> Example:
@@ -181,6 +200,8 @@ EXAMPLES = (
         lambda s, *x: _sums(s["i"], *x),
         5,
     ),
+    DistinctIds(lambda s, layout: Write(1), ("f64 ji", "f64 jk", "i32 k"), lambda s, *x: _written(*x, dim=1), 36),
+    DistinctIds(lambda s, layout: Write(), ("bf16 i", "bf16 k", "i64 k"), lambda s, *x: _written(*x, dim=0), 24),
     Example(
         lambda s, layout: Iota("i32", (s["i"], s["j"]), 0, layout, MESH),
         (),

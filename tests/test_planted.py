@@ -8,7 +8,10 @@ from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, lis
 FAULTS = listed()
 
 
-ROOMS = {"core", "hardware", "plans", "movement", "simulation", "launches", "execution", "interop", "report", "cli"}
+ROOMS = {
+    *("core", "hardware", "plans", "movement", "strategy", "simulation", "launches", "execution", "interop"),
+    *("report", "cli"),
+}
 
 
 @pytest.fixture(scope="module")

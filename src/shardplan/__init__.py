@@ -11,6 +11,7 @@ Rooms, each of which imports from those above it only:
 - `hardware`    topologies, placements, and what communication costs on them
 - `plans`       a program with its certificate and its price, as a value and as a file
 - `movement`    the verbs redistribute, reduce and place
+- `strategy`    models, as programs with names of their dims and parameters
 - `launches`    where a job that exists put its mesh, and whether that is placed well
 - `simulation`  timelines: predicted from a program, measured, compared
 - `execution`   programs run for real on torch, JAX and MPI, and on an emulated cluster
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from shardplan.plans.plan import Plan
     from shardplan.simulation.events import simulate
     from shardplan.simulation.timeline import Timeline
+    from shardplan.strategy.model import Model
 
 __all__ = [
     "BackendError",
@@ -63,6 +65,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Mesh",
+    "Model",
     "ParseError",
     "Placement",
     "Plan",
@@ -108,6 +111,7 @@ _ROOMS = {
     "plans.plan": ("Plan",),
     "simulation.events": ("simulate",),
     "simulation.timeline": ("Timeline",),
+    "strategy.model": ("Model",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}
 

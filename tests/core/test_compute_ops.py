@@ -16,6 +16,7 @@ from shardplan.core.namespace import NUMPY, Namespace
 from shardplan.core.ops import (
     AllReduce,
     Cast,
+    Concat,
     Constant,
     Crop,
     Einsum,
@@ -28,6 +29,7 @@ from shardplan.core.ops import (
     ReduceDims,
     Reshape,
     ScatterAdd,
+    Write,
 )
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import Ruled
@@ -221,3 +223,23 @@ def test_new_dims_are_sharded_in_their_order() -> None:
     assert list(map(str, Expand("h -> b=4 h s=3", over).infer(t))) == ["f32[4@x, 8, 3@y]"]
     with pytest.raises(TypingError, match="does not keep its dims in order"):
         Expand("a b -> b c=2 a")
+
+
+def test_more_values_than_letters_are_joined() -> None:
+    arrays = [np.arange(k, k + 2 + k % 3)[None] for k in range(61)]
+    types = [TensorType("i64", x.shape, (), MESH) for x in arrays]
+    (found,) = Concat(1).reference([[x] * MESH.size for x in arrays], types)
+    np.testing.assert_array_equal(found[0], np.concatenate(arrays, 1))
+
+
+def test_a_write_refuses_what_it_cannot_place() -> None:
+    t, v, ids = typed("f32[4, 6]", "f32[4, 2]", "i32[2]")
+    for op, operands, message in (
+        (Write(2), (t, v, ids), "write f32[4, 2] along dim 2 of f32[4, 6]; legal are one dtype and a dim it has"),
+        (Write(1), (t, *typed("i32[4, 2]"), ids), "write i32[4, 2] along dim 1 of f32[4, 6]"),
+        (Write(1), (t, v, *typed("f32[2]")), "the ids are f32[2]; legal is an integer dtype"),
+    ):
+        with pytest.raises(TypingError) as caught:
+            op.infer(*operands)
+        assert message in str(caught.value)
+    assert Write(1).touched(t, v, ids) == 8 + 2 * 32

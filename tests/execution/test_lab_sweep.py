@@ -1,5 +1,6 @@
 """Sweeps: the pairs of an experiment, a tiny one measured, kept after every experiment and gone on with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, 
 LATE = 5.0  # seconds: bytes are asked for, not times
 FAST = (2000.0, 4000.0)  # Mbit/s
 FIRST = Experiment("2x2", FAST, "a=2, b=2", ("a",), 2**16, limit=2)
-SECOND = Experiment("2x2", FAST, "a=4", ("a",), 2**16, limit=1)
+SECOND = Experiment("2x2", ("2*1000", 4000.0), "a=4", ("a",), 2**16, limit=1)
 
 
 def test_the_standard_sweep_is_what_the_targets_ask_for() -> None:
@@ -98,6 +99,14 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
             assert len(r.seconds) == 1 and r.median > 0
             assert r.kernel is not None and r.kernel[0] >= 1.0
     assert told[-1][0] <= told[-1][1] + 1e-9
+    found = sweep(
+        [FIRST, SECOND],
+        repetitions=1,
+        before=replace(found, again=()),
+        progress=lambda *x: told.append(x[:2]),
+        most_late=LATE,
+    )
+    assert found.again and told[-1][1] > 0
     loaded = Sweep.load(path)
     assert [len(d.rows) for d in loaded.experiments] == [6, 1]
     assert {"cpu", "cores", "kernel", "arch"} == set(loaded.machine)

@@ -9,7 +9,7 @@
 - `arithmetic` expressions, sums along dims, new dims: Elementwise, ReduceDims, Expand
 - `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
-- `indexing`  those on positions: Gather, ScatterAdd, Iota, Constant
+- `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
 - `updates`   updates of parameters: Sgd, AdamW
@@ -27,7 +27,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
 from shardplan.core.ops.general import Exchange, Permute, Send
-from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd
+from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
     Attention,
     Concat,
@@ -72,6 +72,7 @@ OPS.update(
         Cast,
         Gather,
         ScatterAdd,
+        Write,
         Iota,
         Constant,
         Softmax,
@@ -147,5 +148,6 @@ __all__ = [
     "Slice",
     "ToPartial",
     "Together",
+    "Write",
     "matmul",
 ]

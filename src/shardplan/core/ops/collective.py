@@ -22,20 +22,14 @@ from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, Ste
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, shown
 
-ALGORITHMS = (
-    "direct",
-    "ring",
-    "doubling",
-    "chain",
-    "tree",
-)  # that may be asked for of any op; one without it takes its first
+# What may be asked for of any op; one without it takes its first.
+ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree")
 SEGMENTED = ("chain", "tree")  # whose chunks are no rounds of their own, but the least segments
 # What libraries reduce as the reference does, floating-point sums in an order of their own.
 LIBRARY_REDUCTIONS = ("sum", "product", "min", "max")
 LIBRARY_DTYPES = frozenset({"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"})
-MOST_LISTED = (
-    2**20
-)  # messages of a step, up to which they are listed; of more the price is that of the library's collective
+# Messages of a step up to which they are listed; the price of more is that of the library's collective.
+MOST_LISTED = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +153,8 @@ class Collective(Op):
         `shared` says that other moves share its messages, so that nothing goes straight from or into an operand.
         """
         pairs = [(t, typed(self, t)) for t in operands]
-        known = {
-            t: self._saying.packed(self, t, u) for t, u in dict(pairs).items()
-        }  # thousands of a batch are of a few types
+        # Thousands of a batch are of a few types.
+        known = {t: self._saying.packed(self, t, u) for t, u in dict(pairs).items()}
         packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 

@@ -1,4 +1,4 @@
-"""Ops on positions: Gather and ScatterAdd, by ids; Iota and Constant, which have no operands."""
+"""Ops on positions: Gather, ScatterAdd and Write, by ids; Iota and Constant, which have no operands."""
 
 from __future__ import annotations
 
@@ -141,6 +141,60 @@ class ScatterAdd(Ruled):
     def flops(self, *operands: TensorType) -> float:
         """One a local element of the values."""
         return float(math.prod(operands[0].local_shape(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Write(Ruled):
+    """Put values in the places of `dim` that their ids name, one along each; in place, and the ids are distinct.
+
+    Values whose id has no place are left out. It has no gradient.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> m = Mesh(x=2)
+    >>> t = TensorType("f32", (3, 10, 4), (None, "x"), m), TensorType("f32", (3, 2, 4), (), m)
+    >>> print(*Write(1).infer(*t, TensorType("i32", (2,), (), m)))
+    f32[3, 10@x, 4]
+    """
+
+    name: ClassVar[str] = "write"
+    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    dim: int = 0
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """The places pass, and all other dims; the ids stay whole."""
+        target, values, ids = counted(self.name, operands, 3)
+        _check_rows(self.name, ids, "")
+        if not 0 <= self.dim < target.ndim or values.dtype != target.dtype:
+            raise TypingError(f"write {values} along dim {self.dim} of {target}; legal are one dtype and a dim it has")
+        lead, rest = _words("g", self.dim), _words("h", target.ndim - self.dim - 1)
+        return rule_of(self.name, f"[{lead} v {rest}] [{lead} i {rest}] [i] -> [{lead} v {rest}] | fixed: i", operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Each element is one of the target or of the values."""
+        return partial == frozenset({0, 1})
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Find for each place which value it takes, if any."""
+        target, values, ids = arrays
+        shape, many = size.results[0], size.operands[2][0]
+        lead, places = math.prod(shape[: self.dim]), shape[self.dim]
+        here = xp.astype(ids, _INDEX) - at.results[0][self.dim]
+        index = xp.where((here >= 0) & (here < places), here, 0 * here + places)
+        number = xp.scatter_add(places + 1, index, xp.arange(many) + 1)[:places]
+        taken = xp.where((number > 0) & (number <= many), number - 1, 0 * number)
+        found = xp.take(
+            values.reshape((lead * many, *shape[self.dim + 1 :])), xp.arange(lead).reshape((lead, 1)) * many + taken
+        )
+        new = (number > 0).reshape((places, *(1,) * (len(shape) - self.dim - 1)))
+        return (xp.where(new, found.reshape(shape), target),)
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0
+
+    def touched(self, *operands: TensorType) -> int:
+        """Ids, and each value twice: read and written; not the target."""
+        return operands[2].local_bytes() + 2 * operands[1].local_bytes()
 
 
 @dataclass(frozen=True, slots=True)

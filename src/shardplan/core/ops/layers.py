@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
 from shardplan.core.draft import Draft
@@ -183,7 +184,7 @@ class Attention(Composed):
 
 @dataclass(frozen=True, slots=True)
 class Rotary(Composed):
-    """Pairs of the last dim of `[b s n d]` turned by their position, i32 `[s]`: arXiv 2104.09864.
+    """Pairs of the last dim of `[b s .. d]` turned by their position, i32 `[s]`: arXiv 2104.09864.
 
     A pair are elements i and i + d/2, or 2i and 2i + 1 where they are `interleaved`; the i-th turns by position /
     theta**(2i/d).
@@ -196,20 +197,24 @@ class Rotary(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """x cos + J x sin, where J turns a pair by a quarter."""
         t, _ = counted(self.name, operands, 2)
-        if t.ndim != 4 or t.shape[-1] % 2:
-            raise TypingError(f"{t}; legal are four dims, the last of an even size")
+        if t.ndim < 3 or t.shape[-1] % 2:
+            raise TypingError(f"{t}; legal are three dims or more, the last of an even size")
         half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
-        x = d(Reshape(f"b s n ({pair}) -> b s n {pair}"), _wide(d, "0"))
+        between = ascii_uppercase[: t.ndim - 3]
+        lead = " ".join(f"bs{between}")
+        x = d(Reshape(f"{lead} ({pair}) -> {lead} {pair}"), _wide(d, "0"))
         kind = d.types[x].dtype
         number = d(Iota(kind, (1, *((half, 1) if self.interleaved else (1, half))), 1 + (not self.interleaved),
                         Layout(((), (), ())), t.mesh))  # fmt: skip
-        position = d(Expand("s -> s a=1 b=1 c=1"), d(Cast(kind), "1"))
+        ones = " ".join(f"one{k}=1" for k in range(t.ndim - 1))
+        position = d(Expand(f"s -> s {ones}"), d(Cast(kind), "1"))
         angle = d(Elementwise(f"a * exp(b * {-math.log(self.theta) / half})"), position, number)
         quarter = (d(Iota(kind, (2, 2), k, Layout(((), ())), t.mesh)) for k in (1, 0))
-        letters = "bsnht,tu->bsnhu" if self.interleaved else "bsnth,tu->bsnuh"
-        turned = d(Einsum(letters), x, d(Elementwise("a - b"), *quarter))
+        letters = ("ht", "hu") if self.interleaved else ("th", "uh")
+        turn = Einsum(f"bs{between}{letters[0]},tu->bs{between}{letters[1]}")
+        turned = d(turn, x, d(Elementwise("a - b"), *quarter))
         y = d(Elementwise("a * cos(c) + b * sin(c)"), x, turned, angle)
-        return [_as(d, d(Reshape(f"b s n {pair} -> b s n ({pair})"), y), t)]
+        return [_as(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +235,10 @@ class Concat(Composed):
             before = tuple(at * (j == self.dim) for j in range(t.ndim))
             at += t.shape[self.dim]
             parts.append(d(Pad(before, tuple((total - at) * (j == self.dim) for j in range(t.ndim))), str(k)))
-        letters = (chr(ord("a") + k) for k in range(len(parts)))
-        return [d(Elementwise(" + ".join(letters)), *parts) if len(parts) > 1 else parts[0]]
+        while len(parts) > 1:  # an expression has a letter for each of its operands
+            some, parts = parts[: len(ascii_lowercase)], parts[len(ascii_lowercase) :]
+            parts.append(d(Elementwise(" + ".join(ascii_lowercase[: len(some)])), *some))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

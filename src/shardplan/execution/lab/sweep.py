@@ -72,8 +72,8 @@ def sweep(
     todo = [(e, pairs(e, engine)) for e in dict.fromkeys(experiments) if e not in have]
     second = floor and (bool(todo) or not found.again)
     work = sum(_work(own, repetitions) for _, own in todo)
-    share = 1 + 1 / AGAIN if second else 1.0
-    meter = _WorkMeter(progress, work * share)
+    twice = work + sum(_work(d.rows, repetitions) for d in found.experiments)
+    meter = _WorkMeter(progress, work + second * twice / AGAIN)
     with _Labs(engine, most_late) as labs:
         for experiment, own in todo:
             done = _experiment(labs, experiment, own, repetitions, meter)
@@ -129,7 +129,7 @@ class _WorkMeter:
         return tell
 
 
-def _work(own: Iterable[Pair], repetitions: int) -> float:
+def _work(own: Iterable[Pair | Row], repetitions: int) -> float:
     """Seconds that pairs are predicted to take, with the run that is verified."""
     return sum((p.events + OVERHEAD) * (repetitions + 1) for p in own)
 
@@ -178,7 +178,7 @@ def _row(pair: Pair, m: Measurement) -> Row:
 def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> Iterator[Again]:
     """Measure one in `AGAIN` pairs once more; yield each, cluster by cluster, so that a lab is built once a cluster."""
     number = 0
-    for done in sorted(found.experiments, key=lambda d: d.experiment.key):
+    for done in sorted(found.experiments, key=lambda d: d.experiment.cluster_name):
         wanted: list[Row] = []
         for row in done.rows:
             if number % AGAIN == AGAIN // 2:

@@ -1,0 +1,21 @@
+"""Strategies: models on one device, and what a strategy makes of them.
+
+Reading order:
+
+- `sizes`      what models of a family are made of, by the field names of presets
+- `parameter`  `Parameter`: an input of a model's program, and where a checkpoint has it
+- `scope`      `Scope`: a model's program while it is written
+- `attention`  the attention of a layer: with grouped heads, or of a latent; caches
+- `experts`    the MLP of a layer: gated, and routed experts
+- `decoders`   GPT-2 and GPT-3; Llama 3, Qwen3, Mixtral, DeepSeek-V3
+- `others`     DistIR's perceptron, DLRM
+- `training`   gradients and updates: from a loss to a training step
+- `model`      `Model`: a program with names, from a preset of `presets/*.toml` or a family
+
+This room imports `core` and the errors, and numpy.
+"""
+
+from shardplan.strategy.model import Model, presets
+from shardplan.strategy.parameter import Parameter
+
+__all__ = ["Model", "Parameter", "presets"]

@@ -1,0 +1,119 @@
+"""The attention of a layer: with grouped heads (arXiv 2305.13245), or of keys and values made from a latent.
+
+Queries are `[batch sequence kv_heads ratio head]`, keys and values `[batch sequence kv_heads head]`: weights have the
+dims of heads, so that nothing is reshaped. With a cache, keys and values are written at their positions, and all that
+it holds is attended to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from shardplan.core.ops import Attention, Concat, Expand, RmsNorm, Rotary, Write
+from shardplan.strategy.parameter import Within
+from shardplan.strategy.scope import Scope
+from shardplan.strategy.sizes import DecoderSizes
+
+Given = Mapping[str, str]  # the invariants of layers: `positions` of the tokens; with a cache `position`, the first's
+
+
+def remembered(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mapping[str, int], new: str) -> str:
+    """Return what is attended to: what the tokens add, or with a cache all that is in it then."""
+    if not c.cache:
+        return new
+    cache = s.input(name, {"batch": c.batch, "cache": c.cache, **dims})
+    s.replaced[name] = s(Write(1), cache, new, given["positions"])
+    return s.replaced[name]
+
+
+def attend(s: Scope, given: Given, queries: str, keys: str, values: str) -> str:
+    """Write causal attention; tokens before those of a cache's step are its `position` in number."""
+    return s(Attention(), queries, keys, values, *(given[name] for name in ("position",) if name in given))
+
+
+def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
+    """GPT-2's: queries, keys and values stored as one product, with biases; the result is without its bias."""
+    one, many = ({"kv_heads": c.kv_heads, **ratio, "head": c.head_dim} for ratio in ({}, {"ratio": 1}))
+    made: list[str] = []
+    products = (("q", many, "hgrd->bsgrd"), ("k", one, "hgd->bsgd"), ("v", one, "hgd->bsgd"))
+    for k, (name, dims, spec) in enumerate(products):
+        part, dim = Within("part", 3, k), f"(part {' '.join(dims)})"
+        weight = s.parameter(name, {"hidden": c.hidden, **dims}, f"{block}.c_attn.weight", f"hidden {dim}", part)
+        bias = s.parameter(f"{name}_bias", dims, f"{block}.c_attn.bias", dim, part)
+        made.append(s.each("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
+    queries, keys, values = made
+    keys = remembered(s, c, given, "key_cache", one, keys)
+    values = remembered(s, c, given, "value_cache", one, values)
+    file = f"{block}.c_proj.weight"
+    return _joined(s, c, attend(s, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
+
+
+def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
+    """Llama's: rotary positions, and with `qk_norm` a norm of each head's query and key."""
+    head, hidden = {"head": c.head_dim}, {"hidden": c.hidden}
+    one, many = {"kv_heads": c.kv_heads}, {"kv_heads": c.kv_heads, "ratio": c.ratio}
+    weight = s.parameter("q", {**hidden, **many, **head}, f"{block}.q_proj.weight", "(kv_heads ratio head) hidden")
+    queries = s.einsum("bsh,hgrd->bsgrd", x, weight)
+    k, v = (
+        s.parameter(n, {**hidden, **one, **head}, f"{block}.{n}_proj.weight", "(kv_heads head) hidden")
+        for n in ("k", "v")
+    )
+    keys, values = s.einsum("bsh,hgd->bsgd", x, k), s.einsum("bsh,hgd->bsgd", x, v)
+    if c.qk_norm:
+        norm = RmsNorm(c.norm_eps)
+        queries = s(norm, queries, s.parameter("q_norm", head, f"{block}.q_norm.weight"))
+        keys = s(norm, keys, s.parameter("k_norm", head, f"{block}.k_norm.weight"))
+    turn = Rotary(c.rope_theta)
+    queries, keys = s(turn, queries, given["positions"]), s(turn, keys, given["positions"])
+    keys = remembered(s, c, given, "key_cache", {**one, **head}, keys)
+    values = remembered(s, c, given, "value_cache", {**one, **head}, values)
+    return _joined(s, c, attend(s, given, queries, keys, values), f"{block}.o_proj.weight")
+
+
+def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
+    """DeepSeek's (arXiv 2405.04434, 2.1): keys and values of all heads are made of one latent a token, which is kept.
+
+    A query and a key are a plain part, then one turned by the position, of which a key has one for all heads.
+    """
+    hidden, ranks = {"hidden": c.hidden}, ({"q_rank": c.q_lora_rank}, {"kv_rank": c.kv_lora_rank})
+    plain, heads = c.head_dim - c.rotary_dim, {"kv_heads": c.kv_heads}
+    norm, turn = RmsNorm(c.norm_eps), Rotary(c.rope_theta, interleaved=True)
+    weight = s.parameter("q_a", {**hidden, **ranks[0]}, f"{block}.q_a_proj.weight", "q_rank hidden")
+    gain = s.parameter("q_a_norm", ranks[0], f"{block}.q_a_layernorm.weight")
+    squeezed = s(norm, s.einsum("bsh,hq->bsq", x, weight), gain)
+    q, q_turned = _apart(s, {"q": plain, "q_turned": c.rotary_dim}, {**ranks[0], **heads, "ratio": 1},
+                         f"{block}.q_b_proj.weight", "(kv_heads ratio head) q_rank")  # fmt: skip
+    turned = s(turn, s.einsum("bsq,qgrd->bsgrd", squeezed, q_turned), given["positions"])
+    queries = s(Concat(4), s.einsum("bsq,qgrd->bsgrd", squeezed, q), turned)
+
+    file, width = f"{block}.kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rotary_dim
+    weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", Within("kv_rank", width, 0))
+    gain = s.parameter("kv_a_norm", ranks[1], f"{block}.kv_a_layernorm.weight")
+    latent = s(norm, s.einsum("bsh,hk->bsk", x, weight), gain)
+    one = {"head": c.rotary_dim}
+    weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Within("head", width, c.kv_lora_rank))
+    key = s(turn, s.einsum("bsh,hd->bsd", x, weight), given["positions"])
+    latent = remembered(s, c, given, "latent_cache", ranks[1], latent)
+    key = remembered(s, c, given, "key_cache", one, key)
+    k, v = _apart(s, {"k": plain, "v": c.value_dim}, {**ranks[1], **heads},
+                  f"{block}.kv_b_proj.weight", "(kv_heads head) kv_rank")  # fmt: skip
+    shared = s(Expand(f"b s d -> b s g={c.kv_heads} d"), key)
+    keys = s(Concat(3), s.einsum("bsk,kgd->bsgd", latent, k), shared)
+    mixed = attend(s, given, queries, keys, s.einsum("bsk,kgd->bsgd", latent, v))
+    return _joined(s, c, mixed, f"{block}.o_proj.weight")
+
+
+def _apart(s: Scope, widths: Mapping[str, int], dims: Mapping[str, int], file: str, stored: str) -> list[str]:
+    """Parameters that a checkpoint has side by side in each head."""
+    starts = [0, *itertools.accumulate(widths.values())]
+    return [
+        s.parameter(name, {**dims, "head": n}, file, stored, Within("head", starts[-1], at))
+        for (name, n), at in zip(widths.items(), starts, strict=False)
+    ]
+
+
+def _joined(s: Scope, c: DecoderSizes, mixed: str, file: str, stored: str = "hidden (kv_heads ratio head)") -> str:
+    """The product of all heads' values that makes the result."""
+    dims = {"kv_heads": c.kv_heads, "ratio": c.ratio, "head": c.value_dim, "hidden": c.hidden}
+    return s.einsum("bsgrd,grdh->bsh", mixed, s.parameter("o", dims, file, stored))

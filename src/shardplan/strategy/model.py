@@ -1,0 +1,255 @@
+"""`Model`: a program on one device, with names for its dims and its parameters; built from a preset or a family."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.gradients import Origin
+from shardplan.core.program import Program
+from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.strategy.decoders import decoder
+from shardplan.strategy.others import perceptron, recommender
+from shardplan.strategy.parameter import Array, Parameter
+from shardplan.strategy.scope import Scope
+from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
+from shardplan.strategy.training import OPTIMIZERS, Training, renamed, trained
+
+_PRESETS = Path(__file__).parent / "presets"
+_FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
+    "gpt": (DecoderSizes, decoder),
+    "llama": (DecoderSizes, decoder),
+    "moe": (DecoderSizes, decoder),
+    "mlp": (PerceptronSizes, perceptron),
+    "dlrm": (RecommenderSizes, recommender),
+}
+
+
+@cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of every preset, by its name."""
+    tables = (tomllib.loads(path.read_text()) for path in sorted(_PRESETS.glob("*.toml")))
+    return MappingProxyType({name: found for table in tables for name, found in table.items()})
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Model:
+    """A program with names: strategies address dims and parameters by them.
+
+    Parameters are inputs; those of layers are stacked, `layers.q` of dims `layer hidden kv_heads ratio head`. Outputs
+    are `loss`, or without training `logits` (of an MLP `outputs`); `layers.dropped`, the choices that a layer's experts
+    had no room for; and of an input that is replaced, `next.` and its name, else of a parameter `gradient.` and its.
+
+    `dims` has the names of every input's dims, `gradients` the value that is a parameter's gradient, `replaced` the
+    output that takes an input's place in the next run: parameters, state and step of an optimizer, caches and position.
+    `origins` says of the first steps of a training program which forward step they are the gradient of (None: they are
+    forward steps); those behind are the optimizer's.
+    """
+
+    name: str
+    program: Program
+    fields: Mapping[str, Any] = field(hash=False)
+    dims: Mapping[str, tuple[str, ...]] = field(hash=False)
+    parameters: Mapping[str, Parameter] = field(hash=False)
+    gradients: Mapping[str, str] = field(hash=False)
+    replaced: Mapping[str, str] = field(hash=False)
+    origins: tuple[Origin | None, ...] = ()
+
+    @staticmethod
+    def load(
+        name: str, /, *, training: bool = True, optimizer: str | None = "", dtype: str = "f32", **fields: Any
+    ) -> Model:
+        """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
+
+        Args:
+            name: A preset or a family.
+            training: Whether it is a training step, or the forward pass alone: with `cache=` positions of a cache that
+                it reads and writes, as in prefill and, with `seq=1`, decode.
+            optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
+                (`lr`, `beta1`, `beta2`, `eps`, `decay`) are fields, too.
+            dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
+            fields: `batch`, and the sizes of the family, named as in presets.
+
+        Raises `ShardplanError` naming the legal presets, families and fields.
+
+        >>> model = Model.load("gpt", layers=2, hidden=12, heads=3, seq=5, vocab=17, optimizer="sgd")
+        >>> model.parameter_count, model.dims["layers.q"], model.replaced["layers.q"]
+        (4056, ('layer', 'hidden', 'kv_heads', 'ratio', 'head'), 'next.layers.q')
+        """
+        border.text("Model.load: the name of a model", name, ShardplanError)
+        known = presets()
+        if name not in known and name not in _FAMILIES:
+            raise ShardplanError(
+                f"Model.load: {shown(name)} is no preset and no family{_near(name, (*known, *_FAMILIES))}; "
+                f"families: {', '.join(_FAMILIES)}; presets: {', '.join(known)}"
+            )
+        border.flag("Model.load: training", training, ShardplanError)
+        if optimizer == "":
+            optimizer = "adamw" if training else None
+        if optimizer is not None:
+            border.choice("Model.load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
+            if not training:
+                raise ShardplanError(f"Model.load: optimizer={optimizer!r} without training; legal is None")
+        legal = OPTIMIZERS[optimizer].settings if optimizer else {}
+        settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
+        given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
+        sizes = _sizes(name, given, fields, tuple(legal))
+        kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
+        return _built(name, sizes, training, optimizer, kind, settings)
+
+    def resize(self, **sizes: int) -> Model:
+        """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
+
+        Raises `ShardplanError` naming a parameter that would change.
+        """
+        asked = {
+            name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
+        }
+        fields: dict[str, Any] = {**self.fields, **asked}
+        found = Model.load(self.name, **fields)
+        for name, p in self.parameters.items():
+            if found.parameters.get(name) != p:
+                text = ", ".join(f"{key}={value}" for key, value in asked.items())
+                raise ShardplanError(f"resize of {self.name}: {text} changes the parameter {name}; load it with that")
+        return found
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(p.size for p in self.parameters.values())
+
+    def pack(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the parameters as inputs of the program, from the tensors of a checkpoint by their names there.
+
+        Raises `LayoutError` for a tensor that is missing, of another shape, or of no parameter.
+        """
+        given = border.table("a checkpoint", arrays, "names to arrays")
+        used: set[str] = set()
+        found: dict[str, Array] = {}
+        for value, p in self.parameters.items():
+            out = found[value] = np.empty(p.shape, numpy_dtype(self.program.types[value].dtype))
+            for index, name in p.names():
+                if name not in given:
+                    raise LayoutError(f"a checkpoint of {self.name} without {name}, which is in the parameter {value}")
+                out[index] = p.view(np.asarray(given[name]), name)
+                used.add(name)
+        if more := sorted(given.keys() - used):
+            text = f"a checkpoint of {self.name} with {more[0]}, of no parameter{_near(more[0], used)}"
+            raise LayoutError(text)
+        return found
+
+    def unpack(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the tensors of a checkpoint, from values of parameters by their names in the program.
+
+        Parameters may be left out where all that shares a tensor with them is. Raises `LayoutError` for another name.
+        """
+        given = border.table("parameters", values, "names to arrays")
+        for value in given:
+            if value not in self.parameters:
+                raise LayoutError(f"{self.name} has no parameter {shown(value)}{_near(str(value), self.parameters)}")
+        found: dict[str, Array] = {}
+        filled: dict[str, int] = {}
+        for value, array in given.items():
+            p, array = self.parameters[value], np.asarray(array)
+            if array.shape != p.shape:
+                raise LayoutError(f"the parameter {value} has the shape {array.shape}; legal is {p.shape}")
+            for index, name in p.names():
+                stored = found.setdefault(name, np.empty(p.stored_shape, array.dtype))
+                view = p.view(stored, name)
+                view[...] = array[index]
+                filled[name] = filled.get(name, 0) + view.size
+        for name, array in found.items():
+            if filled[name] != array.size:
+                raise LayoutError(f"{name} of the checkpoint is in several parameters; legal are all of them or none")
+        return found
+
+    def state(self) -> dict[str, Array]:
+        """Return what replaced inputs are at first, but for parameters: zeros."""
+        types = self.program.types
+        names = [name for name in self.replaced if name not in self.parameters]
+        return {name: np.zeros(types[name].shape, numpy_dtype(types[name].dtype)) for name in names}
+
+    def __str__(self) -> str:
+        """Return inputs and outputs, and a line for each parameter: its dims, and its name in a checkpoint."""
+        kind = f"training with {self.fields['optimizer'] or 'gradients'}" if self.fields["training"] else "forward"
+        lines = [f"{self.name}: {self.parameter_count:,} parameters in {self.fields['dtype']}, {kind}"]
+        inside = self.parameters.keys()
+        data = [n for n in self.dims if n not in inside and n.rpartition(".")[0] not in inside]
+        lines.append(f"  inputs: {', '.join(n + self._shape(n) for n in data)}")
+        rows = [(n, self._shape(n), p.file) for n, p in self.parameters.items()]
+        widths = [max(len(row[k]) for row in rows) for k in (0, 1)]
+        lines += [f"  {n:<{widths[0]}}  {shape:<{widths[1]}}  {file}" for n, shape, file in rows]
+        of_inputs = {*self.replaced.values(), *self.gradients.values()}
+        made = ", ".join(o for o in self.program.outputs if o not in of_inputs)
+        return "\n".join([*lines, f"  outputs: {made}"])
+
+    def __repr__(self) -> str:
+        """Show the text."""
+        return f"<Model\n{self}>"
+
+    def _shape(self, name: str) -> str:
+        pairs = zip(self.dims[name], self.program.types[name].shape, strict=True)
+        return f"[{' '.join(f'{dim}={n}' for dim, n in pairs)}]"
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, as the part of a message."""
+    found = get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]!r}" if found else ""
+
+
+def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: tuple[str, ...]) -> Any:
+    """The sizes that fields say; raises `ShardplanError` for one that the family does not have, or lacks."""
+    kind, _ = _FAMILIES[given["family"]]
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    legal = [*(n for n in known if n not in ("family", "source")), *settings]
+    for key in asked:
+        if key not in legal:
+            near = _near(key, legal)
+            raise ShardplanError(f"Model.load: {name} has no field {key!r}{near}; legal are {', '.join(legal)}")
+    if lacking := [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in given]:
+        raise ShardplanError(f"Model.load: {name} lacks {', '.join(lacking)}, which have no default")
+    return kind(**given)
+
+
+def _built(
+    name: str, sizes: Any, training: bool, optimizer: str | None, dtype: str, settings: Mapping[str, float]
+) -> Model:
+    """Write the program of some sizes."""
+    scope = Scope(dtype)
+    _, write = _FAMILIES[sizes.family]
+    write(scope, sizes, training)
+    replaced = {key: f"next.{key}" for key in scope.replaced}
+    results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
+    names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
+    program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
+    dims = {key: tuple(found) for key, found in scope.inputs.items()}
+    made = Training(program, {}, replaced, ())
+    if training:
+        wanted = [key for key, p in scope.parameters.items() if p.trained]
+        made = trained(program, wanted, optimizer, settings)
+        # What an optimizer keeps of a parameter has its dims; the number of the step has none.
+        state = [key for key, _ in made.program.inputs if key not in dims]
+        dims |= {key: dims.get(key.rpartition(".")[0], ()) for key in state}
+    fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
+    return Model(
+        name,
+        made.program,
+        MappingProxyType({key: value for key, value in fields.items() if key not in ("family", "source")}),
+        MappingProxyType(dims),
+        MappingProxyType(scope.parameters),
+        MappingProxyType(made.gradients),
+        MappingProxyType(made.replaced),
+        made.origins,
+    )

@@ -1,0 +1,106 @@
+"""`Parameter`: an input of a model's program, and where a checkpoint has it.
+
+A checkpoint's dims are written as the dims of ours that they are made of, major to minor: `(kv_heads ratio head)
+hidden`. A name with `{layer}` or `{experts}` in braces is one tensor for each index of that dim of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.errors import LayoutError
+
+Array = np.ndarray
+_BRACES = re.compile(r"{(\w+)}")
+_DIM = re.compile(r"\(([^()]*)\)|(\S+)")
+
+
+class Within(NamedTuple):
+    """What of a factor of a checkpoint's dim a parameter is: its size there, and where ours begins.
+
+    A factor that our value does not have is one place of it.
+    """
+
+    factor: str
+    size: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A value's dims with their sizes; the checkpoint's names and dims.
+
+    `first` is the number of the first layer; `trained` says whether an optimizer updates it.
+
+    >>> p = Parameter((("layer", 2), ("hidden", 6), ("heads", 3), ("head", 4)), "h.{layer}.q", "(heads head) hidden")
+    >>> p.shape, p.stored_shape, [name for _, name in p.names()]
+    ((2, 6, 3, 4), (12, 6), ['h.0.q', 'h.1.q'])
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    file: str
+    stored: str
+    part: Within | None = None
+    first: int = 0
+    trained: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of our value."""
+        return tuple(n for _, n in self.dims)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def factors(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """The factors of each dim in the checkpoint, with their sizes there."""
+        sizes = dict(self.dims)
+        if self.part:
+            sizes[self.part.factor] = self.part.size
+        found = ((group or one).split() for group, one in _DIM.findall(self.stored))
+        return tuple(tuple((name, sizes[name]) for name in names) for names in found)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor of the checkpoint."""
+        return tuple(math.prod(n for _, n in factors) for factors in self.factors)
+
+    def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield the names in the checkpoint, each with its index along the first dims of our value."""
+        along = _BRACES.findall(self.file)
+        for index in itertools.product(*(range(n) for _, n in self.dims[: len(along)])):
+            shift = (self.first if name == "layer" else 0 for name in along)
+            yield index, self.file.format(**{n: k + s for n, k, s in zip(along, index, shift, strict=True)})
+
+    def view(self, array: Array, name: str) -> Array:
+        """Return a tensor of the checkpoint as our value has it, a view of the same storage.
+
+        Raises `LayoutError` where its shape is another.
+        """
+        if array.shape != self.stored_shape:
+            raise LayoutError(f"{name} of the checkpoint has the shape {array.shape}; legal is {self.stored_shape}")
+        flat = [pair for factors in self.factors for pair in factors]
+        split = array.reshape([n for _, n in flat])
+        ours, at = dict(self.dims), [slice(None)] * len(flat)
+        order = [factor for factor, _ in flat]
+        index: list[Any] = at
+        if self.part:
+            start = self.part.start
+            k = order.index(self.part.factor)
+            if self.part.factor in ours:
+                index[k] = slice(start, start + ours[self.part.factor])
+            else:
+                index[k] = start
+                order.pop(k)
+        wanted = [name for name, _ in self.dims[len(_BRACES.findall(self.file)) :]]
+        return split[tuple(index)].transpose([order.index(name) for name in wanted])

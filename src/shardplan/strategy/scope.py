@@ -1,0 +1,114 @@
+"""`Scope`: a model's program while it is written: inputs with names for their dims, parameters, and steps.
+
+Layers are the body of a `repeat`, written once in a scope of their own; their parameters are inputs of the whole, one
+row a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from shardplan.core.draft import Draft
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.op import Op
+from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.strategy.parameter import Parameter, Within
+
+Sizes = Mapping[str, int]  # the dims of a value, in order
+ONE = Mesh()
+
+
+class Scope:
+    """A model's program, or the body of its layers; `dtype` is that of parameters and of what is computed.
+
+    `replaced` says of an input which value takes its place in the next run, `results` what else leaves.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.draft = Draft({})
+        self.inputs: dict[str, Sizes] = {}
+        self.parameters: dict[str, Parameter] = {}
+        self.replaced: dict[str, str] = {}
+        self.results: dict[str, str] = {}
+
+    def __call__(self, op: Op, *operands: str) -> str:
+        """Write a step of one result."""
+        return self.draft(op, *operands)
+
+    def each(self, expression: str, *operands: str) -> str:
+        """Write an expression of every element."""
+        return self.draft(Elementwise(expression), *operands)
+
+    def einsum(self, spec: str, *operands: str) -> str:
+        """Write a product."""
+        return self.draft(Einsum(spec), *operands)
+
+    def count(self, n: int) -> str:
+        """Write 0, 1, 2, ..., i32."""
+        return self.draft(Iota("i32", (n,), 0, Layout(((),)), ONE))
+
+    def mean(self, losses: str) -> str:
+        """Write the mean over all dims, in f32 or wider, as the result `loss`."""
+        if numpy_dtype(self.draft.types[losses].dtype).itemsize < 4:
+            losses = self.draft(Cast("f32"), losses)
+        self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
+        return self.results["loss"]
+
+    def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
+        """Declare an input."""
+        self.inputs[name] = dims
+        self.draft.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
+        return name
+
+    def parameter(
+        self, name: str, dims: Sizes, file: str, stored: str = "", part: Within | None = None, trained: bool = True
+    ) -> str:
+        """Declare a parameter, and where a checkpoint has it; by default with the same dims."""
+        self.parameters[name] = Parameter((*dims.items(),), file, stored or " ".join(dims), part, trained=trained)
+        return self.input(name, dims)
+
+    def layers(
+        self,
+        name: str,
+        numbers: range,
+        x: str,
+        body: Callable[[Scope, str, Mapping[str, str]], str],
+        invariants: Mapping[str, str],
+    ) -> str:
+        """Write layers that carry `x` on, and return the last one's; `name` opens the names of their inputs.
+
+        `body` writes one, given its scope, and the names there of `x` and of the invariants.
+        """
+        inner, count = Scope(self.dtype), len(numbers)
+        types = inner.draft.types
+        types["x"] = self.draft.types[x]
+        types |= {inside: self.draft.types[outside] for inside, outside in invariants.items()}
+        y = body(inner, "x", {inside: inside for inside in invariants})
+        given = ["x", *invariants, *inner.inputs]
+        rows = {f"{name}.{key}": value for key, value in inner.replaced.items()}
+        rows |= {f"{name}.{key}": value for key, value in inner.results.items()}
+        program = Program([(n, types[n]) for n in given], inner.draft.steps, (y, *rows.values()))
+        for key, dims in inner.inputs.items():
+            outer = {"layer": count, **dims}
+            self.input(f"{name}.{key}", outer, types[key].dtype)
+            if key in inner.parameters:
+                found = inner.parameters[key]
+                self.parameters[f"{name}.{key}"] = replace(found, dims=(*outer.items(),), first=numbers.start)
+        stacked = [f"{name}.{key}" for key in inner.inputs]
+        out = self.draft.every(
+            Repeat(count, program, carried=1, sliced=len(stacked)), x, *invariants.values(), *stacked
+        )
+        made = dict(zip(rows, out[1:], strict=True))
+        self.replaced |= {key: value for key, value in made.items() if key in self.inputs}
+        self.results |= {key: value for key, value in made.items() if key not in self.inputs}
+        return out[0]
+
+    def program(self, outputs: Sequence[str]) -> Program:
+        """Return what was written."""
+        return Program([(name, self.draft.types[name]) for name in self.inputs], self.draft.steps, outputs)

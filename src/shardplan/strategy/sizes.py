@@ -1,0 +1,197 @@
+"""What the models of a family are made of: sizes by the field names of presets, derived where they are left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError
+
+
+def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *positive: str) -> None:
+    """Hold every field against its annotation; those named are 1 or more."""
+    for f in fields(sizes):
+        what, value = f"Model.load: {f.name}", getattr(sizes, f.name)
+        if f.type == "int":
+            border.whole(what, value, int(f.name in positive), kind=ShardplanError)
+        elif f.type == "float":
+            border.number(what, value, ShardplanError)
+        elif f.type == "str":
+            border.text(what, value, ShardplanError)
+        elif f.type == "bool" or (value is not None and f.type == "bool | None"):
+            border.flag(what, value, ShardplanError)
+
+
+def _divides(part: str, n: int, whole: str, total: int) -> None:
+    if total % n:
+        raise ShardplanError(f"Model.load: {part}={n} does not divide {whole}={total}; legal is one that does")
+
+
+_EXPERTS = (
+    "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "router", "router_groups",
+    "router_groups_kept", "router_scale", "capacity_factor",
+)  # fmt: skip
+_TURNED = ("rope_theta", "qk_norm", "q_lora_rank", "kv_lora_rank")
+_WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSizes:
+    """A GPT, a Llama or a mixture of experts; 0 where a model lacks the thing, or where a size follows from others.
+
+    `seq` tokens a sequence; with `cache`, which is how many positions keys and values are kept for, it is a step of
+    inference: prefill, or decode with seq 1. A GPT learns `positions`: the larger of both, unless they are said.
+    `capacity_factor` is what of its even share of tokens an expert has room for in a sequence, 0: all that come.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    batch: int = 1
+    kv_heads: int = 0
+    ffn: int = 0
+    gated_mlp: bool | None = None
+    tied: bool | None = None
+    positions: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    head_dim: int = 0
+    value_dim: int = 0
+    rotary_dim: int = 0
+    qk_norm: bool = False
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    shared_ffn: int = 0
+    router: str = ""
+    router_groups: int = 1
+    router_groups_kept: int = 1
+    router_scale: float = 1.0
+    capacity_factor: float = 1.0
+    cache: int = 0
+    model_type: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Derive what is left out, then check."""
+        _check(self, "layers", "hidden", "heads", "seq", "vocab", "batch", "router_groups", "router_groups_kept")
+        gpt, latent = self.family == "gpt", bool(self.kv_lora_rank)
+        if not self.head_dim:
+            _divides("heads", self.heads, "hidden", self.hidden)
+        width = self.head_dim or self.hidden // self.heads
+        usual = {
+            "kv_heads": self.heads,
+            "ffn": 4 * self.hidden if gpt else 0,
+            "positions": max(self.seq, self.cache) if gpt else 0,
+            "head_dim": width,
+            "value_dim": width,
+            "rotary_dim": width // 3 if latent else 0,
+            "router": ("sigmoid" if latent else "softmax") if self.experts else "",
+            "model_type": "gpt2" if gpt else "llama" if not self.experts else "deepseek_v3" if latent else "qwen3_moe",
+        }
+        for name, value in usual.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
+        for name, value in (("gated_mlp", not gpt), ("tied", gpt)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Refuse sizes that no model of the family has."""
+        gpt, latent, last = self.family == "gpt", bool(self.kv_lora_rank), max(self.seq, self.cache)
+        usual = {f.name: f.default for f in fields(self)}
+        legal = {name: usual[name] for name in _WITHOUT[self.family]} | {"gated_mlp": not gpt}
+        legal |= {"kv_heads": self.heads} if gpt or latent else {}
+        legal |= {"qk_norm": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
+        if self.router != "sigmoid":
+            legal |= {name: usual[name] for name in ("router_groups", "router_groups_kept", "router_scale")}
+        for name, value in legal.items():
+            if getattr(self, name) != value:
+                self._refuse(name, f"is {value}")
+        _check(self, "kv_heads", "ffn", *(("experts", "experts_per_token") if self.family == "moe" else ()))
+        if not self.rope_theta:
+            self._refuse("rope_theta", "is above 0")
+        _divides("kv_heads", self.kv_heads, "heads", self.heads)
+        turned = self.rotary_dim if latent else self.head_dim
+        if not gpt and (turned % 2 or not 0 < turned <= self.head_dim - latent):
+            self._refuse("rotary_dim" if latent else "head_dim", "is an even one" + ", below head_dim" * latent)
+        if latent != bool(self.q_lora_rank):
+            self._refuse("q_lora_rank", f"is 0 only where kv_lora_rank={self.kv_lora_rank} is")
+        if 0 < self.cache < self.seq:
+            self._refuse("cache", f"is 0, or seq={self.seq} or more")
+        if gpt and last > self.positions:
+            self._refuse("cache" if self.cache else "seq", f"are up to positions={self.positions}")
+        if self.family == "moe":
+            border.choice("Model.load: router", self.router, ("softmax", "sigmoid"), ShardplanError)
+            _divides("router_groups", self.router_groups, "experts", self.experts)
+            kept = min(self.router_groups_kept, self.router_groups) * (self.experts // self.router_groups)
+            if self.router_groups_kept > self.router_groups:
+                self._refuse("router_groups_kept", f"are up to router_groups={self.router_groups}")
+            if self.experts_per_token > kept:
+                self._refuse("experts_per_token", f"are up to {kept}")
+            if self.dense_layers >= self.layers:
+                self._refuse("dense_layers", f"are fewer than layers={self.layers}")
+
+    def _refuse(self, name: str, legal: str) -> None:
+        raise ShardplanError(f"Model.load: a {self.family} of {name}={getattr(self, name)}; legal {legal}")
+
+    @property
+    def ratio(self) -> int:
+        """Query heads to a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def capacity(self) -> int:
+        """Slots of an expert for a sequence: its share times `capacity_factor`, rounded up (arXiv 2101.03961, 2.2)."""
+        share = math.ceil(self.capacity_factor * self.seq * self.experts_per_token / self.experts)
+        return min(share, self.seq) or self.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerceptronSizes:
+    """DistIR's MLP: `layers` square products of width `hidden`."""
+
+    family: str
+    layers: int
+    hidden: int
+    batch: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Check."""
+        _check(self, "layers", "hidden", "batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecommenderSizes:
+    """A DLRM (arXiv 1906.00091): `bag` rows a table and sample; `bottom` and `top` are the widths of its MLPs."""
+
+    family: str
+    dense_features: int
+    embedding_dim: int
+    table_rows: tuple[int, ...]
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    bag: int = 1
+    batch: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Check, and make lists tuples."""
+        _check(self, "dense_features", "embedding_dim", "bag", "batch")
+        for name in ("table_rows", "bottom", "top"):
+            found = border.items(f"Model.load: {name}", getattr(self, name), "whole numbers", ShardplanError)
+            whole = (border.whole(f"Model.load: {name}", n, 1, kind=ShardplanError) for n in found)
+            object.__setattr__(self, name, tuple(whole))
+        if not self.table_rows or self.bottom[-1:] != (self.embedding_dim,) or self.top[-1:] != (1,):
+            raise ShardplanError(
+                f"Model.load: bottom={self.bottom} and top={self.top}; legal end in embedding_dim={self.embedding_dim} "
+                "and in 1, with at least one table"
+            )

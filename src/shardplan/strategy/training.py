@@ -1,0 +1,99 @@
+"""A training step: from a program with a loss to one that also updates its parameters; sgd and adamw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardplan.core.draft import Draft
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.gradients import Origin, gradients
+from shardplan.core.op import Op
+from shardplan.core.ops import AdamW, Elementwise, Sgd
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.strategy.scope import ONE
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An update with its settings, as fields of the op: operands are a parameter, its gradient, its state, the step.
+
+    `state` names what it keeps for each parameter, in f32 or wider; `counts` says whether it takes the step's number.
+    """
+
+    op: type[Op]
+    settings: Mapping[str, float]
+    state: tuple[str, ...] = ()
+    counts: bool = False
+
+
+_MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
+_UPDATES = (Optimizer(Sgd, {"lr": 1e-2}), Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True))
+OPTIMIZERS = {update.op.name: update for update in _UPDATES}
+
+
+class Training(NamedTuple):
+    """A program with gradients and updates: the values `gradients`, and what takes the place of inputs, `replaced`.
+
+    `origins` are those of its first steps; the others are the optimizer's.
+    """
+
+    program: Program
+    gradients: dict[str, str]
+    replaced: dict[str, str]
+    origins: tuple[Origin | None, ...]
+
+
+def trained(program: Program, wanted: Iterable[str], optimizer: str | None, settings: Mapping[str, float]) -> Training:
+    """Return a program of a `loss` with the gradients in `wanted` as outputs, or with an optimizer the updates.
+
+    State of parameter w is w.m, and so on; gradients are gradient.w, and what takes the place of w is next.w. How many
+    steps were done is `step`.
+    """
+    names = list(wanted)
+    found = gradients(program, "loss", names)
+    count = len(program.outputs)
+    called: dict[str, str] = {}
+    made: dict[str, str] = {}
+    for w, value in zip(names, found.program.outputs[count:], strict=True):
+        made[w] = called.setdefault(value, f"gradient.{w}")
+    named = renamed(found.program, called)
+    if optimizer is None:
+        return Training(named, made, {}, found.origins)
+    rule = OPTIMIZERS[optimizer]
+    update: Any = rule.op
+    op = update(**{**rule.settings, **settings})
+    draft, states, steps = Draft(named.types), dict[str, TensorType](), list(named.steps)
+    replaced: dict[str, str] = {}
+    now: tuple[str, ...] = ()
+    if rule.counts:
+        states["step"] = draft.types["step"] = TensorType("i32", (), (), ONE)
+        replaced["step"] = draft(Elementwise("a + 1"), "step")
+        now = (replaced["step"],)
+    for w in names:
+        t = named.types[w]
+        kept = "f32" if numpy_dtype(t.dtype).itemsize < 4 else t.dtype
+        mine = [f"{w}.{part}" for part in rule.state]
+        for name in mine:
+            states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
+        out = draft.every(op, w, made[w], *mine, *now)
+        replaced |= zip((w, *mine), out, strict=True)
+    names_of = {v: f"next.{name}" for name, v in replaced.items()}
+    steps += (_renamed(step, names_of) for step in draft.steps)
+    outputs = (*named.outputs[:count], *names_of.values())
+    whole = Program((*named.inputs, *states.items()), steps, outputs)
+    return Training(whole, made, {name: f"next.{name}" for name in replaced}, found.origins)
+
+
+def _renamed(step: Step, names: Mapping[str, str]) -> Step:
+    operands, results = (tuple(names.get(v, v) for v in side) for side in (step.operands, step.results))
+    return Step(step.op, operands, results, step.stopped)
+
+
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """Return a program in which some values have other names."""
+    steps = [_renamed(step, names) for step in program.steps]
+    return Program(program.inputs, steps, tuple(names.get(o, o) for o in program.outputs))
