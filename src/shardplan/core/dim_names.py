@@ -5,10 +5,11 @@ both ways; into bodies and out of them, too, where the dim of a stack is a `laye
 value. A dim that is cut into factors somewhere has their names, major to minor, where one of them has a name; else it
 keeps its own, of which its factors are `name.0`, `name.1`. Factors of size 1 have no part in a dim of several.
 
-A name says what a dim is, not which: two factors of an op may have one name, as queries and keys of self-attention are
-both `sequence`, and both dims of a square weight are `hidden`. But two names of one dim are an error, unless its size
-is 1: there dims that have nothing in common may meet, and stay apart. Names of a dim and of its factors are no conflict
-(`heads`, which are `kv_heads` x `ratio`).
+A name says what a dim is, not which: two factors of an op may have one name, as queries and keys of self-attention
+are both `sequence`, and both dims of a square weight are `hidden`. But two names of one dim are an error, unless its
+size is 1: there dims that have nothing in common may meet, and stay apart. What a repeat carries may leave the body
+under another name than it enters, as from `hidden` to `ffn`; where one of them has no name they are one. Names of a
+dim and of its factors are no conflict (`heads`, which are `kv_heads` x `ratio`).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def dim_names(
 ) -> DimNames:
     """Return the names of all dims; those that nothing names are d0, d1, ... in the order in which values need them.
 
-    `origins` are those of the steps of a program with gradients. Raises `TypingError` for names that do not fit the
-    inputs, and for two names that meet.
+    `origins` are those of the first steps of a program with gradients. Raises `TypingError` for names that do not fit
+    the inputs, and for two names that meet.
 
     >>> from shardplan.core.ops import Einsum
     >>> x, w = (TensorType.parse(t, "x=1") for t in ("f32[4, 6]", "f32[6, 5]"))
@@ -74,6 +75,9 @@ def dim_names(
     given = [part for name, names in inputs.items() for part in _given(program, top, name, names)]
     top.program(program)
     top.gradients(program, origins, top)
+    for x, y in (pair for level in top.every() for pair in level.carried):
+        if None in (x.root().name, y.root().name):
+            _join(x, y, "dim_names")
     stacks = [part for level in top.every() for part in level.stacks]
     return _Naming(given, stacks).names(top, program)
 
@@ -166,6 +170,7 @@ class _DimLevel:
         self.factors: dict[int, Mapping[str, _DimPart]] = {}
         self.bodies: dict[int, _DimLevel] = {}
         self.stacks: list[_DimPart] = []
+        self.carried: list[tuple[_DimPart, _DimPart]] = []  # as they enter the body, and as others have them
 
     def every(self) -> Iterator[_DimLevel]:
         """Yield it and those inside it."""
@@ -202,10 +207,13 @@ class _DimLevel:
             if inside is not names:
                 inner.program(op.body)
             for k, (name, row) in enumerate(zip(outside, inside, strict=True)):
+                if k < op.kept:
+                    inner.carried += zip(inner.values[names[k]], self.values[name], strict=True)
+                    continue
                 lead = [] if k < bare else [stack]
                 self.join(self.values[name], [*lead, *inner.values[row]], where)
         for name, row in zip(names, op.body.outputs[: op.kept], strict=False):
-            inner.join(inner.values[name], inner.values[row], where)
+            inner.carried += zip(inner.values[name], inner.values[row], strict=True)
 
     def join(self, xs: Iterable[_DimPart], ys: Iterable[_DimPart], where: str) -> None:
         """Join the dims of two values."""
@@ -214,7 +222,7 @@ class _DimLevel:
 
     def gradients(self, program: Program, origins: Sequence[Origin | None], forward: _DimLevel) -> None:
         """Join the dims of cotangents and copies with those of their values."""
-        for number, (step, origin) in enumerate(zip(program.steps, origins, strict=bool(origins))):
+        for number, (step, origin) in enumerate(zip(program.steps, origins, strict=False)):
             if origin is None:
                 continue
             where = f"{self.where}step {number} ({step.op.name})"
