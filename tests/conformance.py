@@ -29,6 +29,7 @@ from shardplan.core.ops import (
     ReduceScatter,
     Repeat,
     Send,
+    Slice,
     Together,
 )
 from shardplan.core.program import Program
@@ -270,7 +271,9 @@ def cases(seed: int, count: int, devices: int, even: bool = False) -> Iterator[C
 
 
 def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[Case]:
-    """Yield a swap over two meshes, alone and again and again, and `count` random repeats, some inside others."""
+    """Yield `count` bodies: a swap over two meshes, alone and again and again, layers from the last to the first, and
+    random repeats, some inside others.
+    """
     rng = random.Random(f"bodies {seed} {devices} {even}")
     here, there = sp.Mesh(x=2), sp.Mesh({"y": 3}, devices=[2, 3, 1])
     ends = {"a": TensorType("i32", (12,), ("x",), here), "b": TensorType("i32", (12,), ("y",), there)}
@@ -279,6 +282,7 @@ def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[
     back = [Step(Send(ends[t].layout, ends[t].mesh), (o,), (r,)) for o, r, t in (("c", "e", "a"), ("d", "f", "b"))]
     cut = Step(swap.op.in_chunks(2), swap.operands, swap.results)
     programs = [Program(ends, [step], ("d", "c")) for step in (swap, cut)]
+    programs.append(backwards(here))
     if not even:  # on JAX a body that is compiled as a whole stays on one mesh
         twice = Repeat(2, Program(ends, [swap, *back], ("e", "f")), 2)
         programs.append(Program(ends, [Step(twice, ("a", "b"), ("c", "d"))], ("d", "c")))
@@ -294,6 +298,19 @@ def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[
             programs.append(program)
     for k, program in enumerate(programs):
         yield Case(f"body {k}", program, tuple(data(rng, t) for t in program.input_types))
+
+
+def backwards(mesh: sp.Mesh) -> Program:
+    """Layers from the last to the first, as those of a gradient: all that they make hangs on the order."""
+    x, w = (TensorType.parse(text, mesh) for text in ("i32[12@x]", "i32[12]"))
+    steps = [
+        Step(Slice(0, ("x",)), ("w",), ("v",)),
+        Step(Elementwise("2 * a + b"), ("x", "v"), ("y",)),
+        Step(AllGather(0, ("x",)), ("y",), ("z",)),
+    ]
+    layers = Repeat(3, Program({"x": x, "w": w}, steps, ("y", "z")), 1, 1, reverse=True)
+    stack = TensorType.parse("i32[3, 12]", mesh)
+    return Program({"x": x, "w": stack}, [Step(layers, ("x", "w"), ("y", "z"))], ("y", "z"))
 
 
 def boxed(seed: int, count: int, devices: int) -> Iterator[Case]:

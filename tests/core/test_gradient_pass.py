@@ -28,12 +28,13 @@ from shardplan.core.ops import (
     Repeat,
     Send,
     Slice,
+    Softmax,
     ToPartial,
 )
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError
+from shardplan.errors import ShardplanError, TypingError
 
 MESH = Mesh(d=2, t=3)
 LAYERS = 5
@@ -228,11 +229,33 @@ def test_a_missing_gradient_names_the_op(make: Callable[[Draft], str], text: str
     assert str(caught.value) == text
 
 
-def test_what_has_no_gradient_at_all_is_refused() -> None:
-    t = TensorType.parse("f64[4]", MESH)
-    d = Draft({"x": t})
-    loss = d(Einsum("i->"), d(Gather(), "x", d(Iota("i32", (4,), 0, Layout(((),)), MESH))))
-    program = Program([("x", t)], d.steps, (loss,))
-    for bad in ([loss, ["y"]], ["x", ["x"]], [loss, [d.steps[0].results[0]]]):
-        with pytest.raises(ShardplanError, match=r"^gradients: "):
-            gradients(program, *bad)  # type: ignore[arg-type]
+def test_what_is_no_value_or_no_scalar_is_refused() -> None:
+    d = Draft({"x": TensorType.parse("f64[4]", MESH), "r": TensorType.parse("f64[]{root:t}", MESH)})
+    ids = d(Iota("i32", (4,), 0, Layout(((),)), MESH))
+    rows = d(Gather(), "x", ids)
+    loss, scalar = d(Einsum("i->"), rows), "legal is a scalar, whole or a sum"
+    program = Program([*d.types.items()][:2], d.steps, (loss,))
+    for wrong, said in (
+        ((loss, ["y"]), "%y is no value of the program, or no real float; legal are such values"),
+        (("y", ["x"]), "%y is no value of the program, or no real float; legal are such values"),
+        ((loss, [ids]), f"%{ids} is no value of the program, or no real float; legal are such values"),
+        ((ids, ["x"]), f"%{ids} is no value of the program, or no real float; legal are such values"),
+        ((rows, ["x"]), f"the loss %{rows} is f64[4]; {scalar}"),
+        (("r", ["x"]), f"the loss %r is f64[]{{root:t}}; {scalar}"),
+    ):
+        with pytest.raises(TypingError) as caught:
+            gradients(program, *wrong)
+        assert str(caught.value) == f"gradients: {said}"
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    d = Draft({"x": TensorType.parse("f64[4, 6]", MESH)})
+    inputs, loss = [*d.types.items()], d(Einsum("ij,ij->"), d(Softmax(1), "x"), "x")
+    once = gradients(Program(inputs, d.steps, (loss,)), loss, ["x"]).program
+    d = Draft(once.types)
+    loss = d(Einsum("ij,ij->"), once.outputs[1], once.outputs[1])
+    twice = Program(once.inputs, [*once.steps, *d.steps], (loss,))
+    number = next(k for k, step in enumerate(once.steps) if step.op.name == "backward")
+    with pytest.raises(TypingError) as caught:
+        gradients(twice, loss, ["x"])
+    assert str(caught.value) == f"the gradient of step {number} (backward): the gradient of softmax has no gradient"

@@ -5,11 +5,13 @@ import pytest
 
 import oracle
 from compute_examples import UNEQUAL, Example
-from gradient_examples import GRADIENTS, ONE, arrays, back, by_torch, on_one
+from gradient_examples import GRADIENTS, ONE, arrays, back, by_torch, on_one, sampled
+from shardplan.core.ops import Backward, Softmax
 from shardplan.core.ops.composed import differs
+from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, ShardplanError
 
 NAMES = [f"{k}-{next(e.assigned(UNEQUAL))[0].name}" for k, e in enumerate(GRADIENTS)]
 
@@ -76,3 +78,29 @@ def test_a_gradient_lies_as_its_value_does(example: Example) -> None:
         for t, u in zip((t for t in types if differs(t)), found, strict=True):
             assert (t.shape, t.atoms) == (u.shape, u.atoms)
             assert not set(t.mesh.expand(t.layout.used)) & set(t.mesh.expand(u.layout.partial))
+
+
+@pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
+def test_a_gradient_is_text_that_parses_back(example: Example) -> None:
+    (program, *_) = sampled(example, UNEQUAL, 10)
+    assert Program.parse(str(program)) == program
+
+
+def test_the_gradient_of_a_composed_op_names_it_with_its_fields() -> None:
+    t = TensorType.parse("f64[4, 6]", ONE)
+    program = back(Softmax(1), [t])
+    line = "  %3 = backward(%x0, %2; of=softmax(; dim=1), needs=(0)): f64[4, 6]"
+    assert line in str(program).splitlines()
+    for wrong, said in (
+        ("of=softmax(; dim=2)", "reduce_dims: f64[4, 6] has no dim 2; legal are 0 to 1"),
+        ('of=einsum(; spec="ij->ij")', "einsum has no decomposition; its gradient is steps of its own"),
+        ("of=softmax(; dim=1), results=2", "needs=(0,) of 0 operands and 2 cotangents of softmax"),
+        ("of=reduce_dims(; dims=(1))", "reduce_dims has no decomposition; its gradient is steps of its own"),
+        ("of=embedding_bag()", "embedding_bag takes 2 operands, not 1"),
+    ):
+        with pytest.raises(ShardplanError) as caught:
+            Program.parse(str(program).replace("of=softmax(; dim=1)", wrong))
+        assert str(caught.value) == f"step 1 (backward): backward: {said}"
+    with pytest.raises(ShardplanError) as caught:
+        Backward(Softmax(1), (0,)).infer(t, TensorType.parse("f64[1, 6]", ONE))
+    assert str(caught.value) == "backward: cotangents f64[1, 6]; the results have the shapes [(4, 6)]"

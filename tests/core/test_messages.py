@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import oracle
 import strategies as some
 from shardplan.core import messages as module
+from shardplan.core.holders import choose
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     at_root,
@@ -214,6 +215,13 @@ def test_near_holders_share_in_sending(pair: Pair, near: tuple[int, ...]) -> Non
         for a, b, _ in zip(*(x.tolist() for x in messages(s, t, near)), strict=True)
     }
     assert found == holders_by_hand(s, t, near)
+
+
+def test_the_same_candidates_are_shared_from_near_and_from_far() -> None:
+    """The only holders, 0 and 1, are in the block of 2, and far from 5."""
+    for receivers, senders in (([2, 5], [0, 1]), ([2, 3, 5], [0, 1, 0]), ([4, 5], [0, 1])):
+        want = np.zeros(len(receivers), dtype=int)
+        assert choose(want, np.array(receivers), np.zeros(2, int), np.array([0, 1]), (4,)).tolist() == senders
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,12 +9,28 @@ from gradient_examples import GRADIENTS, arrays, by_torch
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
-from shardplan.core.ops import AdamW, Backward, Dropout, Sgd, Softmax
+from shardplan.core.ops import (
+    AdamW,
+    Attention,
+    Backward,
+    Concat,
+    CrossEntropy,
+    Dispatch,
+    Dropout,
+    EmbeddingBag,
+    LayerNorm,
+    Op,
+    Rotary,
+    Sgd,
+    Softmax,
+    Split,
+    TopK,
+)
 from shardplan.core.ops.composed import Composed, differs, opened
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, TypingError
 
 COMPOSED = [e for e in GRADIENTS if isinstance(next(e.assigned(UNEQUAL))[0], Composed)]
 # Of these the whole op types as far as its steps do: a dim of several factors, and one that is cut, stay whole.
@@ -121,3 +137,38 @@ def test_dropout_drops_its_rate_and_hangs_on_the_key() -> None:
         assert abs((x == 0).mean() - 0.25) < 0.01 and abs(x.mean() - 1) < 0.01
         assert abs((x[:, 0] == 0).mean() - 0.25) < 0.1 and abs((x[0] == 0).mean() - 0.25) < 0.1
     assert abs(((found[0] == 0) & (found[1] == 0)).mean() - 0.0625) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "said"),
+    [
+        (CrossEntropy(), "f32[4, 6] i32[5]", "cross_entropy: logits f32[4, 6] and targets i32[5]; legal are targets "
+         "of the shape of all dims but the last"),
+        (Softmax(2), "f32[4, 6]", "softmax: reduce_dims: f32[4, 6] has no dim 2; legal are 0 to 1"),
+        (Rotary(), "f32[4, 6] i32[4]", "rotary: f32[4, 6]; legal are four dims, the last of an even size"),
+        (Rotary(), "f32[4, 6, 2, 3] i32[6]", "rotary: f32[4, 6, 2, 3]; legal are four dims, the last of an even size"),
+        (Concat(1), "f32[4]", "concat along dim 1 of f32[4]; legal is one that all have"),
+        (Concat(0), "", "concat along dim 0 of nothing; legal is one that all have"),
+        (Split(0, (2, 3)), "f32[4]", "split: the sizes (2, 3) along dim 0 of f32[4]; legal are those that add up to "
+         "its"),
+        (LayerNorm(), "f32[4, 6] f32[6]", "layer_norm takes 3 operands, not 2"),
+        (Attention(), "f32[2, 3, 2, 1, 4] f32[2, 3, 3, 4] f32[2, 3, 2, 4]", "attention: einsum bsgrd,btgd->bgrst: "
+         "operand 1, f32[2, 3, 3, 4], has g=3; legal is 2"),
+        (EmbeddingBag(), "f32[4, 6] f32[2, 3]",
+         "embedding_bag: gather: the ids are f32[2, 3]; legal is an integer dtype"),
+        (TopK(5), "f32[4]", "top_k: 5 of f32[4]; legal are 1 to the size of the last dim"),
+        (Dispatch(2, 2), "f32[1, 2, 3] f32[1, 2, 2]", "dispatch by the ids f32[1, 2, 2]; legal are integers of three "
+         "dims: group, token, choice"),
+        (Dropout(1.0), "f32[4] i32[]",
+         "dropout(1.0) of f32[4] by i32[]; legal are 0 <= rate < 1, floats and an i32 key"),
+        (Sgd(0.1), "f32[4] f32[1]", "sgd of f32[4], f32[1]; legal are a gradient and moments of the shape"),
+        (AdamW(0.1), "f32[4] f32[4]", "adamw takes 5 operands, not 2"),
+    ],
+)  # fmt: skip
+def test_what_an_op_does_not_take_is_said_in_a_line(op: Op, operands: str, said: str) -> None:
+    types = [
+        TensorType.parse(text if text.endswith("]") else f"{text}]", MESH) for text in operands.split("] ") if text
+    ]
+    with pytest.raises(TypingError) as caught:
+        op.infer(*types)
+    assert str(caught.value) == said

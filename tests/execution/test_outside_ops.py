@@ -6,16 +6,24 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import oracle
+from compute_examples import UNEQUAL
 from execution.lab_here import needs_lab
 from execution.mpi_launch import MPIEXEC, launched
+from gradient_examples import arrays, back, by_torch, lettered
+from shardplan.core.program import Program
+from shardplan.core.reference import run_program
+from shardplan.core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "outside_ops"
-FILES = [EXAMPLE / "outside_ops" / name for name in ("gather_to_root.py", "causal_mask.py")]
-GATHER, MASK = (path.read_text() for path in FILES)
+FILES = [EXAMPLE / "outside_ops" / name for name in ("gather_to_root.py", "causal_mask.py", "capped_glu.py")]
+GATHER, MASK, GLU = (path.read_text() for path in FILES)
 # The first tile takes the last one's place, and so on: tiles are of one size here.
 REVERSED = GATHER.replace("Boxes(t, group.place(k))", "Boxes(t, group.place(group.size - 1 - k))").replace(
     'after.part("y", before)', 'after.part("y", Boxes(t, group.place(group.size - 1)))'
@@ -32,7 +40,7 @@ PROGRAM = """program
 def installed(folder: Path, gather: str = GATHER) -> Path:
     """A folder as `pip install` leaves one, with the ops of the example, and a program beside it."""
     (folder / "outside_ops").mkdir()
-    for name, text in {"__init__": "", "gather_to_root": gather, "causal_mask": MASK}.items():
+    for name, text in {"__init__": "", "gather_to_root": gather, "causal_mask": MASK, "capped_glu": GLU}.items():
         (folder / "outside_ops" / f"{name}.py").write_text(text)
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     info = folder / f"outside_ops-{project['version']}.dist-info"
@@ -71,6 +79,34 @@ def test_the_page_shows_the_files_and_they_are_short() -> None:
     for path in FILES:
         assert f"```python\n{path.read_text()}```" in page
         assert len(path.read_text().splitlines()) <= 40
+
+
+def test_what_is_made_of_others_has_torchs_gradient() -> None:
+    """On every legal assignment of axes: the op, its gradient, and the text of both."""
+    torch = pytest.importorskip("torch")
+    names: dict[str, Any] = {"__name__": "capped_glu"}
+    exec(compile(GLU, "capped_glu", "exec"), names)
+    unit = names["CappedGlu"]
+    example = lettered(
+        unit(2.0),
+        ("f64 ij", "f64 jk", "f64 jk"),
+        lambda x, gate, up: 2 * torch.tanh(torch.nn.functional.silu(x @ gate) * (x @ up) / 2),
+        11,
+    )
+    rng, count = np.random.default_rng(0), 0
+    given = arrays(example, UNEQUAL, rng)
+    seed = rng.normal(size=(UNEQUAL["i"], UNEQUAL["k"]))
+    whole = by_torch(example, given, [seed])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPS, unit.name, unit)
+        for op, types in example.legal_ones(UNEQUAL):
+            program = back(op, types)
+            assert Program.parse(str(program)) == program
+            shards = [oracle.spread(a, t, rng) for a, t in zip([*given, seed], program.input_types, strict=True)]
+            for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+                assert oracle.wrong(x, t, want, 1e-9) is None, [str(t) for t in types]
+            count += 1
+    assert count == example.legal
 
 
 def test_it_is_planned_with_where_it_is_cheaper(tmp_path: Path) -> None:

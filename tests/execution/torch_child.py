@@ -17,7 +17,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from conformance import cases, differences  # noqa: E402
+from conformance import bodies, cases, differences  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
 from shardplan.execution.torch import run as backend  # noqa: E402
@@ -44,7 +44,7 @@ def main() -> None:
     if way == "nccl":
         torch.cuda.set_device(device)
     wrong = []
-    for case in cases(seed, count, world):
+    for case in (*cases(seed, count, world), *(bodies(seed, 5, world) if world >= 4 else ())):
         inputs, expected = case.inputs(), case.expected()
         mine = [
             [to_torch(x[k]).to(device) for k in places(t.mesh, rank)]

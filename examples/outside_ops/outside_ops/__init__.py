@@ -1,1 +1,1 @@
-"""Two ops that shardplan does not have."""
+"""Three ops that shardplan does not have."""

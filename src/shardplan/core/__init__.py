@@ -27,6 +27,7 @@ Reading order:
 - `draft`           `Draft`: steps while they are written
 - `homeward`        the gradient of a move
 - `gradients`       `gradients`: a program with its gradients
+- `dim_names`       what the dims of a program's values are called
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program

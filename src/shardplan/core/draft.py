@@ -12,10 +12,14 @@ from shardplan.core.tensor import TensorType
 
 
 class Decomposition(NamedTuple):
-    """An op as steps of other ops, on values called "0", "1", ... as the operands are numbered."""
+    """An op as steps of other ops, on values called "0", "1", ... as the operands are numbered.
+
+    Of some values `alike` has another one whose cotangent or copy it is: their dims are the same.
+    """
 
     steps: tuple[Step, ...]
     results: tuple[str, ...]
+    alike: Mapping[str, str]
 
 
 class Draft:
@@ -35,6 +39,7 @@ class Draft:
         self.steps: list[Step] = []
         self.origins: list[int | None] = []  # beside each step what `origin` was when it was written
         self.origin: int | None = None
+        self.alike: dict[str, str] = {}  # see `Decomposition`; where forward values are in another draft, they are too
 
     @classmethod
     def of(cls, operands: Iterable[TensorType]) -> Self:
@@ -72,7 +77,7 @@ class Draft:
 
     def done(self, *results: str) -> Decomposition:
         """Return the steps that the results need."""
-        return Decomposition(tuple(self.steps[k] for k in self.live(results)), results)
+        return Decomposition(tuple(self.steps[k] for k in self.live(results)), results, self.alike)
 
     def live(self, results: Iterable[str]) -> list[int]:
         """Return the numbers of the steps that some results need."""

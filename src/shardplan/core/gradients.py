@@ -31,12 +31,14 @@ Keep = Callable[[Step, bool], bool]  # of a forward step, and whether it only la
 class Origin(NamedTuple):
     """Of a backward step: the number of the forward step that it is of, and the one value whose gradient needs it.
 
-    `parameter` is None where several need it; `inner` are the origins of the steps of its body, if it has one.
+    `parameter` is None where several need it; `inner` are the origins of the steps of its body, if it has one. `alike`
+    has for each result the forward value that it is the cotangent, or a copy, of; None where it is neither.
     """
 
     forward: int | None
     parameter: str | None
     inner: tuple[Origin, ...] = ()
+    alike: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def gradients(
     found = [
         draft.reduced(cotangents[n], program.types[n].layout.used)
         if n in cotangents
-        else zeros(draft, program.types[n])
+        else zeros(draft, program.types[n], n)
         for n in wanted
     ]
     live, count = draft.live(found), len(program.steps)
@@ -87,7 +89,7 @@ def gradients(
     made = Program(program.inputs, steps, (*program.outputs, *found))
     labels = [*(set[str]() for _ in program.outputs), *({n} for n in wanted)]
     numbers = (*(None for _ in level.forward), *(draft.origins[k] for k in live))
-    origins, _ = _origins(made, labels, _Numbers(numbers, level.bodies))
+    origins, _ = _origins(made, labels, _Numbers(numbers, draft.alike, level.bodies))
     return Gradients(made, (*(None for _ in range(count)), *origins[count:]))
 
 
@@ -121,7 +123,9 @@ class _Level(Reverse):
                 step, before = self.forward[number], self.draft.origin
                 operands = [self.read(o) for o in step.operands]
                 self.draft.origin = number
-                self.known.update(zip(step.results, self.draft.every(step.op, *operands), strict=True))
+                copies = self.draft.every(step.op, *operands)
+                self.known.update(zip(step.results, copies, strict=True))
+                self.draft.alike.update(zip(copies, step.results, strict=True))
                 self.draft.origin = before
         return self.known[name]
 
@@ -165,12 +169,12 @@ class _Level(Reverse):
         for j in back.carried:
             c = came[j]
             starts.append(
-                zeros(draft, self.types[step.operands[j]])
+                zeros(draft, self.types[step.operands[j]], step.operands[j])
                 if c is None
                 else draft.reduced(c, draft.types[c].layout.partial)
             )
-        for t in sums.values():
-            zero = draft(Constant(0, t.dtype, t.shape, Layout(t.layout.dims), t.mesh))
+        for n, t in sums.items():
+            zero = zeros(draft, t, operand[n])
             starts.append(draft(ToPartial(t.layout.partial), zero) if t.layout.partial else zero)
         read = [self.read(operand[n]) for n in (*back.invariants, *back.rows)]
         reverse = Repeat(op.n, back.program(), len(starts), len(back.rows) + len(stacked), not op.reverse)
@@ -227,8 +231,11 @@ class _Body(_Level):
         self.leaving: list[str] = []
         for j in self.carried:
             c = self.found.get(names[j])
-            t = body.input_types[j]
-            self.leaving.append(zeros(draft, t) if c is None else draft.reduced(c, draft.types[c].layout.partial))
+            self.leaving.append(
+                zeros(draft, body.input_types[j], names[j])
+                if c is None
+                else draft.reduced(c, draft.types[c].layout.partial)
+            )
         self.leaving += [plus(draft, totals[n], self.found[n]) for n in sums]
         self.entering += totals.values()
         self.slices = [n for n in self.sliced if n in self.found]
@@ -254,7 +261,7 @@ class _Body(_Level):
 
     def numbers(self) -> _Numbers:
         """Return of which forward steps the body's are."""
-        return _Numbers(tuple(self.draft.origins[k] for k in self.live), self.bodies)
+        return _Numbers(tuple(self.draft.origins[k] for k in self.live), self.draft.alike, self.bodies)
 
 
 def _row(t: TensorType) -> TensorType:
@@ -264,9 +271,13 @@ def _row(t: TensorType) -> TensorType:
 
 
 class _Numbers(NamedTuple):
-    """Of the steps of a draft the numbers of the forward steps, and those inside its repeats, by their first result."""
+    """Of the steps of a draft the numbers of the forward steps, and those inside its repeats, by their first result.
+
+    `alike` is that of the draft.
+    """
 
     forward: tuple[int | None, ...]
+    alike: Mapping[str, str]
     bodies: Mapping[str, _Numbers]
 
 
@@ -293,5 +304,6 @@ def _origins(
                 labels = more
         for o, read in zip(step.operands, reads, strict=True):
             needs.setdefault(o, set()).update(read)
-        out.append(Origin(number, next(iter(every)) if len(every) == 1 else None, tuple(inner)))
+        alike = tuple(numbers.alike.get(r) for r in step.results)
+        out.append(Origin(number, next(iter(every)) if len(every) == 1 else None, tuple(inner), alike))
     return out[::-1], dict(needs)

@@ -82,7 +82,8 @@ class Composed(Compute):
                 values.update(zip(step.results, results_of(op, types), strict=True))
                 steps.append((op, step, types))
         except ShardplanError as error:
-            raise type(error)(f"{self.name}: {error}") from None
+            said = str(error)
+            raise type(error)(said if said.startswith(f"{self.name} ") else f"{self.name}: {said}") from None
         return steps, tuple(values[name] for name in body.results)
 
     def pull(
@@ -114,20 +115,32 @@ class Backward(Composed):
         count = len(operands) - self.results
         if not isinstance(self.of, Composed):
             raise TypingError(f"{self.of.name} has no decomposition; its gradient is steps of its own")
+        if not all(0 <= k < count for k in (0, *self.needs)):
+            raise TypingError(f"needs={self.needs} of {count} operands and {self.results} cotangents of {self.of.name}")
         made = self.of.write(d, *operands[:count])
+        shapes = [d.types[name].shape for name in made]
+        if shapes != [t.shape for t in operands[count:]]:
+            raise TypingError(
+                f"cotangents {', '.join(map(str, operands[count:]))}; the results have the shapes {shapes}"
+            )
         steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
         found = {name: str(count + k) for k, name in enumerate(made)}
         Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
-        return [found[w] if w in found else zeros(d, d.types[w]) for w in wanted]
+        return [found[w] if w in found else zeros(d, d.types[w], w) for w in wanted]
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
         return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
     ) -> Sequence[str | None]:
-        """None: a gradient of a gradient is not said."""
+        """None: a gradient of a gradient is not said, as what is stopped in the op is not stopped in its gradient."""
         raise TypingError(f"the gradient of {self.of.name} has no gradient")
 
 
@@ -169,9 +182,11 @@ def needing(steps: Iterable[Step], types: Mapping[str, TensorType], wanted: Iter
     return found
 
 
-def zeros(draft: Draft, t: TensorType) -> str:
+def zeros(draft: Draft, t: TensorType, of: str) -> str:
     """Write a cotangent of zeros of a value."""
-    return draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+    name = draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+    draft.alike[name] = of
+    return name
 
 
 def without_partial(t: TensorType) -> Layout:
@@ -203,6 +218,7 @@ class Reverse:
     def back(self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str]) -> None:
         """Fill in the cotangents of the values `needed`, given those of what the steps make."""
         draft = self.draft
+        draft.alike.update((c, name) for name, c in cotangents.items())
         for number in reversed(range(len(steps))):
             step = steps[number]
             wants = [o in needed and k not in step.stopped for k, o in enumerate(step.operands)]
@@ -220,6 +236,7 @@ class Reverse:
             for o, want, new in zip(step.operands, wants, found, strict=True):
                 if want and new is not None:
                     cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
+                    draft.alike.setdefault(cotangents[o], o)
 
     def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
@@ -229,7 +246,7 @@ class Reverse:
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")
-        dy = [c or zeros(self.draft, self.types[r]) for c, r in zip(came, step.results, strict=True)]
+        dy = [c or zeros(self.draft, self.types[r], r) for c, r in zip(came, step.results, strict=True)]
         outside = (*step.operands, *step.results, *dy)
         types = [self.types[n] for n in (*step.operands, *step.results)] + [self.draft.types[c] for c in dy]
         part, many = Draft.of(types), len(step.operands)

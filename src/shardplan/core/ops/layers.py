@@ -227,7 +227,8 @@ class Concat(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Zeros around each, and a sum."""
         if not operands or not all(0 <= self.dim < t.ndim for t in operands):
-            raise TypingError(f"concat along dim {self.dim} of {', '.join(map(str, operands)) or 'nothing'}")
+            given = ", ".join(map(str, operands)) or "nothing"
+            raise TypingError(f"concat along dim {self.dim} of {given}; legal is one that all have")
         at, total = 0, sum(t.shape[self.dim] for t in operands)
         parts: list[str] = []
         for k, t in enumerate(operands):
@@ -252,7 +253,7 @@ class Split(Composed):
         """A part each."""
         (t,) = counted(self.name, operands, 1)
         if not 0 <= self.dim < t.ndim or sum(self.sizes) != t.shape[self.dim]:
-            raise TypingError(f"the sizes {self.sizes} along dim {self.dim} of {t}; legal are those that sum to its")
+            raise TypingError(f"the sizes {self.sizes} along dim {self.dim} of {t}; legal are those that add up to its")
         at, parts = 0, list[str]()
         for n in self.sizes:
             start, stop = [0] * t.ndim, [*t.shape]

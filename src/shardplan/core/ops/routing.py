@@ -110,7 +110,7 @@ def _rows(xp: Namespace, slot: Tensor, groups: int, start: Tensor, count: int) -
 
 def _ids(op: str, ids: TensorType) -> None:
     if ids.dtype[0] not in "iu" or ids.ndim != 3:
-        raise TypingError(f"{op}: the ids are {ids}; legal are integers of three dims: group, token, choice")
+        raise TypingError(f"{op} by the ids {ids}; legal are integers of three dims: group, token, choice")
 
 
 @dataclass(frozen=True, slots=True)

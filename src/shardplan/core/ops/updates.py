@@ -13,6 +13,7 @@ from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import counted
 from shardplan.core.ops.placing import Cast
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Sgd(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """One expression."""
-        counted(self.name, operands, 2)
+        _alike(self.name, operands, 2)
         return [d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0"))]
 
 
@@ -46,7 +47,7 @@ class AdamW(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Moments, their corrections by 1 - beta**step, the update."""
-        counted(self.name, operands, 5)
+        _alike(self.name, operands, 5)
         g = _like(d, "1", "2")
         m = d(Elementwise(f"{self.beta1} * a + {1 - self.beta1} * b"), "2", g)
         v = d(Elementwise(f"{self.beta2} * a + {1 - self.beta2} * b * b"), "3", g)
@@ -55,6 +56,12 @@ class AdamW(Composed):
         text = f"a - {self.lr} * ({self.decay} * a + b / {first} / (sqrt(c / {second}) + {self.eps}))"
         w = d(Elementwise(text), "0", _like(d, m, "0"), _like(d, v, "0"), step)
         return [w, m, v]
+
+
+def _alike(op: str, operands: Sequence[TensorType], count: int) -> None:
+    """Refuse another number of operands, and those that are not of one shape, but for the number of the step."""
+    if len({t.shape for t in counted(op, operands, count)[:4]}) > 1:
+        raise TypingError(f"{op} of {', '.join(map(str, operands))}; legal are a gradient and moments of the shape")
 
 
 def _like(d: Draft, name: str, other: str) -> str:
