@@ -154,6 +154,13 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (Reduce(("a",), "max"), [typed("bf16[4@b, 5]{max:a}")]),
         (Broadcast(("a",)), [typed("f32[4@c]{root:a}")]),
         (Broadcast(("a", "b"), chunks=2), [typed("c64[4@c]{root:a}")]),
+        (AllGather(0, ("a", "b"), algorithm="ring"), [two]),
+        (AllGather(0, ("a", "b"), chunks=2, algorithm="doubling"), [two]),
+        (AllToAll(0, 1, ("b",), algorithm="direct"), [two]),
+        (ReduceScatter(0, ("c", "a"), algorithm="doubling"), [partial]),
+        (AllReduce(("c", "a"), algorithm="tree"), [partial]),
+        (Reduce(("a", "c"), algorithm="tree"), [partial]),
+        (Broadcast(("a",), algorithm="chain"), [typed("f32[4@c]{root:a}")]),
         (ToPartial(("a",)), [two.with_layout(layout("f32[8@b, 4@c]"))]),
         (ToPartial(("b",)), [two]),
         (ToPartial(("b", "a"), "max"), [typed("i32[8, 4@c]")]),
@@ -408,8 +415,10 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
         if nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
             continue
         program = single(op, types)
-        _, got, _ = moved(program)
+        kinds_moved, got, _ = moved(program)
         says = moved_bytes(op, *types)
+        if op.algorithm and {kind for kind, _, _ in kinds_moved} != {"collective-permute"}:
+            wrong.append(f"{op} of {', '.join(map(str, types))}: {kinds_moved}, not the messages that it says")
         added = op.name in ("reduce", "all_reduce") and op.reduction in ("sum", "max", "min")
         widened = added and type(op) in NATIVE and any(t.dtype == "bf16" for t in types)
         if got != ({d: 2 * n for d, n in says.items()} if widened else says):  # XLA:CPU adds bf16 in f32

@@ -274,7 +274,7 @@ def lab_sweep_command(
     The result file grows with every experiment, and is gone on with.
 
     Args:
-        cluster: Sizes of the levels, outermost first; None for the standard sweep of half an hour, which reads no
+        cluster: Sizes of the levels, outermost first; None for the standard sweep of an hour, which reads no
             option but `engine`, `repetitions` and `out`.
         rates: Mbit/s of every level, with commas between them; by default those of `RATES`.
         mesh: Axes and sizes; by default one axis over all ranks, and two axes of which the first has size 2.

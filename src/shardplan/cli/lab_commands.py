@@ -70,7 +70,7 @@ def run(
 @app.command()
 def sweep(
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Sizes of the levels; the standard sweep of half an hour without.")
+        str | None, typer.Option("--cluster", help="Sizes of the levels; the standard sweep of an hour without.")
     ] = None,
     rates: Rates = None,
     mesh: MeshText = None,

@@ -76,8 +76,9 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
         heard = np.zeros_like(ids)
         messages: list[RoundMessages] = []
         for put in one.puts:
-            there = np.flatnonzero(put.source.elements())
-            messages.append(RoundMessages(ids[there], put.peer[there], put.source.elements()[there]))
+            amount = put.source.elements()
+            there = np.flatnonzero(amount)
+            messages.append(RoundMessages(ids[there], put.peer[there], amount[there]))
         together = RoundMessages.merged(messages) if messages else None
         if together is not None:
             turns.append(together)

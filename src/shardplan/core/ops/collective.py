@@ -232,12 +232,12 @@ class Grouped(Collective):
         places = t.mesh.group_places(self.members(t))
         if places.shape[1] < 2:
             return Local(0.0)
+        if self.algorithm:
+            return self._composed(*operands)
         held = np.zeros(len(places))
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        if self.algorithm:
-            return self._composed(*operands)
         found = Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
         if self._everywhere(operands, places[live]):
             return found

@@ -147,8 +147,8 @@ NATIVE: dict[type[Collective], Native] = {
 
 
 def native(op: Collective) -> Native | None:
-    """Return how XLA runs an op, None where it has no such collective."""
-    return NATIVE.get(type(op))
+    """Return how XLA runs an op; None where it has no such collective, and where the op says another algorithm."""
+    return None if op.algorithm else NATIVE.get(type(op))
 
 
 def loop_of(elements: int, chunks: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@
 
 Reading order:
 
-- `cluster`     a topology as namespaces, bridges and shaped links, and the commands that build them
+- `cluster`     a topology as namespaces, some of which forward, and shaped links, and the commands that build them
 - `needs`       what the machine must allow
 - `network`     the links inside the lab's namespaces: built, entered, and read
 - `session`     `Lab`: keeps the ranks alive, and measures

@@ -36,10 +36,8 @@ CONSTANTS = Constants(latency=3e-4, payload_share=1448 / 1514, bucket=BUCKET)
 _NAMES = ("pod", "node", "rank")
 # Both ends of every link have one address, and none is asked for: what is put on a link arrives at its other end.
 _ETHERNET = "02:00:00:00:00:01"
-_RAILS, _RAILS_PREFERENCE = (
-    100,
-    40_000,
-)  # the first table of routes by rail, and where it is looked up: after all others
+_RAILS = 100  # the first table of routes by rail
+_RAILS_PREFERENCE = 40_000  # where those tables are looked up: after all others
 
 
 @dataclass(frozen=True)

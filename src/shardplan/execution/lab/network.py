@@ -47,10 +47,11 @@ def build(cluster: Cluster) -> None:
     (RUN / "netns").mkdir()
     for tool, space, batch in cluster.commands():
         _call([tool, *(("-n", space) if space else ()), "-batch", "-"], batch)
+    routers = set(cluster.routers())
     with _home():
         for space in dict.fromkeys(name for name, _ in cluster.meters()):
             enter(space)
-            for setting, value in (_FORWARDING if space in cluster.routers() else _SENDING).items():
+            for setting, value in (_FORWARDING if space in routers else _SENDING).items():
                 for file in Path("/proc/sys/net/ipv4").glob(setting):
                     file.write_text(value)
 

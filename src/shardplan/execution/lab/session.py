@@ -37,6 +37,7 @@ from shardplan.simulation.timeline import Timeline
 
 HOST = ("-m", "shardplan.execution.lab.host")  # what Python runs inside the namespaces
 REPETITIONS = 5
+OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
 MOST_VARIATION = 0.05  # a set of repetitions that varies more is taken again, once
 MOST_VOID = 10  # runs in a row that may be thrown away because a rank was late, before a repetition is given up
 PAUSE, DOUBLINGS = 0.01, 5  # seconds after a run that a rank was late for, and how often they double: at most a third
@@ -333,6 +334,11 @@ class _Cell:
         self.voided = 0
         self.latest = 0.0  # seconds by which a rank was late, in the last run
         self.load = os.getloadavg()[0]
+
+
+def duration(seconds: float, repetitions: int = REPETITIONS) -> float:
+    """Return the seconds that a task which takes that long is measured for, with the run that is verified."""
+    return (seconds + OVERHEAD) * (repetitions + 1)
 
 
 def measure(

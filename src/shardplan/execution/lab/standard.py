@@ -17,13 +17,13 @@ from functools import cache
 
 from shardplan.execution.lab.cluster import Leaf, Rate
 from shardplan.execution.lab.experiments import MIB, Experiment, competitors
+from shardplan.execution.lab.session import duration
 
 SEED = 20261122
 MANY_PROGRAMS = 10  # of a placement: with no more of them the best is always among the first ten
 FIELDS = 66  # placements with more programs than that, at least
 LONGEST = 55.0  # seconds that an experiment may take for each such placement
 DRAWS = 150  # of a cluster, at most
-RUN, RUNS = 0.06, 6  # seconds of a run beside what it measures, and runs of a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _size(experiment: Experiment) -> tuple[int, float]:
     seconds = 0.0
     for where, one, _ in competitors(experiment):
         programs[where.describe()] += 1
-        seconds += RUNS * (one.seconds + RUN)
+        seconds += duration(one.seconds)
     return sum(n > MANY_PROGRAMS for n in programs.values()), seconds
 
 

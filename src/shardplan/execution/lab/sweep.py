@@ -18,10 +18,8 @@ from shardplan.execution.lab.experiments import Experiment, LabKey, Pair, pairs
 from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
-from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab
+from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab, duration
 from shardplan.simulation.scripts import Engine
-
-OVERHEAD = 0.06  # seconds a run takes beside what it measures: for the estimate of the time left
 
 AGAIN = 10  # of so many pairs one is measured again at the end
 TRIES = 2  # of an experiment, before it is kept with its error
@@ -130,8 +128,8 @@ class _WorkMeter:
 
 
 def _work(own: Iterable[Pair | Row], repetitions: int) -> float:
-    """Seconds that pairs are predicted to take, with the run that is verified."""
-    return sum((p.events + OVERHEAD) * (repetitions + 1) for p in own)
+    """Seconds that pairs are predicted to take."""
+    return sum(duration(p.events, repetitions) for p in own)
 
 
 def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _WorkMeter) -> Done:

@@ -137,11 +137,9 @@ def _calls(
             for side, each in ((before, native.gives), (after, native.gets))
         )
         if given:
-            # what runs in place comes out of the buffer that it goes into
-            (into, packs), (out, unpacks) = (
-                _run("in", given),
-                _run("in" if native.in_place else "out", taken, back=True),
-            )
+            into, packs = _run("in", given)
+            # What runs in place comes out of the buffer that it goes into.
+            out, unpacks = _run("in" if native.in_place else "out", taken, back=True)
             yield GroupCall(into, out, packs, unpacks)
 
 
