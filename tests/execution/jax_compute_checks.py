@@ -129,11 +129,7 @@ def updates() -> Any:
     """Updates of a parameter beside the reference."""
     from shardplan.execution.jax.run import run_program
 
-    t, step, rng = (
-        TensorType("f32", (6, 12), (None, "x"), MESH),
-        TensorType("i32", (), (), MESH),
-        np.random.default_rng(7),
-    )
+    rng, (t, step) = np.random.default_rng(7), (TensorType.parse(text, MESH) for text in ("f32[6, 12@x]", "i32[]"))
     given = {"w": t, "g": t, "m": t, "v": t, "step": step}
     steps = [Step(Sgd(0.1), ("w", "g"), ("a",)), Step(AdamW(0.1, decay=0.2), (*given,), ("b", "c", "d"))]
     program = Program(given, steps, ("a", "b", "c", "d"))
