@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
-from shardplan.core.nested import rows
+from shardplan.core.nested import row, rows
 from shardplan.core.ops.bodies import Repeat
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.composed import Reverse, differs, needing, plus, zeros
@@ -26,6 +26,11 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 Keep = Callable[[Step, bool], bool]  # of a forward step, and whether it only lays a value out anew
+
+
+def kept(step: Step, moved: bool) -> bool:
+    """Keep all that no movement only laid out anew."""
+    return not moved
 
 
 class Origin(NamedTuple):
@@ -52,9 +57,7 @@ class Gradients:
     origins: tuple[Origin | None, ...]
 
 
-def gradients(
-    program: Program, loss: str, wanted: Sequence[str], keep: Keep = lambda step, moved: not moved
-) -> Gradients:
+def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = kept) -> Gradients:
     """Return the program with the gradients of `loss`, a scalar, in the values `wanted`.
 
     A gradient has the layout of its value's dims, and may be partial over axes that the value does not use. `keep` says
@@ -220,7 +223,7 @@ class _Body(_Level):
             draft.given(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
         ]
         totals = {n: draft.given(t) for n, t in sums.items()}
-        self.coming = [draft.given(_row(t)) for t in stacked.values()]
+        self.coming = [draft.given(row(t)) for t in stacked.values()]
         found: dict[str, str] = {}
         for k, c in zip((*self.carried, *stacked), (*self.entering, *self.coming), strict=True):
             name = body.outputs[k]
@@ -262,12 +265,6 @@ class _Body(_Level):
     def numbers(self) -> _Numbers:
         """Return of which forward steps the body's are."""
         return _Numbers(tuple(self.draft.origins[k] for k in self.live), self.draft.alike, self.bodies)
-
-
-def _row(t: TensorType) -> TensorType:
-    """Return the type of a row of a stack."""
-    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
-    return TensorType(t.dtype, t.shape[1:], t.layout.dims[1:], t.mesh, partial)
 
 
 class _Numbers(NamedTuple):

@@ -98,5 +98,13 @@ def rows(t: TensorType, count: int) -> TensorType:
     return TensorType(t.dtype, (count, *t.shape), ((), *t.layout.dims), t.mesh, partial, t.layout.root)
 
 
+def row(t: TensorType) -> TensorType:
+    """Return the type of one of several values that are stacked; raises `TypingError` where axes cut the stack."""
+    if t.layout.boxes is not None or not t.ndim or t.layout.dims[0]:
+        raise TypingError(f"{t} is no stack along a first dim that no axis cuts")
+    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
+    return TensorType(t.dtype, t.shape[1:], t.layout.dims[1:], t.mesh, partial, t.layout.root)
+
+
 def _texts(types: tuple[TensorType, ...]) -> str:
     return ", ".join(map(str, types)) or "none"

@@ -65,6 +65,7 @@ class Model:
     gradients: Mapping[str, str] = field(hash=False)
     replaced: Mapping[str, str] = field(hash=False)
     origins: tuple[Origin | None, ...] = ()
+    forward: Program | None = field(default=None, compare=False)  # what it was trained from
 
     @staticmethod
     def load(
@@ -252,4 +253,5 @@ def _built(
         MappingProxyType(made.gradients),
         MappingProxyType(made.replaced),
         made.origins,
+        program,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.gradients import Origin, gradients
+from shardplan.core.gradients import Keep, Origin, gradients, kept
 from shardplan.core.op import Op
 from shardplan.core.ops import AdamW, Elementwise, Sgd
 from shardplan.core.program import Program
@@ -47,14 +48,20 @@ class Training(NamedTuple):
     origins: tuple[Origin | None, ...]
 
 
-def trained(program: Program, wanted: Iterable[str], optimizer: str | None, settings: Mapping[str, float]) -> Training:
+def trained(
+    program: Program,
+    wanted: Iterable[str],
+    optimizer: str | None = None,
+    settings: Mapping[str, float] = MappingProxyType({}),
+    keep: Keep = kept,
+) -> Training:
     """Return a program of a `loss` with the gradients in `wanted` as outputs, or with an optimizer the updates.
 
     State of parameter w is w.m, and so on; gradients are gradient.w, and what takes the place of w is next.w. How many
-    steps were done is `step`.
+    steps were done is `step`. `keep` is that of `gradients`.
     """
     names = list(wanted)
-    found = gradients(program, "loss", names)
+    found = gradients(program, "loss", names, keep)
     count = len(program.outputs)
     called: dict[str, str] = {}
     made: dict[str, str] = {}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, poison, results_of
@@ -59,6 +60,19 @@ class Compute(Op):
     @abc.abstractmethod
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
+
+    def laid(self, mesh: Mesh, over: Sequence[tuple[str, ...]] = ()) -> Self:
+        """Return it on a mesh, with the axes of the factors that only results have, in their order.
+
+        Raises `TypingError` where axes are said and the op cannot have them.
+        """
+        said = {f.name for f in fields(self)}
+        changed: dict[str, object] = {"mesh": mesh} if "mesh" in said else {}
+        if "over" in said:
+            changed["over"] = Layout(tuple(over) if "mesh" in said or any(over) else ())
+        elif any(over):
+            raise TypingError(f"{self.name}: over={tuple(over)}; legal are no axes, as it has no such attribute")
+        return replace(self, **changed) if changed else self
 
     def decomposition(self, *operands: TensorType) -> Decomposition | None:
         """Return the op as steps of others that mean the same, None where it has no such form."""

@@ -1,0 +1,168 @@
+"""What a line may do with the axes: which of its factors each serves, or which operands are partial sums over it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from shardplan.core.dim_names import Names
+from shardplan.core.factor_rule import Dims
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.op import results_of
+from shardplan.core.ops.compute import Compute
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError, ShardplanError
+from shardplan.strategy.partition.flow import Line
+
+Axes = tuple[str, ...]
+MOST_PARTIAL = 4  # operands of which all sets are tried as partial; of more each alone, and all
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """By factor the axes that it carries, major to minor, and by axis the operands that are partial over it."""
+
+    factors: tuple[tuple[str, Axes], ...] = ()
+    partial: tuple[tuple[str, frozenset[int]], ...] = ()
+
+    def without(self, axis: str) -> Choice:
+        """Return it with nothing for an axis."""
+        cut = ((f, tuple(a for a in axes if a != axis)) for f, axes in self.factors)
+        return Choice(tuple((f, axes) for f, axes in cut if axes), tuple(p for p in self.partial if p[0] != axis))
+
+    def serving(self, axis: str, factor: str) -> Iterator[Choice]:
+        """Yield it with an axis on a factor, at every place among the axes there."""
+        held = dict(self.factors)
+        there = held.get(factor, ())
+        for k in reversed(range(len(there) + 1)):  # minor to the others first
+            yield Choice(tuple(sorted({**held, factor: (*there[:k], axis, *there[k:])}.items())), self.partial)
+
+    def passing(self, axis: str, operands: frozenset[int]) -> Choice:
+        """Return it with operands partial over an axis."""
+        return Choice(self.factors, tuple(sorted((*self.partial, (axis, operands)))))
+
+
+class Laid(NamedTuple):
+    """A line on the mesh: its op, and the types of operands and results."""
+
+    op: Compute
+    operands: tuple[TensorType, ...]
+    results: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Lays lines on a mesh; remembers what it laid."""
+
+    mesh: Mesh
+    known: dict[tuple[int, Choice], Laid | None] = field(default_factory=dict[tuple[int, Choice], "Laid | None"])
+
+    def laid(self, line: Line, choice: Choice) -> Laid | None:
+        """Return a line as a choice lays it, None where that does not type."""
+        key = id(line), choice
+        if key not in self.known:
+            try:
+                self.known[key] = self.typed(line, choice)
+            except ShardplanError:
+                self.known[key] = None
+        return self.known[key]
+
+    def typed(self, line: Line, choice: Choice) -> Laid:
+        """Return a line as a choice lays it; raises what the op says against it."""
+        carried = dict(choice.factors)
+        operands: list[TensorType] = []
+        for k, (t, dims) in enumerate(zip(line.types, line.links.operands, strict=True)):
+            partial = tuple(axis for axis, chosen in choice.partial if k in chosen)
+            layout = Layout(_axes(dims, carried), partial, "sum" if partial else None)
+            operands.append(t.with_layout(layout, self.mesh))
+        op = line.op.laid(self.mesh, [carried.get(f, ()) for f in line.made])
+        return Laid(op, tuple(operands), results_of(op, tuple(operands)))
+
+
+def _axes(dims: Dims, carried: Mapping[str, Axes]) -> tuple[Axes, ...]:
+    return tuple(tuple(a for f in factors for a in carried.get(f, ())) for factors in dims)
+
+
+@cache
+def sets_of(count: int) -> tuple[frozenset[int], ...]:
+    """Return the sets of operands that are tried as partial, small ones first."""
+    sizes = range(1, count + 1) if count <= MOST_PARTIAL else (1, count)
+    return tuple(frozenset(s) for n in sizes for s in itertools.combinations(range(count), n))
+
+
+def served(line: Line, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return by group of dims, in order, the factors of a line that are of one of them; groups without any are left out."""
+    found = [[f for f, names in line.names.items() if _is(names, group) and line.links.sizes[f] > 1] for group in groups]
+    return [factors for factors in found if factors]
+
+
+def _is(names: Names, group: Sequence[str]) -> bool:
+    return any(name in group for name in names)
+
+
+class Held(NamedTuple):
+    """How a parameter lies where it is an operand, or its gradient as a result; by dim its axes."""
+
+    dims: tuple[Axes, ...]
+
+    def allows(self, t: TensorType, axis: str) -> bool:
+        """Say whether a type has an axis on the dims where it is held, and on no other."""
+        return all((axis in mine) == (axis in theirs) for mine, theirs in zip(self.dims, t.layout.dims, strict=True))
+
+
+class Bounds(NamedTuple):
+    """What of a line's operands and results is held, by their numbers."""
+
+    operands: Mapping[int, Held]
+    results: Mapping[int, Held]
+
+    def allow(self, laid: Laid, axis: str) -> bool:
+        """Say whether operands lie as they are held; a gradient may also be a partial sum."""
+        if any(not held.allows(laid.operands[k], axis) for k, held in self.operands.items()):
+            return False
+        return all(
+            held.allows(laid.results[k], axis)
+            or (axis in laid.results[k].layout.partial and not any(axis in d for d in laid.results[k].layout.dims))
+            for k, held in self.results.items()
+        )
+
+
+def options(
+    layer: Layer, line: Line, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: Choice
+) -> list[tuple[Choice, Laid]]:
+    """Return what a line may do with an axis, the others being as they are.
+
+    It serves a factor of the first group of which any does; or it is passed as a partial sum. Where nothing is served,
+    or only what results alone have, every device may do the same. Raises `LayoutError` where nothing is left.
+    """
+    rest = now.without(axis)
+    found: dict[Choice, Laid] = {}
+
+    def offer(choice: Choice) -> bool:
+        laid = layer.laid(line, choice)
+        if laid is None or not bounds.allow(laid, axis):
+            return False
+        found[choice] = laid
+        return True
+
+    free = True
+    for factors in served(line, groups):
+        taken = [f for f in factors if any([offer(choice) for choice in rest.serving(axis, f)])]
+        if taken:
+            free = all(f in line.made for f in taken)
+            break
+    for operands in sets_of(len(line.types)):
+        offer(rest.passing(axis, operands))
+    if free:
+        offer(rest)
+    if not found:
+        types = ", ".join(map(str, line.types))
+        raise LayoutError(
+            f"{line} on {types}: no dim that the axis {axis} serves ({' > '.join(map(' '.join, groups)) or 'none'}) "
+            "lets its parameters lie as they are held; legal is another line of serve or held"
+        )
+    return list(found.items())

@@ -1,0 +1,65 @@
+"""Opening: composed ops as the steps that they come to, where the whole op cannot be laid as its axes serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from shardplan.core.dim_names import DimNames, Names, dim_names
+from shardplan.core.nested import Nested, nested
+from shardplan.core.ops.compute import computing
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+
+Refused = Callable[[Step, Program, Mapping[str, Names]], bool]  # a step of a program, and the names of its factors
+DEPTH = 8  # of composed ops inside each other
+
+
+def opened(program: Program, dims: Mapping[str, tuple[str, ...]], refused: Refused) -> tuple[Program, set[Step]]:
+    """Return a program in which no composed op is refused, and the steps that such ops came to.
+
+    A value inside an op is called after the op's first result.
+    """
+    inside = set[Step]()
+    for _ in range(DEPTH):
+        names = dim_names(program, dims)
+        found = _once(program, names, refused, inside)
+        if found is program:
+            break
+        program = found
+    return program, inside
+
+
+def _once(program: Program, names: DimNames, refused: Refused, inside: set[Step]) -> Program:
+    steps: list[Step] = []
+    for number, step in enumerate(program.steps):
+        op = nested(step.op)
+        if op is not None:
+            body = _once(op.body, names.bodies[number], refused, inside)
+            steps.append(step if body is op.body else _with_body(step, op, body))
+        elif refused(step, program, names.factors[number]) and (parts := _parts(step, program)):
+            inside.discard(step)
+            inside.update(parts)
+            steps += parts
+        else:
+            steps.append(step)
+    return program if tuple(steps) == program.steps else Program(program.inputs, steps, program.outputs)
+
+
+def _with_body(step: Step, op: Nested, body: Program) -> Step:
+    return replace(step, op=replace(op, body=body))
+
+
+def _parts(step: Step, program: Program) -> list[Step]:
+    """The steps of an op's decomposition, none where it has none."""
+    op = computing(step.op)
+    body = op.decomposition(*program.step_types(step)[0]) if op else None
+    if body is None:
+        return []
+    called = {str(k): name for k, name in enumerate(step.operands)}
+    called |= {r: f"{step.results[0]}.{r}" for s in body.steps for r in s.results}
+    called |= zip(body.results, step.results, strict=True)
+    return [
+        Step(s.op, tuple(called[o] for o in s.operands), tuple(called[r] for r in s.results), s.stopped)
+        for s in body.steps
+    ]

@@ -1,0 +1,194 @@
+"""`Layouts`: what a strategy says of a model's names, in three tables.
+
+- *serve*: by axis the dims that it serves, in order of preference; dims in brackets are alike. In an op the axis serves
+  the first of them that the op has and its held operands allow; else the op passes it as a partial sum, or it does
+  nothing there.
+- *stored*: how inputs lie between programs: `batch@data`, `{+data}`. `free` stands for the first dim that the axes
+  divide, minor to what is held; where they divide none, for the largest.
+- *held*: how parameters lie where they are operands. What stored has more is gathered at the use, and their gradients
+  are reduced into it.
+
+Patterns are those of file names; of several lines the first that matches a name counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.notation import axes_text
+from shardplan.core.tensor import TensorType
+from shardplan.errors import ParseError
+
+FREE, LAYER = "free", "layer"
+Axes = tuple[str, ...]
+_WORD = re.compile(r"\[[^\]]*\]|[^\s>]+")
+_PLACE = re.compile(r"(\w+)@(?:\(([\w\s,]+)\)|(\w+))|\{\+([\w+,\s]+)\}")
+_TITLES = ("serve", "stored", "held")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How the values of some names lie: by dim its axes, major to minor, and what they are partial sums over."""
+
+    patterns: tuple[str, ...]
+    dims: tuple[tuple[str, Axes], ...] = ()
+    partial: Axes = ()
+
+    def matches(self, name: str) -> bool:
+        """Say whether it counts for a name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def __str__(self) -> str:
+        """Return the line of a table."""
+        words = [f"{dim}@{axes_text(axes)}" for dim, axes in self.dims]
+        words += ["{" + ",".join(f"+{a}" for a in self.partial) + "}"] if self.partial else []
+        return f"{', '.join(self.patterns)}: {', '.join(words) or 'whole'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The three tables; text that parses back.
+
+    >>> print(Layouts.parse('''
+    ... serve
+    ...   data: batch > free
+    ...   tensor: [kv_heads, ffn] > sequence
+    ... stored
+    ...   tokens: batch@data
+    ... held
+    ...   layers.up, layers.down: ffn@tensor
+    ... '''))
+    serve
+      data: batch > free
+      tensor: [kv_heads, ffn] > sequence
+    stored
+      tokens: batch@data
+    held
+      layers.up, layers.down: ffn@tensor
+    """
+
+    serve: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
+    stored: tuple[Line, ...] = ()
+    held: tuple[Line, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the tables."""
+        serve = [f"{axis}: {' > '.join(map(_group, groups))}" for axis, groups in self.serve]
+        tables = zip(_TITLES, (serve, self.stored, self.held), strict=True)
+        return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in tables)
+
+    @staticmethod
+    def parse(text: str) -> Layouts:
+        """Read the text of `str`; raises `ParseError` naming the line."""
+        found: dict[str, list[tuple[str, str]]] = {title: [] for title in _TITLES}
+        title = ""
+        for number, raw in enumerate(text.splitlines(), 1):
+            line = raw.partition("#")[0].strip()
+            if line in found:
+                title = line
+            elif line:
+                names, colon, said = line.partition(":")
+                if not title or not colon or not said.strip():
+                    legal = "serve, stored or held, and below it lines such as 'tokens: batch@data'"
+                    raise ParseError(f"line {number} of layouts, {raw.strip()!r}; legal are {legal}")
+                found[title].append((names.strip(), said.strip()))
+        serve = tuple((axis, _groups(axis, said)) for axis, said in found["serve"])
+        stored, held = (tuple(_line(names, said) for names, said in found[title]) for title in _TITLES[1:])
+        return Layouts(serve, stored, held)
+
+    @property
+    def axes(self) -> Axes:
+        """The axes that serve."""
+        return tuple(axis for axis, _ in self.serve)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that match none of some names."""
+        known = list(names)
+        every = [p for line in (*self.stored, *self.held) for p in line.patterns]
+        return [p for p in every if not any(fnmatchcase(name, p) for name in known)]
+
+    def held_layout(self, name: str, dims: Sequence[str], mesh: Mesh) -> Layout:
+        """Return how a value of these dims lies where it is an operand."""
+        return _layout(_first(self.held, name), dims, None, mesh, Layout(((),) * len(dims)))
+
+    def stored_type(self, name: str, dims: Sequence[str], t: TensorType, mesh: Mesh, held: Layout) -> TensorType:
+        """Return how a value of these dims, of the dtype and shape of `t`, lies between programs."""
+        return t.with_layout(_layout(_first(self.stored, name), dims, t.shape, mesh, held), mesh)
+
+
+def _first(lines: Sequence[Line], name: str) -> Line:
+    return next((line for line in lines if line.matches(name)), Line(()))
+
+
+def _layout(
+    line: Line, dims: Sequence[str], shape: Sequence[int] | None, mesh: Mesh, held: Layout
+) -> Layout:
+    """The layout that a line says; a dim that the value does not have says nothing."""
+    out = [list(axes) for axes in held.dims]
+    for dim, axes in line.dims:
+        if dim == FREE and shape is not None:
+            chosen = _free(shape, dims, axes, mesh, out)
+            if chosen is not None:
+                out[chosen] += axes
+        elif dim in dims:
+            d = dims.index(dim)
+            out[d] += [a for a in axes if a not in out[d]]
+    found = tuple(map(tuple, out))
+    used = {a for axes in found for a in axes}
+    partial = tuple(a for a in line.partial if a not in used)
+    return Layout(found, partial, "sum" if partial else None)
+
+
+def _free(shape: Sequence[int], dims: Sequence[str], axes: Axes, mesh: Mesh, held: Sequence[Sequence[str]]) -> int | None:
+    """The first dim that the axes divide, minor to what is held; else the largest that is longer than 1."""
+    places = [d for d, name in enumerate(dims) if name != LAYER and shape[d] > 1]
+    cut = {d: math.prod(mesh.span(a).size for a in (*held[d], *axes)) for d in places}
+    even = [d for d in places if shape[d] % cut[d] == 0]
+    return even[0] if even else max(places, key=lambda d: shape[d], default=None)
+
+
+def _group(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+
+def _groups(axis: str, said: str) -> tuple[tuple[str, ...], ...]:
+    found: list[tuple[str, ...]] = []
+    for word in said.split(">"):
+        match = _WORD.fullmatch(word.strip())
+        names = tuple(n.strip() for n in word.strip().strip("[]").split(","))
+        if match is None or not all(n.isidentifier() for n in names):
+            raise ParseError(f"serve of {axis}: {said!r}; legal are dims such as '[kv_heads, ffn] > sequence'")
+        found.append(names)
+    return tuple(found)
+
+
+def _line(names: str, said: str) -> Line:
+    patterns = tuple(n.strip() for n in names.split(","))
+    if said == "whole":
+        return Line(patterns)
+    dims: list[tuple[str, Axes]] = []
+    partial: list[str] = []
+    rest = said
+    while rest:
+        match = _PLACE.match(rest)
+        if match is None:
+            raise ParseError(f"{names}: {said!r}; legal are 'whole', or dims such as 'batch@data, free@(a,b), {{+data}}'")
+        dim, several, one, sums = match.groups()
+        words = [w.strip().lstrip("+") for w in (several or one or sums).split(",")]
+        if dim:
+            dims.append((dim, tuple(words)))
+        else:
+            partial += words
+        rest = rest[match.end() :].lstrip().removeprefix(",").lstrip()
+    return Line(patterns, tuple(dims), tuple(partial))
+
+
+def held_of(rules: Mapping[str, Layout], name: str, ndim: int) -> Layout:
+    """Return the layout that is held of a name, whole where none is said."""
+    return rules.get(name, Layout(((),) * ndim))

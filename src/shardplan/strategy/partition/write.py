@@ -1,0 +1,184 @@
+"""Writes a settled program: every line as it was laid, and a planned movement where types do not meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from shardplan.core.layout import Layout
+from shardplan.core.nested import row, rows
+from shardplan.core.op import Op, results_of
+from shardplan.core.ops import Cast, Elementwise
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.plans.plan import Plan
+from shardplan.strategy.partition.flow import Key, Line, Loop, Path
+from shardplan.strategy.partition.settle import Settled
+
+Totals = Mapping[Key, tuple[str, TensorType]]
+Planner = Callable[[TensorType, TensorType], Plan]
+
+
+class Movement(NamedTuple):
+    """A movement that was inserted: the block and the value, which line wanted it, its plan, how often it runs."""
+
+    path: Path
+    value: str
+    by: str
+    plan: Plan
+    times: int
+
+
+@dataclass(slots=True)
+class Writer:
+    """A program, or a body, being written; `values` has by name of the model the types in which a value is there."""
+
+    settled: Settled
+    plan: Planner
+    movements: list[Movement]
+    path: Path = ()
+    times: int = 1
+    steps: list[Step] = field(default_factory=list[Step])
+    types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
+    inputs: list[tuple[str, TensorType]] = field(default_factory=list[tuple[str, TensorType]])
+    values: dict[str, dict[TensorType, str]] = field(default_factory=dict[str, dict[TensorType, str]])
+    stems: dict[str, str] = field(default_factory=dict[str, str])  # what names were made of
+
+    def given(self, name: str, t: TensorType) -> None:
+        """Declare an input."""
+        self.inputs.append((name, t))
+        self.types[name] = t
+        self.values[name] = {t: name}
+
+    def made(self, name: str) -> TensorType:
+        """Return the type in which a value was made, or came."""
+        return next(iter(self.values[name]))
+
+    def op(self, op: Op, operands: Sequence[str], results: Sequence[str] = ()) -> str:
+        """Write a step on names of this program, and return the first result."""
+        found = results_of(op, tuple(self.types[o] for o in operands))
+        names = list(results)
+        for t in found[len(names) :]:
+            names.append(self.free(operands[0] if operands else op.name))
+            self.types[names[-1]] = t
+        self.types.update(zip(names, found, strict=True))
+        self.steps.append(Step(op, tuple(operands), tuple(names)))
+        return names[0]
+
+    def free(self, name: str) -> str:
+        """Return a name that no value has, made of one that has."""
+        stem, k = self.stems.get(name, name), 1
+        while f"{stem}.{k}" in self.types:
+            k += 1
+        self.stems[f"{stem}.{k}"] = stem
+        return f"{stem}.{k}"
+
+    def want(self, name: str, t: TensorType, by: str) -> str:
+        """Return what a value is called in a type, into which it is moved the first time that it is wanted."""
+        have = self.values[name]
+        if t not in have:
+            plan = self.plan(self.made(name), t)
+            have[t] = self.inline(plan.program, have[self.made(name)])
+            self.movements.append(Movement(self.path, name, by, plan, self.times))
+        return have[t]
+
+    def inline(self, program: Program, operand: str) -> str:
+        """Write the steps of a plan of one value."""
+        names = {program.inputs[0][0]: operand}
+        for step in program.steps:
+            fresh = []
+            for r in step.results:
+                names[r] = self.free(operand)
+                self.types[names[r]] = program.types[r]
+                fresh.append(names[r])
+            self.steps.append(Step(step.op, tuple(names[o] for o in step.operands), tuple(fresh)))
+        return names[program.outputs[0]]
+
+    def line(self, line: Line) -> None:
+        """Write a line as it was laid."""
+        laid = self.settled.laid(line)
+        operands = [self.want(o, t, str(line)) for o, t in zip(line.operands, laid.operands, strict=True)]
+        self.op(laid.op, operands, line.results)
+        for name, t in zip(line.results, laid.results, strict=True):
+            self.values[name] = {t: name}
+
+    def whole(self, name: str, by: str) -> str:
+        """Return a value without the sums that are still to be taken: what is saved or stacked is not partial."""
+        t = self.made(name)
+        return self.want(name, t.with_layout(Layout(t.layout.dims)), by)
+
+    def accumulated(self, gradient: str, t: TensorType, total: str | None, by: str) -> str:
+        """Return a gradient in a type and its dtype, added to the total where there is one."""
+        name = self.want(gradient, TensorType(self.made(gradient).dtype, t.shape, t.layout, t.mesh), by)
+        if self.types[name].dtype != t.dtype:
+            name = self.op(Cast(t.dtype), [name])
+        return self.op(Elementwise("a + b"), [total, name]) if total else name
+
+    def loop(self, loop: Loop, totals: Totals, add: bool) -> list[str]:
+        """Write a repeat; `totals` has of rows that are gradients the name and the row's type of what they are added to.
+
+        Returns the names of the totals that enter, where `add` says that there are any.
+        """
+        op: Any = loop.op
+        block, by = loop.block, f"step {loop.number} (repeat)"
+        inner = Writer(self.settled, self.plan, self.movements, block.path, self.times * op.times)
+        names = [name for name, _ in block.inputs]
+        whole = len(names) - op.cut
+        operands: list[str] = []
+        for k, (outside, name) in enumerate(zip(loop.operands, names, strict=True)):
+            if k < op.kept:
+                t = self.settled.type_of((block.path, name))
+                operands.append(self.want(outside, t, by))
+            else:
+                t = self.made(outside)
+                operands.append(self.values[outside][t])
+                t = t if k < whole else row(t)
+            inner.given(name, t)
+        inner.lines(block.lines, totals, add)
+        leaving = [
+            inner.want(o, self.settled.type_of((block.path, n)), by)
+            for o, n in zip(block.outputs[: op.kept], names, strict=False)
+        ]
+        entering: list[str] = []
+        for name in block.outputs[op.kept :]:
+            found = totals.get((block.path, name))
+            if found is None:
+                leaving.append(inner.whole(name, by))
+                continue
+            stack, t = found
+            total = None
+            if add:
+                total = inner.free("total")
+                inner.given(total, t)
+                self.given(stack, rows(t, op.times))
+                operands.append(stack)
+                entering.append(stack)
+            leaving.append(inner.accumulated(name, t, total, by))
+        made = replace(op, body=inner.program(leaving), sliced=op.cut + len(entering))
+        self.op(made, operands, loop.results)
+        for name in loop.results:
+            self.values[name] = {self.types[name]: name}
+        return entering
+
+    def lines(self, lines: Iterable[Line | Loop], totals: Totals, add: bool) -> list[str]:
+        """Write lines in order; returns the totals that enter, see `loop`."""
+        entering: list[str] = []
+        for line in lines:
+            if isinstance(line, Loop):
+                entering += self.loop(line, totals, add)
+            else:
+                self.line(line)
+        return entering
+
+    def program(self, outputs: Sequence[str]) -> Program:
+        """Return what was written."""
+        return Program(self.inputs, self.steps, outputs)
+
+
+def reads(lines: Iterable[Line | Loop]) -> set[str]:
+    """Return the values of a block that some of its lines read."""
+    return {o for line in lines for o in line.operands}
+
+

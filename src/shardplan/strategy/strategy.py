@@ -1,0 +1,208 @@
+"""`Strategy`: degrees of parallelism and what else is decided of a training or inference step; data, and its tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardplan.core import border
+from shardplan.core.mesh import Mesh
+from shardplan.errors import LayoutError
+from shardplan.strategy.model import Model
+from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Line
+
+ContextKind = Literal["ulysses", "gather"]
+TENSOR = ("kv_heads", "ffn", "vocab")
+EXPERTS = ("experts", "embedding")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a model runs on devices: `data * tensor * pipeline * context` of them.
+
+    Args:
+        data: Replicas that take other sequences.
+        tensor: Devices that heads, hidden features of MLPs and the vocabulary are dealt out to.
+        pipeline: Stages.
+        context: Devices that a sequence is dealt out to.
+        expert: Of the `data` replicas so many share the experts; it divides `data`.
+        microbatch: Sequences of a replica that go through at once.
+        global_batch: Sequences of a step; `data * microbatch` by default.
+        schedule: The name of a pipeline schedule.
+        interleave: Chunks of layers a device.
+        recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again; or names
+            of ops whose results are.
+        sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
+        zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
+        fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
+        context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
+        gradient_dtype: Of accumulated gradients; by default that of the parameter.
+
+    Raises `LayoutError` for a value that is not legal.
+
+    >>> Strategy(data=2, tensor=4, global_batch=16).microbatches
+    8
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    microbatch: int = 1
+    global_batch: int | None = None
+    schedule: str = "1f1b"
+    interleave: int = 1
+    recompute: str | tuple[str, ...] = "none"
+    sequence_parallel: bool = False
+    zero: int = 0
+    fsdp: bool = False
+    context_kind: ContextKind = "ulysses"
+    gradient_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field by itself, and what hangs together."""
+        for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "interleave"):
+            border.whole(f"strategy: {name}", getattr(self, name), 1)
+        border.whole("strategy: zero", self.zero, 0, 3)
+        border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
+        if self.data % self.expert:
+            legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
+            raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")
+        replicas = self.data * self.microbatch
+        if self.global_batch is None:
+            object.__setattr__(self, "global_batch", replicas)
+        batch = border.whole("strategy: global_batch", self.global_batch, 1)
+        if batch % replicas:
+            near = [n for n in (batch // replicas * replicas, -(-batch // replicas) * replicas) if n]
+            raise LayoutError(
+                f"strategy: global_batch={batch} is no multiple of data * microbatch = {self.data} * {self.microbatch}"
+                f" = {replicas}; the nearest legal are {' and '.join(map(str, near))}"
+            )
+        if self.fsdp and self.zero not in (0, 2, 3):
+            raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal are 2 and 3 (by default)")
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has."""
+        assert self.global_batch is not None  # set when it was made
+        return self.global_batch // (self.data * self.microbatch)
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def stage(self) -> int:
+        """Devices of a pipeline stage."""
+        return self.devices // self.pipeline
+
+    def axes(self, model: Model) -> dict[str, int]:
+        """Return the axes of a stage's mesh, outermost first; without those of one device.
+
+        `expert` is the inner part of the data replicas. Where a model has fewer key-value heads than `tensor`, that
+        axis has the part of it that divides them, and `group` the rest, over which query heads of one group are dealt.
+        """
+        heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
+        tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
+        sizes = {
+            "data": self.data // self.expert,
+            "expert": self.expert,
+            "context": self.context,
+            "tensor": tensor,
+            "group": self.tensor // tensor,
+        }
+        return {axis: n for axis, n in sizes.items() if n > 1}
+
+    def mesh(self, model: Model, stage: int = 0) -> Mesh:
+        """Return the mesh of a stage; stages have devices in a row."""
+        return Mesh(self.axes(model), devices=range(stage * self.stage, (stage + 1) * self.stage))
+
+    def layouts(self, model: Model) -> Layouts:
+        """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
+        axes = self.axes(model)
+        held = {name: tuple(_held(model, name, axes)) for name in model.parameters}
+        batch = [a for a in ("data", "expert") if a in axes]
+        sequence = [a for a in ("context",) if a in axes]
+        zero = 3 if self.fsdp else self.zero
+        stored: list[Line] = []
+        for name, dims in model.dims.items():
+            places = [("batch", tuple(batch)), ("sequence", tuple(sequence))]
+            if name not in model.parameters and not _state_of(model, name):
+                cuts = [(dim, a) for dim, a in places if a and dim in dims]
+                if name in model.replaced:
+                    cuts += [(dim, a) for dim, a in _cuts(dims, axes) if dim not in dict(cuts)]
+                stored += [Line((name,), tuple(cuts))] if cuts else []
+        for name in model.parameters:
+            apart = [a for a in (*batch, *(sequence if self.fsdp else ())) if a not in dict(_axes(held[name]))]
+            free = ((FREE, tuple(apart)),) if apart else ()
+            sums = tuple(a for a in (*batch, *sequence) if a not in dict(_axes(held[name])))
+            left = tuple(a for a in sums if a not in apart)
+            if not sums:
+                continue
+            if zero >= 3 and free:
+                stored.append(Line((name,), free))
+            if zero >= 1 and free:
+                stored.append(Line((f"{name}.*",), free))
+            stored.append(Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums))
+        lines = [Line((name,), cuts) for name, cuts in held.items() if cuts]
+        return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
+
+    def _serve(self, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
+        """What every axis serves."""
+        rest = (("sequence",),) if self.sequence_parallel else ()
+        context = (("kv_heads",), ("sequence",)) if self.context_kind == "ulysses" else (("sequence",),)
+        every = {
+            "data": (("batch",), (FREE,)),
+            "expert": ((*EXPERTS, "batch"), (FREE,)),
+            "context": context,
+            "tensor": (TENSOR, *rest),
+            "group": (("ratio", *TENSOR[1:]), *rest),
+        }
+        yield from ((axis, every[axis]) for axis in axes)
+
+
+def _cuts(dims: tuple[str, ...], axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+    """How tensor axes cut the dims of a value, each at most once."""
+    first = next((d for d in TENSOR if d in dims), None)
+    heads = first == "kv_heads"
+    both = tuple(a for a in ("tensor", "group") if a in axes)
+    if first is None or not both:
+        return
+    if not heads:
+        yield first, both
+        return
+    if "tensor" in axes:
+        yield "kv_heads", ("tensor",)
+    if "group" in axes and "ratio" in dims:
+        yield "ratio", ("group",)
+
+
+def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+    """How a parameter is held: experts one by one, and what tensor axes cut."""
+    dims = tuple(d for d in model.dims[name] if d != LAYER)
+    if "expert" in axes and dims and (dims[0] == "experts" or (dims[-1] == "embedding" and dims[0] == "rows")):
+        yield (dims[0] if dims[0] == "experts" else "embedding"), ("expert",)
+    yield from _cuts(dims, axes)
+
+
+def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
+    return ((a, dim) for dim, axes in cuts for a in axes)
+
+
+def _state_of(model: Model, name: str) -> bool:
+    """Say whether an input is what an optimizer keeps of a parameter."""
+    return name.rpartition(".")[0] in model.parameters and name not in model.parameters
+
+
+def _joined(lines: list[Line]) -> tuple[Line, ...]:
+    """Lines that say the same as one."""
+    found: dict[tuple[object, object], list[str]] = {}
+    for line in lines:
+        found.setdefault((line.dims, line.partial), []).extend(line.patterns)
+    return tuple(Line(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]
+
+
