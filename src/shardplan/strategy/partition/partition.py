@@ -23,7 +23,7 @@ from shardplan.strategy.partition.flow import Block, Key, Line, Loop, flow, line
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.opening import opened
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.settle import Problem, Settled, settle
+from shardplan.strategy.partition.settle import Problem, Settled, at_most, settle
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.partition.write import Movement, Writer
 from shardplan.strategy.strategy import Strategy
@@ -142,6 +142,11 @@ class _Partition:
     def job(self) -> Job:
         """Settle, and write the programs."""
         settled, ends = self._settled()
+        for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
+            ends[key] = name, at_most(t, settled.type_of(key))
+            total = self.state[f"gradient.{name}"]
+            layout = ends[key][1].layout
+            self.state[f"gradient.{name}"] = total.with_layout(Layout(total.layout.dims, layout.partial, layout.reduction))
         movements: dict[tuple[int, str], tuple[Movement, ...]] = {}
         programs: dict[tuple[int, str], Program] = {}
         made = {r for line in self.forward for r in line.results}

@@ -72,14 +72,28 @@ class Maker:
 
 
 class Use(NamedTuple):
-    """Who wants a value: operand `operand` of a choice, in a block that runs `times` times; or None and a fixed type."""
+    """Who wants a value: operand `operand` of a choice, in a block that runs `times` times."""
 
-    maker: Maker | None
+    maker: Maker
     operand: int
     path: Path
     times: int
     source: Source
-    fixed: TensorType | None = None
+
+
+class End(NamedTuple):
+    """A type that a value must come to in a block that runs `times` times; a sum where it is made as one."""
+
+    source: Source
+    times: int
+    t: TensorType
+
+
+def at_most(t: TensorType, made: TensorType) -> TensorType:
+    """Return a type that is partial only over axes that `made` is partial over."""
+    both = set(t.mesh.expand(t.layout.partial)) & set(t.mesh.expand(made.layout.partial))
+    partial = t.mesh.fold(tuple(sorted(both)))
+    return t.with_layout(Layout(t.layout.dims, partial, t.layout.reduction if partial else None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,7 @@ class Problem:
         self.carries: dict[tuple[Path, int], Maker] = {}
         self.sources: dict[Key, Source] = {}
         self.uses: list[Use] = []
+        self.ends: list[End] = []
         self.held: dict[Key, Held] = {}
         self.gradients = {key: Held(layout.dims) for key, layout in gradients.items()}
         for name, _ in root.inputs:
@@ -154,8 +169,10 @@ class Problem:
         self._block(root)
         for key, t in wanted.items():
             source = self.sources[key]
-            path, times = next((b.path, b.times) for b in root.every() if b.path == key[0])
-            self.uses.append(Use(None, 0, path, times, source, source.asked(t)))
+            times = next(b.times for b in root.every() if b.path == key[0])
+            asked = source.asked(t)
+            assert asked is not None  # what ends is no row of a stack that is cut
+            self.ends.append(End(source, times, asked))
 
     def _block(self, block: Block) -> None:
         for line in block.lines:
@@ -278,32 +295,36 @@ def tables(
     """
     for maker, mine in found.items():
         yield (maker,), np.array([o.seconds for o in mine]) * maker.times
+    for end in problem.ends:
+        if end.source.maker is not None:
+            made = [o.made[end.source.result] for o in found[end.source.maker]]
+            last = _onto(end.t, axes)
+            cost = [prices.move(t, at_most(last, t)) for t in made]
+            yield (end.source.maker,), np.array(cost) * end.times
     groups: dict[tuple[object, ...], list[Use]] = {}
     for use in problem.uses:
         origin = use.source.maker or use.source.name
         groups.setdefault((origin, use.source.result, use.path), []).append(use)
     for (_, result, path), uses in groups.items():
         source = uses[0].source
-        made: Types = (
-            (_onto(source.fixed, axes),) if source.maker is None else tuple(o.made[result] for o in found[source.maker])
-        )
-        wanted = [_wanted(use, found, axes) for use in uses]
+        made: Types = tuple(o.made[result] for o in found[source.maker]) if source.maker is not None else ()
+        if source.fixed is not None:
+            made = (_onto(source.fixed, axes),)
+        wanted = [_wanted(use, found) for use in uses]
         yield from _movements(source.maker, made, uses, wanted, prices, (path, id(uses[0])))
 
 
-def _onto(t: TensorType | None, axes: set[str]) -> TensorType | None:
+def _onto(t: TensorType, axes: set[str]) -> TensorType:
     """A type as it is over some axes, whole over all others."""
-    if t is None or set(t.layout.used) <= axes:
+    if set(t.layout.used) <= axes:
         return t
     partial = tuple(a for a in t.layout.partial if a in axes)
     dims = tuple(tuple(a for a in dim if a in axes) for dim in t.layout.dims)
     return t.with_layout(Layout(dims, partial, t.layout.reduction if partial else None))
 
 
-def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]], axes: set[str]) -> Types:
+def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Types:
     """By option of a user the type that it wants of what was made."""
-    if use.maker is None:
-        return (_onto(use.fixed, axes),)
     return tuple(use.source.asked(o.wanted[use.operand]) for o in found[use.maker])
 
 
@@ -321,10 +342,10 @@ def _movements(
     owners: list[object] = [use.maker for use in uses]
     sizes = [len(types) for types in wanted]
     for owner, no in zip(owners, never, strict=True):
-        if owner is not None and no.any():
+        if no.any():
             yield (owner,), np.where(no, math.inf, 0.0)
     joint = list(dict.fromkeys(o for o in (maker, *owners) if o is not None))
-    length = {o: n for o, n in zip(owners, sizes, strict=True) if o is not None}
+    length: dict[object, int] = dict(zip(owners, sizes, strict=True))
     if maker is not None:
         length[maker] = len(made)
     if math.prod(length[o] for o in joint) <= WIDE:
