@@ -13,6 +13,7 @@ from shardplan.core.factor_rule import Dims
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
+from shardplan.core.ops.composed import differs
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
@@ -153,7 +154,8 @@ def options(
     for factors in served(line, groups):
         taken = [f for f in factors if any([offer(choice) for choice in rest.serving(axis, f)])]
         if taken:
-            free = all(f in line.made for f in taken)
+            # Ids and masks, and what has only these dims in its results, every device may make.
+            free = all(f in line.made for f in taken) or not any(map(differs, line.types))
             break
     for operands in sets_of(len(line.types)):
         offer(rest.passing(axis, operands))

@@ -23,7 +23,7 @@ from shardplan.strategy.partition.flow import Block, Key, Line, Loop, flow, line
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.opening import opened
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.settle import Problem, Settled, at_most, settle
+from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.partition.write import Movement, Writer
 from shardplan.strategy.strategy import Strategy
@@ -63,6 +63,9 @@ class _Partition:
         self.flow, self.gradient, count = self._flow()
         self.forward = [line for line in self.flow.lines if line.number < count]
         self.backward = [line for line in self.flow.lines if line.number >= count]
+        read = {o for line in self.backward for o in line.operands}
+        made = (v for line in self.forward for v in line.results)
+        self.cut = Cut(count, tuple(v for v in made if v in read))
         self.held = {
             name: self.layouts.held_layout(name, model.dims[name], self.mesh) for name in model.parameters
         }
@@ -116,26 +119,32 @@ class _Partition:
     def _settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
         """Settle; and the rows that are gradients, each with its parameter and the type of its total."""
         ends: dict[Key, tuple[str, TensorType]] = {}
-        for name, (path, value) in self.gradient.items():
-            t = self.state[f"gradient.{name}"]
-            key, where = (path, value), next(line for line in self.flow.lines if value in line.results)
-            if isinstance(where, Loop):
-                k = where.results.index(value)
-                if k >= where.op.kept:
-                    key, t = (where.block.path, where.block.outputs[k]), row(t)
+        for name, (_, value) in self.gradient.items():
+            key, t = self._end(value, self.state[f"gradient.{name}"])
             ends[key] = (name, t)
         types = {key: (block.types[key[1]]) for block in self.flow.every() for key in ends if key[0] == block.path}
         wanted = {key: TensorType(types[key].dtype, t.shape, t.layout, t.mesh) for key, (_, t) in ends.items()}
+        inputs = {new: old for old, new in self.model.replaced.items()}
         for name in self.flow.outputs:
             t = self.flow.types[name]
-            if not t.shape:
+            if name in inputs:
+                key, last = self._end(name, self.state[inputs[name]])
+                wanted[key] = last
+            elif not t.shape:
                 wanted[(), name] = t.with_layout(Layout(()), self.mesh)
         rows_held = {
             key: Layout(self.held[name].dims[len(self.held[name].dims) - types[key].ndim :]) for key, (name, _) in ends.items()
         }
-        problem = Problem(self.flow, self.mesh, self.state, wanted, self.held, rows_held)
+        problem = Problem(self.flow, self.mesh, self.state, wanted, self.held, rows_held, self.cut)
         serve = dict(self.layouts.serve)
         return settle(problem, serve, self.mesh.axes, self.prices), ends
+
+    def _end(self, value: str, t: TensorType) -> tuple[Key, TensorType]:
+        """Where a value that leaves is made, in a body that stacks it, and its type there."""
+        line = next((line for line in self.flow.lines if value in line.results), None)
+        if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.kept:
+            return (line.block.path, line.block.outputs[k]), row(t)
+        return ((), value), t
 
     # What is written
 
@@ -150,16 +159,14 @@ class _Partition:
         movements: dict[tuple[int, str], tuple[Movement, ...]] = {}
         programs: dict[tuple[int, str], Program] = {}
         made = {r for line in self.forward for r in line.results}
-        read = {o for line in self.backward for o in line.operands}
-        saved = [v for line in self.forward for v in line.results if v in read]
         outputs = [o for o in self.flow.outputs if o in made]
         writer = self._writer(settled, self.forward)
         writer.lines(self.forward, {}, add=False)
-        loss = [writer.want(o, writer.made(o).with_layout(Layout(())), "output") if not writer.made(o).shape
-                else writer.whole(o, "output") for o in outputs]  # fmt: skip
-        kept = {v: writer.whole(v, "B") for v in saved}
-        called = dict(zip(loss, outputs, strict=True)) | {v: f"saved.{k}" for k, v in kept.items() if v not in outputs}
-        programs[0, "F"] = _named(writer.program([*loss, *dict.fromkeys(kept.values())]), called)
+        found = [writer.want(o, self._output(writer, o), "output") for o in outputs]
+        kept = {v: writer.want(v, settled.saved(((), v)), "the backward pass") for v in self.cut.values}
+        called = dict(zip(found, outputs, strict=True))
+        called |= {k: f"saved.{v}" for v, k in kept.items() if k not in called}
+        programs[0, "F"] = _named(writer.program([*found, *dict.fromkeys(kept.values())]), called)
         movements[0, "F"] = tuple(writer.movements)
         if self.training:
             types = {f"saved.{k}": writer.types[v] for k, v in kept.items()}
@@ -182,9 +189,17 @@ class _Partition:
                    batch, tuple(f"saved.{k}" for k in kept), totals, replaced, results, MappingProxyType(movements),
                    settled)  # fmt: skip
 
+    def _output(self, writer: Writer, name: str) -> TensorType:
+        """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""
+        inputs = {new: old for old, new in self.model.replaced.items()}
+        if name in inputs:
+            return self.state[inputs[name]]
+        t = writer.made(name)
+        return t.with_layout(Layout(t.layout.dims))
+
     def _writer(self, settled: Settled, lines: list[Line | Loop]) -> Writer:
         """A writer that has the inputs that lines read."""
-        writer = Writer(settled, self._plan, [])
+        writer = Writer(settled, self.prices, self._plan, [])
         read = {o for line in lines for o in line.operands}
         for name, _ in self.flow.inputs:
             if name in read:
@@ -218,7 +233,7 @@ class _Partition:
         model, settled = self.model, None
         rule = OPTIMIZERS[model.fields["optimizer"]]
         op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})
-        writer = Writer(settled, self._plan, [])  # type: ignore[arg-type]
+        writer = Writer(settled, self.prices, self._plan, [])  # type: ignore[arg-type]
         out: dict[str, str] = {}
         now: list[str] = []
         if rule.counts:

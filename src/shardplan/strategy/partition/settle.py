@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row, rows
@@ -28,6 +29,7 @@ Groups = Mapping[str, tuple[tuple[str, ...], ...]]
 Types = tuple[TensorType | None, ...]  # by option of a choice; None where there is no such type
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
 SWEEPS = 8
+TIE = 1e-18  # seconds a byte that is made: of options that take as long the one that holds less
 
 
 class Source(NamedTuple):
@@ -57,18 +59,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Maker:
-    """What chooses: a line, or a value that a loop carries; `axes` are the dims of the latter that may be served."""
+    """What chooses: a line; or the type of a value that a loop carries, or that is saved for the backward pass.
+
+    Of such a value `kept` is its type on one device and `dims` the names of its dims; the type is never partial.
+    """
 
     path: Path
     times: int
     line: Line | None
     bounds: Bounds
-    carried: TensorType | None = None  # on one device
-    dims: tuple[tuple[str, ...], ...] = ()
-
-    def __str__(self) -> str:
-        """Return how errors name it."""
-        return str(self.line) if self.line else f"what step {self.path[-1]} (repeat) carries"
+    kept: TensorType | None = None
+    dims: tuple[Names, ...] = ()
 
 
 class Use(NamedTuple):
@@ -115,6 +116,8 @@ class Settled:
     options: Mapping[Maker, Option]
     lines: Mapping[Line, Maker]
     carries: Mapping[tuple[Path, int], Maker]
+    saves: Mapping[Key, Maker]
+    wanted: Mapping[Key, TensorType]  # what values come to at the end of their block
     seconds: float
     sweeps: tuple[float, ...]
     widest: int
@@ -126,11 +129,22 @@ class Settled:
         assert t is not None  # of an input
         return source.seen(t)
 
+    def saved(self, key: Key) -> TensorType:
+        """Return the type in which a value leaves its body, or the forward pass."""
+        return self.wanted[key] if key in self.wanted else self.options[self.saves[key]].made[0]
+
     def laid(self, line: Line) -> Laid:
         """Return a line as it was laid."""
         found = self.options[self.lines[line]].laid
         assert found is not None  # of lines
         return found
+
+
+class Cut(NamedTuple):
+    """From which line on the backward pass is, and the values that it reads of those before."""
+
+    number: int
+    values: tuple[str, ...]
 
 
 class Problem:
@@ -141,7 +155,9 @@ class Problem:
         mesh: The mesh of a stage.
         given: The types of its inputs.
         wanted: Types that values must come to, at the end of their block.
-        held: Of parameters how they are held where they are operands; of their gradients how they are made.
+        held: Of parameters how they are held where they are operands.
+        gradients: Of values that are gradients how their parameters are held.
+        cut: What is saved for the backward pass.
     """
 
     def __init__(
@@ -152,11 +168,13 @@ class Problem:
         wanted: Mapping[Key, TensorType],
         held: Mapping[str, Layout],
         gradients: Mapping[Key, Layout],
+        cut: Cut | None = None,
     ) -> None:
         self.mesh, self.layer = mesh, Layer(mesh)
         self.makers: list[Maker] = []
         self.lines: dict[Line, Maker] = {}
         self.carries: dict[tuple[Path, int], Maker] = {}
+        self.saves: dict[Key, Maker] = {}
         self.sources: dict[Key, Source] = {}
         self.uses: list[Use] = []
         self.ends: list[End] = []
@@ -166,7 +184,8 @@ class Problem:
             self.sources[(), name] = Source(None, 0, fixed=given[name], name=name)
             if name in held:
                 self.held[(), name] = Held(held[name].dims)
-        self._block(root)
+        self.wanted = wanted
+        self._block(root, cut)
         for key, t in wanted.items():
             source = self.sources[key]
             times = next(b.times for b in root.every() if b.path == key[0])
@@ -174,8 +193,24 @@ class Problem:
             assert asked is not None  # what ends is no row of a stack that is cut
             self.ends.append(End(source, times, asked))
 
-    def _block(self, block: Block) -> None:
+    def _saved(self, block: Block, name: str) -> Source:
+        """What is saved of a value: in the type in which it was made, or in another of no more bytes."""
+        maker = self.saves[block.path, name] = self._keeps(block, name)
+        self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, name]))
+        return Source(maker, 0)
+
+    def _keeps(self, block: Block, name: str) -> Maker:
+        none = Bounds({}, {})
+        maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name])
+        self.makers.append(maker)
+        return maker
+
+    def _block(self, block: Block, cut: Cut | None = None) -> None:
         for line in block.lines:
+            if cut is not None and line.number >= cut.number:
+                for name in cut.values:
+                    self.sources[block.path, name] = self._saved(block, name)
+                cut = None
             if isinstance(line, Loop):
                 self._loop(block, line)
                 continue
@@ -196,11 +231,9 @@ class Problem:
         names = [name for name, _ in inner.inputs]
         whole = len(names) - op.cut
         carries: list[Maker] = []
-        for k, (outside, (name, t)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
+        for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
             if k < op.kept:
-                dims = tuple(tuple(n) for n in inner.dims[name])
-                maker = self.carries[inner.path, k] = Maker(inner.path, inner.times, None, Bounds({}, {}), t, dims)
-                self.makers.append(maker)
+                maker = self.carries[inner.path, k] = self._keeps(inner, name)
                 carries.append(maker)
                 self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
                 self.sources[inner.path, name] = Source(maker, 0)
@@ -223,6 +256,8 @@ class Problem:
                 self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
                 self.sources[block.path, outside] = Source(carries[k], 0)
             else:
+                if (inner.path, name) not in self.wanted:
+                    source = self.saves.get((inner.path, name)) or self._saved(inner, name)
                 self.sources[block.path, outside] = source._replace(lead=source.lead + 1, count=op.times)
 
 
@@ -248,16 +283,17 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
             totals.append(best.total)
         if now == before or not order:
             break
+    seconds = totals[-1] if totals else 0.0
     return Settled(
-        problem.sources, now, problem.lines, problem.carries, totals[-1] if totals else 0.0, tuple(totals), widest
+        problem.sources, now, problem.lines, problem.carries, problem.saves, problem.wanted, seconds, tuple(totals), widest
     )
 
 
 def _start(problem: Problem, maker: Maker) -> Option:
     """Nothing is cut."""
     if maker.line is None:
-        assert maker.carried is not None  # by its making
-        t = maker.carried.with_layout(Layout(()), problem.mesh)
+        assert maker.kept is not None  # by its making
+        t = maker.kept.with_layout(Layout(()), problem.mesh)
         return Option((t,), (t,), 0.0)
     laid = problem.layer.typed(maker.line, Choice())
     return Option(laid.operands, laid.results, 0.0, Choice(), laid)
@@ -294,24 +330,38 @@ def tables(
     Of types that are fixed only `axes` count.
     """
     for maker, mine in found.items():
-        yield (maker,), np.array([o.seconds for o in mine]) * maker.times
+        held = [sum(t.local_bytes() for t in o.made) for o in mine]
+        yield (maker,), (np.array([o.seconds for o in mine]) + TIE * np.array(held)) * maker.times
+    saves = set(problem.saves.values())
     for end in problem.ends:
         if end.source.maker is not None:
             made = [o.made[end.source.result] for o in found[end.source.maker]]
             last = _onto(end.t, axes)
             cost = [prices.move(t, at_most(last, t)) for t in made]
             yield (end.source.maker,), np.array(cost) * end.times
+    for use in problem.uses:
+        if use.maker in saves and use.source.maker is not None:
+            yield _no_more(use, found)
     groups: dict[tuple[object, ...], list[Use]] = {}
     for use in problem.uses:
         origin = use.source.maker or use.source.name
         groups.setdefault((origin, use.source.result, use.path), []).append(use)
     for (_, result, path), uses in groups.items():
         source = uses[0].source
-        made: Types = tuple(o.made[result] for o in found[source.maker]) if source.maker is not None else ()
+        made = [o.made[result] for o in found[source.maker]] if source.maker is not None else []
         if source.fixed is not None:
-            made = (_onto(source.fixed, axes),)
+            made = [_onto(source.fixed, axes)]
         wanted = [_wanted(use, found) for use in uses]
         yield from _movements(source.maker, made, uses, wanted, prices, (path, id(uses[0])))
+
+
+def _no_more(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Table[object]:
+    """Refuses to save a value in a type of more bytes than it was made in."""
+    assert use.source.maker is not None  # of a value that was made
+    made = [o.made[use.source.result].local_bytes() for o in found[use.source.maker]]
+    kept = [t.local_bytes() if t else 0 for t in _wanted(use, found)]
+    more = np.array(kept)[None, :] > np.array(made)[:, None]
+    return (use.source.maker, use.maker), np.where(more, math.inf, 0.0)
 
 
 def _onto(t: TensorType, axes: set[str]) -> TensorType:
@@ -329,63 +379,63 @@ def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Types:
 
 
 def _movements(
-    maker: Maker | None, made: Types, uses: Sequence[Use], wanted: Sequence[Types], prices: Prices, name: object
+    maker: Maker | None, made: Sequence[TensorType], uses: Sequence[Use], wanted: Sequence[Types], prices: Prices, name: object
 ) -> Iterator[Table[object]]:
-    """The seconds of moving one value in one block: each type that is wanted and not made, once."""
-    kinds = list(dict.fromkeys(t for types in (made, *wanted) for t in types if t is not None))
-    index = {t: k for k, t in enumerate(kinds)}
-    cost = np.array([[math.inf if t is None else prices.move(t, u) for u in kinds] for t in made])
-    cost *= uses[0].times
-    # By user, option and kind whether it is wanted; of a type that no movement leads to the seconds are infinite.
-    asks = [np.array([[t == u for u in kinds] for t in types]) for types in wanted]
-    never = [np.array([t is None for t in types]) for types in wanted]
-    owners: list[object] = [use.maker for use in uses]
-    sizes = [len(types) for types in wanted]
-    for owner, no in zip(owners, never, strict=True):
-        if no.any():
-            yield (owner,), np.where(no, math.inf, 0.0)
-    joint = list(dict.fromkeys(o for o in (maker, *owners) if o is not None))
-    length: dict[object, int] = dict(zip(owners, sizes, strict=True))
-    if maker is not None:
-        length[maker] = len(made)
-    if math.prod(length[o] for o in joint) <= WIDE:
-        shape = [length[o] for o in joint]
-        want = np.zeros((len(kinds), *shape), dtype=bool)
-        for owner, ask in zip(owners, asks, strict=True):
-            want |= _spread(ask.T, owner, joint)
-        price = _spread(np.ascontiguousarray(cost.T), maker, joint)
-        yield tuple(joint), np.where(want, np.broadcast_to(price, want.shape), 0.0).sum(axis=0)
+    """The seconds of moving one value in one block, to all types that are wanted there.
+
+    Types have bits; a set of them costs `cost[by option of the maker, set]`.
+    """
+    kinds = list(dict.fromkeys(t for types in wanted for t in types if t is not None))
+    bit = {t: 1 << k for k, t in enumerate(kinds)}
+    known = {t: _ways(t, kinds, prices) for t in dict.fromkeys(made)}
+    cost = np.array([known[t] for t in made]) * uses[0].times
+    asks: list[tuple[Maker, np.ndarray]] = []
+    for use, types in zip(uses, wanted, strict=True):
+        asks.append((use.maker, np.array([0 if t is None else bit[t] for t in types])))
+        if None in types:
+            yield (use.maker,), np.array([math.inf if t is None else 0.0 for t in types])
+    joint = list(dict.fromkeys(m for m in (maker, *(m for m, _ in asks)) if m is not None))
+    length = {m: len(ask) for m, ask in asks} | ({maker: len(made)} if maker is not None else {})
+    if math.prod(length[m] for m in joint) <= WIDE:
+        sets = np.zeros([length[m] for m in joint], dtype=np.int64)
+        for owner, ask in asks:
+            sets |= _along(ask, owner, joint)
+        place = _along(np.arange(len(made)), maker, joint) if maker is not None else 0
+        yield tuple(joint), cost[place, sets]
         return
-    yield from _chained(maker, cost, owners, asks, name)
+    yield from _chained(maker, cost, asks, name)
 
 
-def _spread(array: np.ndarray, owner: object, joint: Sequence[object]) -> np.ndarray:
-    """An array [kinds, options of an owner] along the axes of several."""
-    if owner is None:
-        return array.reshape(len(array), *(1 for _ in joint))
-    return array.reshape(len(array), *(array.shape[1] if o is owner else 1 for o in joint))
+def _along(array: np.ndarray, owner: object, joint: Sequence[object]) -> np.ndarray:
+    """An array [options of an owner] along its axis among those of several."""
+    return array.reshape([len(array) if o is owner else 1 for o in joint])
+
+
+def _ways(made: TensorType, kinds: Sequence[TensorType], prices: Prices) -> np.ndarray:
+    """The least seconds to have a value in every set of types, each moved from the one made or from one before."""
+    move = [[prices.move(t, u) for u in kinds] for t in (*kinds, made)]
+    out = np.full(1 << len(kinds), math.inf)
+    out[0] = 0.0
+    for chosen in range(1, len(out)):
+        for k in range(len(kinds)):
+            if chosen >> k & 1:
+                rest = chosen ^ 1 << k
+                sources = [move[-1][k], *(move[j][k] for j in range(len(kinds)) if rest >> j & 1)]
+                out[chosen] = min(out[chosen], out[rest] + min(sources))
+    return out
 
 
 def _chained(
-    maker: Maker | None, cost: np.ndarray, owners: Sequence[object], asks: Sequence[np.ndarray], name: object
+    maker: Maker | None, cost: np.ndarray, asks: Sequence[tuple[Maker, np.ndarray]], name: object
 ) -> Iterator[Table[object]]:
-    """The same from user to user: a choice of its own says which kinds were wanted so far, as a set of bits."""
-    kinds = cost.shape[1]
-    bits = 1 << np.arange(kinds)
-    sets = np.arange(1 << kinds)
+    """The same from user to user: a choice of its own is the set of types that were wanted so far."""
+    sets = np.arange(cost.shape[1])
     before: object = None
-    for k, (owner, ask) in enumerate(zip(owners, asks, strict=True)):
-        own = (ask * bits).sum(axis=1)  # a set by option
-        after = (name, k)
-        start = sets if before is not None else sets[:1]
-        fits = (start[:, None, None] | own[None, :, None]) == sets[None, None, :]
+    for k, (owner, ask) in enumerate(asks):
+        start = sets if k else sets[:1]
+        fits = (start[:, None, None] | ask[None, :, None]) == sets[None, None, :]
         array = np.where(fits, 0.0, math.inf)
-        scope = [before, owner, after]
-        keep = [c for c in scope if c is not None]
-        yield tuple(keep), array.reshape([n for c, n in zip(scope, array.shape, strict=True) if c is not None])
+        after = (name, k)
+        yield (before, owner, after) if k else (owner, after), array if k else array[0]
         before = after
-    member = (sets[:, None] & bits[None, :]) > 0
-    total = np.where(member[:, None, :], cost[None, :, :], 0.0).sum(axis=2)  # [sets, made]
-    yield ((before, maker), total) if maker is not None else ((before,), total[:, 0])
-
-
+    yield ((before, maker), cost.T) if maker is not None else ((before,), cost[0])

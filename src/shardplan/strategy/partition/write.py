@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shardplan.core.layout import Layout
 from shardplan.core.nested import row, rows
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops import Cast, Elementwise
@@ -15,6 +14,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.plans.plan import Plan
 from shardplan.strategy.partition.flow import Key, Line, Loop, Path
+from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 
 Totals = Mapping[Key, tuple[str, TensorType]]
@@ -36,6 +36,7 @@ class Writer:
     """A program, or a body, being written; `values` has by name of the model the types in which a value is there."""
 
     settled: Settled
+    prices: Prices
     plan: Planner
     movements: list[Movement]
     path: Path = ()
@@ -79,8 +80,9 @@ class Writer:
         """Return what a value is called in a type, into which it is moved the first time that it is wanted."""
         have = self.values[name]
         if t not in have:
-            plan = self.plan(self.made(name), t)
-            have[t] = self.inline(plan.program, have[self.made(name)])
+            source = min(have, key=lambda u: self.prices.move(u, t))  # the first of equal ones: as it was made
+            plan = self.plan(source, t)
+            have[t] = self.inline(plan.program, have[source])
             self.movements.append(Movement(self.path, name, by, plan, self.times))
         return have[t]
 
@@ -104,11 +106,6 @@ class Writer:
         for name, t in zip(line.results, laid.results, strict=True):
             self.values[name] = {t: name}
 
-    def whole(self, name: str, by: str) -> str:
-        """Return a value without the sums that are still to be taken: what is saved or stacked is not partial."""
-        t = self.made(name)
-        return self.want(name, t.with_layout(Layout(t.layout.dims)), by)
-
     def accumulated(self, gradient: str, t: TensorType, total: str | None, by: str) -> str:
         """Return a gradient in a type and its dtype, added to the total where there is one."""
         name = self.want(gradient, TensorType(self.made(gradient).dtype, t.shape, t.layout, t.mesh), by)
@@ -123,7 +120,7 @@ class Writer:
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
-        inner = Writer(self.settled, self.plan, self.movements, block.path, self.times * op.times)
+        inner = Writer(self.settled, self.prices, self.plan, self.movements, block.path, self.times * op.times)
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
         operands: list[str] = []
@@ -145,7 +142,7 @@ class Writer:
         for name in block.outputs[op.kept :]:
             found = totals.get((block.path, name))
             if found is None:
-                leaving.append(inner.whole(name, by))
+                leaving.append(inner.want(name, self.settled.saved((block.path, name)), by))
                 continue
             stack, t = found
             total = None
