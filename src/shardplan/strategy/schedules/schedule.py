@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ class Schedule:
 
     Stages form a chain, 0 first: the forward of a stage feeds the next one's. With `copies=2` they form two equal
     chains, one behind the other in number, that hold the same parameters (DualPipe); a microbatch goes through one of
-    them. `stages` and `owners`, the rank of each stage (the first that has an action of it), are derived.
+    them. `stages` and `owners`, the rank that has most actions of a stage, are derived.
 
     `str` and `parse` are inverse; equality is of all but the name.
 
@@ -54,10 +55,10 @@ class Schedule:
             rows.append(tuple(actions))
         border.whole("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
         border.whole("Schedule: copies", self.copies, 1, kind=ScheduleError)
-        owners: dict[int, int] = {}
-        for rank, row in enumerate(rows):
-            for action in _leaves(row):
-                owners.setdefault(action.stage, rank)
+        counts: Counter[tuple[int, int]] = Counter(
+            (a.stage, rank) for rank, row in enumerate(rows) for a in _leaves(row)
+        )
+        owners = {stage: rank for (stage, rank), _ in sorted(counts.items(), key=lambda each: (each[1], -each[0][1]))}
         stages = max(owners, default=-1) + 1
         if stages == 0:
             raise ScheduleError("Schedule: no rank has an action")
