@@ -19,8 +19,9 @@ from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
 from shardplan.strategy.schedules.refusal import Place, Refusal, at, spots
+from shardplan.strategy.schedules.run import MODES
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.waits import MODES, waits
+from shardplan.strategy.schedules.waits import waits
 
 Spots = dict[Action, list[Place]]
 

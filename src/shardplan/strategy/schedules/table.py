@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import Action
+from shardplan.strategy.schedules.dualpipe import dualpipe, dualpipev
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.simple import gpipe, one_f_one_b
+from shardplan.strategy.schedules.simple import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zb_h2
+from shardplan.strategy.schedules.vshape import v_half, v_min, zb_v
 
 Rows = list[list[Action]]
 
@@ -18,18 +20,35 @@ Rows = list[list[Action]]
 class Generator:
     """What makes a kind of schedule from (ranks, microbatches, chunks): `rows`, a list of actions a rank.
 
-    `chunks`: how many stages a rank has unless it is said; any other is legal where `free`.
+    `in_flight(ranks, microbatches, chunks, rank)` is the most forwards whose B or W is not done, in stages times
+    microbatches: `chunks` of them are one device's share of the layers for one microbatch. `chunks` is how many stages
+    a rank has unless it is said; others are legal where `free`.
     """
 
     rows: Callable[[int, int, int], Rows]
+    in_flight: Callable[[int, int, int, int], int]
     chunks: int = 1
     free: bool = False
     copies: int = 1
 
 
+def _interleaved_in_flight(p: int, m: int, v: int, r: int) -> int:
+    each = m // max(1, m // p)
+    return min((v - 1) * each + 2 * (p - r) - 1, m * v)
+
+
 GENERATORS: dict[str, Generator] = {
-    "gpipe": Generator(lambda p, m, v: gpipe(p, m)),
-    "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m)),
+    "gpipe": Generator(lambda p, m, v: gpipe(p, m), lambda p, m, v, r: m),
+    "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m), lambda p, m, v, r: min(p - r, m)),
+    "interleaved": Generator(interleaved, _interleaved_in_flight, chunks=2, free=True),
+    "looped-bfs": Generator(looped_bfs, lambda p, m, v, r: m * v, chunks=2, free=True),
+    "zb-h1": Generator(lambda p, m, v: zb_h1(p, m), lambda p, m, v, r: min(p, m)),
+    "zb-h2": Generator(lambda p, m, v: zb_h2(p, m), lambda p, m, v, r: min(2 * p - 1, m)),
+    "zb-v": Generator(lambda p, m, v: zb_v(p, m), lambda p, m, v, r: 2 * min(p, m), chunks=2),
+    "v-half": Generator(lambda p, m, v: v_half(p, m), lambda p, m, v, r: 2 * min((p + 2) // 2, m), chunks=2),
+    "v-min": Generator(lambda p, m, v: v_min(p, m), lambda p, m, v, r: 2 * min((p + 4) // 3, m), chunks=2),
+    "dualpipe": Generator(lambda p, m, v: dualpipe(p, m), lambda p, m, v, r: p + 1, chunks=2, copies=2),
+    "dualpipev": Generator(lambda p, m, v: dualpipev(p, m), lambda p, m, v, r: 2 * p + 1, chunks=2),
 }
 
 
