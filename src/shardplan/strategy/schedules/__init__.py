@@ -1,0 +1,37 @@
+"""Pipeline schedules as data.
+
+Reading order:
+
+- `action`     `Action`: one thing that a rank does for a stage, as text
+- `schedule`   `Schedule`: a list of actions a rank, as text and as CSV of torch
+- `refusal`    `Refusal`: why a schedule is refused, and where
+- `run`        a run of the lists, with or without time
+- `replay`     `replay`: when each action runs; the two bubbles
+- `waits`      whether ranks wait for each other in a circle, also for messages
+- `check`      all that a schedule must be before it is run
+- `simple`     GPipe, 1F1B, interleaved, breadth first, ZB-H1 and ZB-H2: forwards and backwards in turn
+- `vshape`     ZB-V, V-Half, V-Min: the chain turns at the last rank
+- `dualpipe`   DualPipe and DualPipeV: forwards overlapped with backwards
+- `table`      the generators by name: `schedule`
+"""
+
+from shardplan.strategy.schedules.action import Action
+from shardplan.strategy.schedules.check import check, in_flight, refused
+from shardplan.strategy.schedules.refusal import Refusal
+from shardplan.strategy.schedules.replay import Replay, Times, replay
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.table import GENERATORS, schedule
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "GENERATORS",
+    "schedule",
+    "Refusal",
+    "check",
+    "in_flight",
+    "refused",
+    "Replay",
+    "Times",
+    "replay",
+]
