@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,91 +10,138 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute
+from shardplan.core.reference import collect, distribute, run_program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.job import Job, Transfer
+from shardplan.strategy.partition.programs import NEXT, TOTAL
 
 Shards = list[Any]
 Runs = Callable[[Program, list[Shards]], list[Shards]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Hand:
     """What a backend brings: how it runs a program, and how arrays come to its shards and back."""
 
-    run: Runs
+    run: Runs = run_program
     put: Callable[[np.ndarray, TensorType], Shards] = distribute
     get: Callable[[Shards, TensorType], np.ndarray] = collect
 
 
+def order(job: Job) -> Iterator[tuple[int, str, int]]:
+    """Yield stage, kind and microbatch of every computation, in an order in which one process may run them."""
+    rows = [list(row) for row in job.schedule.compute_only().ranks]
+    done = set[tuple[int, str, int]]()
+    while any(rows):
+        before = len(done)
+        for row in rows:
+            while row and (a := row[0]) is not None and a.microbatch is not None:
+                near = a.stage - 1 if a.kind == "F" else a.stage + 1
+                if 0 <= near < job.stages and (near, a.kind, a.microbatch) not in done:
+                    break
+                done.add((a.stage, a.kind, a.microbatch))
+                yield a.stage, a.kind, a.microbatch
+                row.pop(0)
+        if len(done) == before:
+            raise LayoutError(f"run of a job: its schedule waits for itself at {[str(row[0]) for row in rows if row]}")
+
+
 @dataclass(slots=True)
 class JobRun:
-    """A step of a job under way; `values` are shards by name, `own` those of a microbatch."""
+    """A step of a job under way: shards by stage and name, those of a microbatch by its number too."""
 
     job: Job
     hand: Hand
     arrays: Mapping[str, np.ndarray]
-    values: dict[str, Shards] = field(default_factory=dict[str, Shards])
-    own: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
-    results: dict[tuple[int, str], np.ndarray] = field(default_factory=dict[tuple[int, str], np.ndarray])
+    values: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
+    own: dict[tuple[int, int, str], Shards] = field(default_factory=dict[tuple[int, int, str], Shards])
+    results: dict[tuple[str, int], list[np.ndarray]] = field(default_factory=dict[tuple[str, int], list[np.ndarray]])
 
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
-        job, state = self.job, self.job.state
-        for name, t in state.items():
-            if name in self.arrays and name not in job.batch:
-                self.values[name] = self.hand.put(np.asarray(self.arrays[name]), t)
-            elif name in job.totals:
-                self.values[name] = self.hand.put(np.zeros(t.shape, numpy_dtype(t.dtype)), t)
-        for stage, kind, microbatch in job.actions():
+        job = self.job
+        for key, t in job.state.items():
+            stage, name, rows = job.parts[key]
+            if name.startswith(TOTAL):
+                self.values[stage, name] = self.hand.put(np.zeros(t.shape, numpy_dtype(t.dtype)), t)
+            elif name not in job.batch:
+                array = self.arrays[name.partition(".copy")[0]]
+                self.values[stage, name] = self.hand.put(array if rows is None else array[slice(*rows)], t)
+        for stage, kind, microbatch in order(job):
             self.action(stage, kind, microbatch)
+        for transfer in job.transfers:
+            if transfer.kind == "total":
+                self.values[transfer.target] = self.moved(transfer, self.values[transfer.source])
+        for stage in range(job.stages):
+            if (stage, "OPT") in job.programs:
+                self.action(stage, "OPT", 0)
+        return self.collected()
+
+    def collected(self) -> dict[str, np.ndarray]:
+        """Return results over all microbatches, and state; stacks over stages."""
+        job = self.job
         out: dict[str, np.ndarray] = {}
         for name, dim in job.results.items():
-            parts = [self.results[k, name] for k in range(job.strategy.microbatches)]
+            parts = [np.concatenate(found) if len(found) > 1 else found[0]
+                     for k in range(job.strategy.microbatches) if (found := self.results[name, k])]  # fmt: skip
             out[name] = sum(parts[1:], parts[0]) if dim is None else np.concatenate(parts, dim)
-        for name in (*job.totals, *job.replaced):
-            out[name] = self.hand.get(self.values[name], state[name])
-        return out
+        pieces: dict[str, list[np.ndarray]] = {}
+        for key, t in job.state.items():
+            stage, name, rows = job.parts[key]
+            plain = name.removeprefix(TOTAL)
+            if ".copy" not in plain and (plain != name or name in job.model.replaced):
+                found = pieces.setdefault(name, [])
+                if rows is not None or not found:
+                    found.append(self.hand.get(self.values[stage, name], t))
+        return out | {name: np.concatenate(found) if len(found) > 1 else found[0] for name, found in pieces.items()}
 
     def action(self, stage: int, kind: str, microbatch: int) -> None:
-        """Run the program of one action."""
+        """Run the program of one action, and send on what others need of it."""
         job, program = self.job, self.job.programs[stage, kind]
-        given = [self.input(name, t, microbatch) for name, t in program.inputs]
+        given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
         found = self.hand.run(program, given)
         for name, shards in zip(program.outputs, found, strict=True):
-            if name.startswith("next."):
-                self.values[name.removeprefix("next.")] = shards
-            if name in job.saved:
-                self.own[microbatch, name] = shards
+            if name.startswith(NEXT):
+                self.values[stage, name.removeprefix(NEXT)] = shards
+            else:
+                self.own[microbatch, stage, name] = shards
             if name in job.results:
-                self.results[microbatch, name] = self.hand.get(shards, program.types[name])
+                self.results.setdefault((name, microbatch), []).append(self.hand.get(shards, program.types[name]))
+        for transfer in job.transfers:
+            if transfer.kind == kind and transfer.source[0] == stage:
+                if kind == "OPT":
+                    self.values[transfer.target] = self.moved(transfer, self.values[transfer.source])
+                else:
+                    self.own[microbatch, *transfer.target] = self.moved(transfer, self.own[microbatch, *transfer.source])
 
-    def input(self, name: str, t: TensorType, microbatch: int) -> Shards:
-        """Return the shards of an input: rows of a batch, what was saved of a microbatch, or state."""
+    def moved(self, transfer: Transfer, shards: Shards) -> Shards:
+        """Run the movement of a transfer."""
+        return self.hand.run(transfer.plan.program, [shards])[0]
+
+    def input(self, stage: int, name: str, t: TensorType, microbatch: int) -> Shards:
+        """Return the shards of an input: rows of a batch, what was saved or sent of a microbatch, or state."""
         if name in self.job.batch:
-            array = np.asarray(self.arrays[name])
             dim = self.job.model.dims[name].index("batch")
-            rows = t.shape[dim]
-            return self.hand.put(array[(slice(None),) * dim + (slice(microbatch * rows, (microbatch + 1) * rows),)], t)
-        if name in self.job.saved:
-            return self.own[microbatch, name]
-        return self.values[name]
+            rows = (slice(None),) * dim + (slice(microbatch * t.shape[dim], (microbatch + 1) * t.shape[dim]),)
+            return self.hand.put(self.arrays[name][rows], t)
+        found = self.own.get((microbatch, stage, name))
+        return self.values[stage, name] if found is None else found
 
 
 def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another shape."""
+    types = job.model.program.types
+    wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}
+    for name in job.batch:
+        wanted[name][job.model.dims[name].index("batch")] *= job.strategy.microbatches
     found: dict[str, np.ndarray] = {}
-    wanted = {n: t for n, t in job.state.items() if n not in job.totals and n not in job.saved}
-    for name, t in wanted.items():
+    for name, shape in wanted.items():
         if name not in arrays:
-            raise LayoutError(f"run of a job: no array {name}, {t}; legal are arrays of {', '.join(wanted)}")
-        found[name] = array = np.asarray(arrays[name])
-        shape = list(t.shape)
-        if name in job.batch:
-            shape[job.model.dims[name].index("batch")] *= job.strategy.microbatches
-        if array.shape != tuple(shape):
-            raise LayoutError(f"run of a job: {name} has the shape {array.shape}; legal is {tuple(shape)}")
+            raise LayoutError(f"run of a job: no array {name}, {types[name]}; legal are arrays of {', '.join(wanted)}")
+        found[name] = np.asarray(arrays[name])
+        if found[name].shape != tuple(shape):
+            raise LayoutError(f"run of a job: {name} has the shape {found[name].shape}; legal is {tuple(shape)}")
     if strange := sorted(arrays.keys() - wanted.keys()):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")
     return found

@@ -41,13 +41,20 @@ class Line:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A `repeat`, with its body as a block."""
+    """A `repeat`, with its body as a block; of one that stages share the rows `first` to `end` of one of them."""
 
     number: int
     op: Nested
     operands: tuple[str, ...]
     results: tuple[str, ...]
     block: Block
+    first: int
+    end: int
+
+    @property
+    def enters(self) -> bool:
+        """Whether it runs first, on what the loop is given, and not on what another stage carried so far."""
+        return self.end == self.op.times if self.op.backwards else self.first == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +87,7 @@ def flow(program: Program, names: DimNames, path: Path = (), times: int = 1) -> 
             lines.append(line_of(number, step, operands, names.factors[number]))
             continue
         block = flow(op.body, names.bodies[number], (*path, number), times * op.times)
-        lines.append(Loop(number, op, step.operands, step.results, block))
+        lines.append(Loop(number, op, step.operands, step.results, block, 0, op.times))
     return Block(path, times, program.inputs, tuple(lines), program.outputs, names.values, program.types)
 
 

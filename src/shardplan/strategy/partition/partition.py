@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
-from shardplan.core.dim_names import Names, dim_names
+from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row
-from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program
+from shardplan.core.rebase import rebased, rebased_type
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
+from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
-from shardplan.strategy.partition.flow import Block, Key, Line, Loop, flow, line_of
-from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.opening import opened
+from shardplan.strategy.partition.flow import Key, Loop, line_of
+from shardplan.strategy.partition.job import Job, Part, Transfer
+from shardplan.strategy.partition.microbatch import microbatch
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.programs import SAVED, TOTAL, Writers, Written, resized
 from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
+from shardplan.strategy.partition.stages import Stage, staged
 from shardplan.strategy.partition.tables import Layouts
-from shardplan.strategy.partition.write import Movement, Writer
+from shardplan.strategy.partition.write import Movement
+from shardplan.strategy.schedules import schedule
 from shardplan.strategy.strategy import Strategy
-from shardplan.strategy.training import OPTIMIZERS, Training, renamed, trained
 
 Where = Topology | Placement
 
@@ -52,244 +55,219 @@ class _Partition:
     def __init__(
         self, model: Model, strategy: Strategy, topo: Where | str | None, layouts: Layouts | str | None
     ) -> None:
-        self.strategy = strategy
-        self.model = model = _resized(model, strategy)
-        self.mesh = strategy.mesh(model)
-        self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(model)
+        self.strategy, self.model = strategy, _resized(model, strategy)
+        self.count = strategy.pipeline * strategy.interleave
+        self.mesh = strategy.mesh(self.model)
+        self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
         fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), [self.mesh])
         self.prices = Prices(fabric)
-        self.training = model.fields["training"]
-        self.flow, self.gradient, count = self._flow()
-        self.forward = [line for line in self.flow.lines if line.number < count]
-        self.backward = [line for line in self.flow.lines if line.number >= count]
-        read = {o for line in self.backward for o in line.operands}
-        made = (v for line in self.forward for v in line.results)
-        self.cut = Cut(count, tuple(v for v in made if v in read))
-        self.held = {
-            name: self.layouts.held_layout(name, model.dims[name], self.mesh) for name in model.parameters
-        }
+        self.micro = microbatch(self.model, self.count, strategy.microbatches, strategy.recompute, self._refused)
+        self.training = bool(self.micro.gradients)
+        self.stages, self.boundaries = staged(self.micro, self.count)
+        self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
+        self.replaced = {new: old for old, new in self.model.replaced.items() if old in self.micro.dims}
 
-    # What is settled
+    def _of(self, name: str) -> str:
+        """The model's name of an input: a copy's parameter."""
+        return self.micro.copies.get(name, name)
 
-    def _flow(self) -> tuple[Block, dict[str, Key], int]:
-        """The lines of one microbatch, where gradients are made, and how many steps are forward."""
-        model = self.model
-        program = model.forward or model.program
-        dims = {name: model.dims[name] for name, _ in program.inputs}
-        program, inside = opened(program, dims, self._refused)
-        made = Training(program, {}, {}, ())
-        if self.training:
-            program = _scaled(program, self.strategy.microbatches)
-            made = trained(program, model.gradients, keep=_keep(program, self.strategy.recompute, inside))
-            names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
-            found = {w: names[g] for w, g in made.gradients.items()}
-            made = made._replace(program=renamed(made.program, names), gradients=found)
-        count = len(program.steps)
-        names = dim_names(made.program, dims, made.origins)
-        return flow(made.program, names), {w: ((), g) for w, g in made.gradients.items()}, count
+    def _held(self, name: str) -> Layout:
+        return self.layouts.held_layout(self._of(name), self.micro.dims[name], self.mesh)
 
     def _refused(self, step: Step, program: Program, names: Mapping[str, Names]) -> bool:
         """Say whether an op's own rule refuses what an axis would serve."""
         layer, line = Layer(self.mesh), line_of(0, step, program.step_types(step)[0], names)
-        for axis, groups in self.layouts.serve:
+        for _, groups in self.layouts.serve:
             for factors in served(line, groups)[:1]:
-                if not any(layer.laid(line, c) for f in factors for c in Choice().serving(axis, f)):
+                axes = [axis for axis, mine in self.layouts.serve if mine == groups]
+                if not any(layer.laid(line, c) for f in factors for a in axes for c in Choice().serving(a, f)):
                     return True
         return False
 
     def _state(self) -> dict[str, TensorType]:
-        """The types of inputs and accumulators between programs."""
+        """The types between programs of inputs and totals, as stage 0 would have all of them."""
         out: dict[str, TensorType] = {}
-        model = self.model
+        model, dims = self.model, self.model.dims
+        types = model.program.types
         for name, t in model.program.inputs:
-            of = name if name in model.parameters else name.rpartition(".")[0]
-            dims = model.dims[name]
-            held = self.held.get(of, Layout(((),) * t.ndim))
-            out[name] = self.layouts.stored_type(name, dims, t, self.mesh, held)
-        for name in model.gradients if self.training else ():
-            t = model.program.types[name]
-            kind = self.strategy.gradient_dtype or t.dtype
-            t = TensorType(kind, t.shape, (), t.mesh)
-            of = f"gradient.{name}"
-            out[of] = self.layouts.stored_type(of, model.dims[name], t, self.mesh, self.held[name])
-        return out
+            whole = Layout(((),) * t.ndim)
+            parameter = name if name in model.parameters else name.rpartition(".")[0]
+            out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
+        for name in self.micro.gradients:
+            t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
+            t = TensorType(self.strategy.gradient_dtype or t.dtype, t.shape, (), t.mesh)
+            out[TOTAL + name] = self.layouts.stored_type(of, self.micro.dims[name], t, self.mesh, self.held[name])
+        return out | {copy: out[name] for copy, name in self.micro.copies.items()}
 
     def _settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
         """Settle; and the rows that are gradients, each with its parameter and the type of its total."""
+        block = self.micro.block
         ends: dict[Key, tuple[str, TensorType]] = {}
-        for name, (_, value) in self.gradient.items():
-            key, t = self._end(value, self.state[f"gradient.{name}"])
-            ends[key] = (name, t)
-        types = {key: (block.types[key[1]]) for block in self.flow.every() for key in ends if key[0] == block.path}
+        for name, value in self.micro.gradients.items():
+            key, t = self._end(value, self.state[TOTAL + name])
+            ends[key] = name, t
+        types = {key: one.types[key[1]] for one in block.every() for key in ends if key[0] == one.path}
         wanted = {key: TensorType(types[key].dtype, t.shape, t.layout, t.mesh) for key, (_, t) in ends.items()}
-        inputs = {new: old for old, new in self.model.replaced.items()}
-        for name in self.flow.outputs:
-            t = self.flow.types[name]
-            if name in inputs:
-                key, last = self._end(name, self.state[inputs[name]])
+        for name in block.outputs:
+            t = block.types[name]
+            if name in self.replaced:
+                key, last = self._end(name, self.state[self.replaced[name]])
                 wanted[key] = last
             elif not t.shape:
                 wanted[(), name] = t.with_layout(Layout(()), self.mesh)
-        rows_held = {
-            key: Layout(self.held[name].dims[len(self.held[name].dims) - types[key].ndim :]) for key, (name, _) in ends.items()
-        }
-        problem = Problem(self.flow, self.mesh, self.state, wanted, self.held, rows_held, self.cut)
-        serve = dict(self.layouts.serve)
-        return settle(problem, serve, self.mesh.axes, self.prices), ends
+        held = {key: Layout(self.held[name].dims[-types[key].ndim :]) for key, (name, _) in ends.items()}
+        cut = Cut(self.micro.count, tuple(dict.fromkeys(v for stage in self.stages for v in stage.saved)))
+        problem = Problem(block, self.mesh, self.state, wanted, self.held, held, cut)
+        settled = settle(problem, dict(self.layouts.serve), self.mesh.axes, self.prices)
+        for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
+            ends[key] = name, at_most(t, settled.type_of(key))
+            total, layout = self.state[TOTAL + name], ends[key][1].layout
+            self.state[TOTAL + name] = total.with_layout(Layout(total.layout.dims, layout.partial, layout.reduction))
+        return settled, ends
 
     def _end(self, value: str, t: TensorType) -> tuple[Key, TensorType]:
         """Where a value that leaves is made, in a body that stacks it, and its type there."""
-        line = next((line for line in self.flow.lines if value in line.results), None)
+        line = next((line for line in self.micro.block.lines if value in line.results), None)
         if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.kept:
             return (line.block.path, line.block.outputs[k]), row(t)
         return ((), value), t
 
-    # What is written
-
-    def job(self) -> Job:
-        """Settle, and write the programs."""
-        settled, ends = self._settled()
-        for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
-            ends[key] = name, at_most(t, settled.type_of(key))
-            total = self.state[f"gradient.{name}"]
-            layout = ends[key][1].layout
-            self.state[f"gradient.{name}"] = total.with_layout(Layout(total.layout.dims, layout.partial, layout.reduction))
-        movements: dict[tuple[int, str], tuple[Movement, ...]] = {}
-        programs: dict[tuple[int, str], Program] = {}
-        made = {r for line in self.forward for r in line.results}
-        outputs = [o for o in self.flow.outputs if o in made]
-        writer = self._writer(settled, self.forward)
-        writer.lines(self.forward, {}, add=False)
-        found = [writer.want(o, self._output(writer, o), "output") for o in outputs]
-        kept = {v: writer.want(v, settled.saved(((), v)), "the backward pass") for v in self.cut.values}
-        called = dict(zip(found, outputs, strict=True))
-        called |= {k: f"saved.{v}" for v, k in kept.items() if k not in called}
-        programs[0, "F"] = _named(writer.program([*found, *dict.fromkeys(kept.values())]), called)
-        movements[0, "F"] = tuple(writer.movements)
-        if self.training:
-            types = {f"saved.{k}": writer.types[v] for k, v in kept.items()}
-            back = self._writer(settled, self.backward)
-            for k, name in kept.items():
-                back.given(f"saved.{k}", writer.types[name])
-                back.values[k] = back.values.pop(f"saved.{k}")
-            programs[0, "B"] = self._backward(back, ends)
-            movements[0, "B"] = tuple(back.movements)
-            programs[0, "OPT"], moved = self._optimizer()
-            movements[0, "OPT"] = moved
-            self.state |= types
-        batch = tuple(n for n, dims in self.model.dims.items() if "batch" in dims and n not in self.model.replaced)
-        named = {o: [n for (n,) in self.flow.dims[o]] for o in outputs if all(len(n) == 1 for n in self.flow.dims[o])}
-        results = {o: named[o].index("batch") if "batch" in named.get(o, ()) else None for o in outputs
-                   if o not in self.model.replaced.values()}  # fmt: skip
-        totals = tuple(f"gradient.{w}" for w in self.model.gradients) if self.training else ()
-        replaced = tuple(n for n in self.model.replaced if n in self.state)
-        return Job(self.model, self.strategy, self.layouts, MappingProxyType(programs), MappingProxyType(self.state),
-                   batch, tuple(f"saved.{k}" for k in kept), totals, replaced, results, MappingProxyType(movements),
-                   settled)  # fmt: skip
-
-    def _output(self, writer: Writer, name: str) -> TensorType:
-        """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""
-        inputs = {new: old for old, new in self.model.replaced.items()}
-        if name in inputs:
-            return self.state[inputs[name]]
-        t = writer.made(name)
-        return t.with_layout(Layout(t.layout.dims))
-
-    def _writer(self, settled: Settled, lines: list[Line | Loop]) -> Writer:
-        """A writer that has the inputs that lines read."""
-        writer = Writer(settled, self.prices, self._plan, [])
-        read = {o for line in lines for o in line.operands}
-        for name, _ in self.flow.inputs:
-            if name in read:
-                writer.given(name, self.state[name])
-        return writer
-
-    def _plan(self, made: TensorType, wanted: TensorType) -> Any:
+    def _plan(self, made: TensorType, wanted: TensorType) -> Plan:
         return redistribute(made, wanted, self.where)
 
-    def _backward(self, back: Writer, ends: Mapping[Key, tuple[str, TensorType]]) -> Program:
-        """Gradients, added to the totals where there are several microbatches."""
+    def job(self) -> Job:
+        """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
+        settled, ends = self._settled()
         add = self.strategy.microbatches > 1
-        inner = {key: (f"gradient.{name}", t) for key, (name, t) in ends.items() if key[0]}
-        entering = back.lines(self.backward, inner, add)
-        out: dict[str, str] = {}
-        for (path, value), (name, t) in ends.items():
-            total = f"gradient.{name}"
-            if path:
-                stack = self.gradient[name][1]
-                out[total] = back.values[stack][back.made(stack)]
+        writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add)
+        written: dict[tuple[int, str], Written] = {}
+        last = len(self.stages) - 1
+        for stage in self.stages:
+            made = {r for line in stage.forward for r in line.results}
+            outputs = [o for o in self.micro.block.outputs if o in made and self._leaves(stage, o, last)]
+            written[stage.number, "F"] = writers.forward(stage, outputs, self.boundaries)
+            if self.training:
+                program = written[stage.number, "F"].program
+                written[stage.number, "B"] = writers.backward(stage, program, self.boundaries)
+        types = self._types(written)
+        for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
+            mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}
+            written[stage.number, "OPT"] = writers.optimizer(mine, types[stage.number])
+        return self._job(written, settled, types)
+
+    def _leaves(self, stage: Stage, name: str, last: int) -> bool:
+        """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
+        return name in self.replaced or not any(
+            name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward
+        ) or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+
+    def _copies(self, name: str) -> list[str]:
+        return [copy for copy, of in self.micro.copies.items() if of == name]
+
+    def _types(self, written: Mapping[tuple[int, str], Written]) -> list[dict[str, TensorType]]:
+        """By stage the types of all that lives there between programs, with the rows that a stage has of stacks."""
+        found: list[dict[str, TensorType]] = []
+        model = self.model
+        for stage in self.stages:
+            mine: dict[str, TensorType] = {}
+            for kind in ("F", "B"):
+                one = written.get((stage.number, kind))
+                mine |= dict(one.program.inputs) if one else {}
+            for name in [n for n in mine if n in self.micro.gradients]:
+                t, total = mine[name], TOTAL + name
+                mine[total] = self._as_many(self.state[total], t)
+                for state, u in self.state.items():
+                    if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
+                        mine[state] = self._as_many(u, t)
+            if self.training and "step" in self.state:
+                mine["step"] = self.state["step"]
+            found.append(mine)
+        return found
+
+    def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
+        """A type with as many rows as another of its value."""
+        return resized(t, like.shape[0]) if t.shape != like.shape else t
+
+    def _job(
+        self,
+        written: Mapping[tuple[int, str], Written],
+        settled: Settled,
+        types: list[dict[str, TensorType]],
+    ) -> Job:
+        meshes = [self.strategy.mesh(self.model, s % self.strategy.pipeline) for s in range(self.count)]
+        onto = [{self.mesh: mesh} for mesh in meshes]
+        programs = {key: rebased(one.program, onto[key[0]]) for key, one in written.items()}
+        name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
+        received = {b.target for b in self.boundaries}
+        state: dict[str, TensorType] = {}
+        parts: dict[str, Part] = {}
+        for s, mine in enumerate(types):
+            for n, t in mine.items():
+                if (s, n) in received or n.startswith(SAVED) or n in {v for v in self.stages[s].saved}:
+                    continue
+                state[name(s, n)] = rebased_type(t, onto[s])
+                parts[name(s, n)] = Part(s, n, self._rows(s, n, t))
+        transfers = tuple(self._transfers(written, meshes, types))
+        gradients = set(self.micro.gradients.values())
+        outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
+        batch = tuple(n for n, dims in self.model.dims.items() if "batch" in dims and n not in self.model.replaced)
+        kind = self.strategy.schedule if self.count > 1 else "gpipe"
+        order = schedule(kind, self.strategy.pipeline, self.strategy.microbatches, self.strategy.interleave,
+                         forward_only=not self.training) if self.count > 1 else schedule(
+            kind, 1, self.strategy.microbatches, forward_only=not self.training)  # fmt: skip
+        movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
+        return Job(self.model, self.strategy, self.layouts, order, MappingProxyType(programs), MappingProxyType(state),
+                   MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
+                   settled)  # fmt: skip
+
+    def _rows(self, stage: int, name: str, t: TensorType) -> tuple[int, int] | None:
+        """Which rows of a stack a stage has."""
+        of = name.removeprefix(TOTAL)
+        of = of if of in self.model.parameters or of in self.micro.copies else of.rpartition(".")[0]
+        if "layer" not in self.model.dims.get(of, ()) or self.count == 1:
+            return None
+        for line in self.stages[stage].forward:
+            if isinstance(line, Loop) and of in line.operands:
+                return line.first, line.end
+        return None
+
+    def _batch_dim(self, name: str) -> int | None:
+        dims = self.micro.block.dims[name]
+        return next((d for d, names in enumerate(dims) if names == ("batch",)), None)
+
+    def _transfers(
+        self,
+        written: Mapping[tuple[int, str], Written],
+        meshes: list[Mesh],
+        types: list[dict[str, TensorType]],
+    ) -> Iterator[Transfer]:
+        """Yield what goes between stages: of passes, and around the optimizer of parameters with copies."""
+        for b in self.boundaries:
+            (s, value), (t, local) = b.source, b.target
+            sent = written[s, b.kind].sent[value]
+            source, target = (rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t))
+            yield Transfer(b.kind, (s, sent), (t, local), self._plan(source, target))
+        for copy, name in self.micro.copies.items():
+            away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
+            if name not in self.model.gradients:
                 continue
-            if add:
-                back.given(total, t)
-            out[total] = back.accumulated(value, t, total if add else None, f"gradient of {name}")
-        assert not add or set(entering) <= set(out)
-        program = back.program(list(out.values()))
-        return _named(program, {v: f"next.{k}" for k, v in out.items()})
-
-    def _optimizer(self) -> tuple[Program, tuple[Movement, ...]]:
-        """Updates where the state is stored; gradients and parameters come there, and parameters go back."""
-        model, settled = self.model, None
-        rule = OPTIMIZERS[model.fields["optimizer"]]
-        op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})
-        writer = Writer(settled, self.prices, self._plan, [])  # type: ignore[arg-type]
-        out: dict[str, str] = {}
-        now: list[str] = []
-        if rule.counts:
-            writer.given("step", self.state["step"])
-            out["step"] = writer.op(Elementwise("a + 1"), ["step"])
-            now = [out["step"]]
-        for name in model.gradients:
-            mine = [f"{name}.{part}" for part in rule.state]
-            for n in (name, f"gradient.{name}", *mine):
-                writer.given(n, self.state[n])
-            t = self.state[mine[0]] if mine else self.state[name]
-            given = [self._as(writer, n, t.layout, name) for n in (name, f"gradient.{name}", *mine)]
-            first = writer.op(op, [*given, *now])
-            results = writer.steps[-1].results
-            assert first == results[0]
-            for n, value in zip((name, *mine), results, strict=True):
-                writer.values[value] = {writer.types[value]: value}
-                out[n] = self._as(writer, value, self.state[n].layout, name)
-        program = writer.program(list(out.values()))
-        return _named(program, {v: f"next.{k}" for k, v in out.items()}), tuple(writer.movements)
-
-    def _as(self, writer: Writer, name: str, layout: Layout, of: str) -> str:
-        return writer.want(name, writer.made(name).with_layout(layout), f"the update of {of}")
+            for kind, s, t, n, m in (("total", away, home, TOTAL + copy, TOTAL + copy), ("OPT", home, away, name, copy)):
+                u = types[home][TOTAL + name] if kind == "total" else types[home][name]
+                source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
+                yield Transfer(kind, (s, n), (t, m), self._plan(source, target))
 
 
 def _resized(model: Model, strategy: Strategy) -> Model:
     """The model with the batch of one microbatch."""
     batch = strategy.data * strategy.microbatch
-    sizes = {n for name, dims in model.dims.items() for d, n in zip(dims, model.program.types[name].shape, strict=True)
-             if d == "batch"}  # fmt: skip
+    sizes = {
+        n
+        for name, dims in model.dims.items()
+        for d, n in zip(dims, model.program.types[name].shape, strict=True)
+        if d == "batch"
+    }
     return model if sizes <= {batch} else model.resize(batch=batch)
 
-
-def _named(program: Program, names: Mapping[str, str]) -> Program:
-    """A program in which some values have names, which others that had them give away."""
-    moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
-    return renamed(program, moved | dict(names))
-
-
-def _scaled(program: Program, count: int) -> Program:
-    """A program whose loss is its part of the mean over so many microbatches."""
-    if count == 1:
-        return program
-    inner = renamed(program, {"loss": "loss.whole"})
-    step = Step(Elementwise(f"a / {count}"), ("loss.whole",), ("loss",))
-    outputs = tuple("loss" if o == "loss.whole" else o for o in inner.outputs)
-    return Program(inner.inputs, (*inner.steps, step), outputs)
-
-
-def _keep(program: Program, recompute: str | tuple[str, ...], opened: set[Step]) -> Any:
-    """Which results are kept for the backward pass: of the steps in bodies; of opened ops what was summed, or the most."""
-    inside = {step for s in program.steps for step in getattr(getattr(s.op, "body", None), "steps", ())}
-    if recompute == "none":
-        return lambda step, moved: not moved and (step not in opened or step.op.name == "reduce_dims")
-    if recompute == "full":
-        return lambda step, moved: step not in inside
-    names = ("attention",) if recompute == "selective" else tuple(recompute)
-    return lambda step, moved: not moved and not (step in inside and step.op.name in names)
 

@@ -120,7 +120,7 @@ class Writer:
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
-        inner = Writer(self.settled, self.prices, self.plan, self.movements, block.path, self.times * op.times)
+        inner = Writer(self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first))
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
         operands: list[str] = []
@@ -149,11 +149,12 @@ class Writer:
             if add:
                 total = inner.free("total")
                 inner.given(total, t)
-                self.given(stack, rows(t, op.times))
+                self.given(stack, rows(t, loop.end - loop.first))
                 operands.append(stack)
                 entering.append(stack)
             leaving.append(inner.accumulated(name, t, total, by))
-        made = replace(op, body=inner.program(leaving), sliced=op.cut + len(entering))
+        count = loop.end - loop.first
+        made = replace(op, n=count, body=inner.program(leaving), sliced=op.cut + len(entering))
         self.op(made, operands, loop.results)
         for name in loop.results:
             self.values[name] = {self.types[name]: name}

@@ -1,0 +1,201 @@
+"""The program of one microbatch: forward, and backward where the model trains; cut into stages by its layers.
+
+Composed ops that an axis cannot serve are opened before gradients are taken, so that sums and maxima are kept and not
+asked for again. The loss is a microbatch's part of the step's mean. A parameter that several stages read is an input
+of its own on each: its copies have gradients of their own, which the optimizer's program adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardplan.core.dim_names import dim_names
+from shardplan.core.gradients import Keep, Origin
+from shardplan.core.nested import nested
+from shardplan.core.op import Op
+from shardplan.core.ops import Elementwise
+from shardplan.core.ops.composed import differs
+from shardplan.core.ops.compute import computing
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.errors import LayoutError
+from shardplan.strategy.model import Model
+from shardplan.strategy.partition.flow import Block, flow
+from shardplan.strategy.partition.opening import Refused, opened
+from shardplan.strategy.training import renamed, trained
+
+Rows = tuple[int, int]  # of the layers of a loop, those of a stage
+Recompute = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Of the steps of a forward program the stage of each, None where every stage that reads it makes it; of loops rows."""
+
+    stages: tuple[int | None, ...]
+    rows: Mapping[int, tuple[Rows, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """The lines of a microbatch, of which the first `count` are forward.
+
+    `gradients` has the value that is an input's gradient, `copies` the parameter that an input copies, `dims` the names
+    of every input's dims; `again` the forward results that loops of the backward pass make again.
+    """
+
+    block: Block
+    count: int
+    cuts: Cuts
+    origins: tuple[Origin | None, ...]
+    gradients: Mapping[str, str]
+    copies: Mapping[str, str]
+    dims: Mapping[str, tuple[str, ...]]
+
+
+def microbatch(model: Model, stages: int, count: int, recompute: Recompute, refused: Refused) -> Microbatch:
+    """Return the program of one of `count` microbatches, cut into stages."""
+    program = model.forward or model.program
+    dims = {name: model.dims[name] for name, _ in program.inputs}
+    program, inside = opened(program, dims, refused)
+    cuts = cut(program, stages)
+    program, copies = _copied(program, cuts, model.parameters)
+    dims |= {copy: dims[name] for copy, name in copies.items()}
+    if not model.fields["training"]:
+        names = dim_names(program, dims)
+        return Microbatch(flow(program, names), len(program.steps), cuts, (), {}, copies, dims)
+    if count > 1:
+        program = _scaled(program, count)
+        cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
+    wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
+    made = trained(program, wanted, keep=_keep(program, recompute, inside))
+    names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
+    found = {w: names[g] for w, g in made.gradients.items()}
+    whole = renamed(made.program, names)
+    block = flow(whole, dim_names(whole, dims, made.origins))
+    return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
+
+
+def cut(program: Program, stages: int) -> Cuts:
+    """Return which stage makes what, so that the stage of the most operations has as few as can be.
+
+    A stage has one layer at least. Raises `LayoutError` for more stages than layers.
+    """
+    if stages == 1:
+        return Cuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)})
+    loops = _loops(program)
+    weights = [w for k, op in loops for w in [_flops(op.body)] * op.times]
+    if len(weights) < stages:
+        raise LayoutError(f"{stages} stages of a model of {len(weights)} layers; legal are 1 to {len(weights)}")
+    first, last = (loops[0][0], loops[-1][0]) if loops else (0, 0)
+    ends = [sum(_step_flops(program, k) for k in part) for part in (range(first), range(last + 1, len(program.steps)))]
+    weights[0] += ends[0]
+    weights[-1] += ends[1]
+    starts = _balanced(weights, stages)
+    rows: dict[int, tuple[Rows, ...]] = {}
+    begin = 0
+    for k, op in loops:
+        bounds = [min(max(s - begin, 0), op.times) for s in (*starts, len(weights))]
+        rows[k] = tuple(zip(bounds, bounds[1:], strict=False))
+        begin += op.times
+    where: list[int | None] = []
+    for k, step in enumerate(program.steps):
+        types = program.step_types(step)
+        light = not any(differs(t) for side in types for t in side)
+        where.append(None if light else 0 if k < first else stages - 1)
+    return Cuts(tuple(where), rows)
+
+
+def _loops(program: Program) -> list[tuple[int, Op]]:
+    return [(k, op) for k, step in enumerate(program.steps) if (op := nested(step.op)) is not None]
+
+
+def _flops(program: Program) -> float:
+    return sum(_step_flops(program, k) for k in range(len(program.steps)))
+
+
+def _step_flops(program: Program, number: int) -> float:
+    step = program.steps[number]
+    op, inner = computing(step.op), nested(step.op)
+    if inner is not None:
+        return inner.times * _flops(inner.body)
+    return op.flops(*program.step_types(step)[0]) if op else 0.0
+
+
+def _balanced(weights: Sequence[float], stages: int) -> list[int]:
+    """Where contiguous parts begin, none empty, of which the heaviest is as light as can be."""
+    sums = [0.0]
+    for w in weights:
+        sums.append(sums[-1] + w)
+
+    def parts(most: float) -> list[int] | None:
+        starts = [0]
+        for k in range(1, len(weights)):
+            must = len(weights) - k <= stages - len(starts)
+            if must or sums[k + 1] - sums[starts[-1]] > most:
+                starts.append(k)
+                if len(starts) > stages:
+                    return None
+        heaviest = max(b - a for a, b in zip([sums[s] for s in starts], [*(sums[s] for s in starts[1:]), sums[-1]], strict=True))
+        return starts if len(starts) == stages and heaviest <= most else None
+
+    low, high = max(weights), sums[-1]
+    best = parts(high) or list(range(stages))
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = parts(middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    return parts(low) or best
+
+
+def _copied(program: Program, cuts: Cuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
+    """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
+    readers: dict[str, set[int]] = {}
+    for step, stage in zip(program.steps, cuts.stages, strict=True):
+        for o in step.operands if nested(step.op) is None and stage is not None else ():
+            if o in parameters:
+                readers.setdefault(o, set()).add(stage)
+    copies = {(o, s): f"{o}.copy{s}" for o, found in readers.items() for s in sorted(found)[1:]}
+    if not copies:
+        return program, {}
+    types = program.types
+    inputs = [*program.inputs, *((copy, types[o]) for (o, _), copy in copies.items())]
+    steps = [
+        step if stage is None else replace(step, operands=tuple(copies.get((o, stage), o) for o in step.operands))
+        for step, stage in zip(program.steps, cuts.stages, strict=True)
+    ]
+    return Program(inputs, steps, program.outputs), {copy: o for (o, _), copy in copies.items()}
+
+
+def _scaled(program: Program, count: int) -> Program:
+    """A program whose loss is its part of the mean over so many microbatches."""
+    inner = renamed(program, {"loss": "loss.whole"})
+    step = Step(Elementwise(f"a / {count}"), ("loss.whole",), ("loss",))
+    outputs = tuple("loss" if o == "loss.whole" else o for o in inner.outputs)
+    return Program(inner.inputs, (*inner.steps, step), outputs)
+
+
+def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
+    """Which results are kept for the backward pass: of opened ops those that are smaller than what they are made of.
+
+    Of steps in bodies `full` keeps none, `selective` all but attention's, names all but those of ops of these names.
+    """
+    bodies = [op.body for _, op in _loops(program)]
+    steps = {step for body in bodies for step in body.steps}
+    small = {
+        step
+        for one in (program, *bodies)
+        for step in one.steps
+        if step in inside and _size(one, step.results) < _size(one, step.operands)
+    }
+    names = {"none": (), "selective": ("attention",)}.get(recompute, ()) if isinstance(recompute, str) else recompute
+    again = {step for step in steps if recompute == "full" or step.op.name in names}
+    return lambda step, moved: not moved and step not in again and (step not in inside or step in small)
+
+
+def _size(program: Program, names: Sequence[str]) -> int:
+    return max((math.prod(program.types[n].shape) for n in names), default=0)
+
+

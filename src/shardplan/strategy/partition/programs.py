@@ -1,0 +1,175 @@
+"""Writes the programs of a stage on the mesh of stage 0: forward, backward, and the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardplan.core.layout import Layout
+from shardplan.core.ops import Elementwise
+from shardplan.core.program import Program
+from shardplan.core.tensor import TensorType
+from shardplan.strategy.model import Model
+from shardplan.strategy.partition.flow import Key, Line, Loop
+from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.settle import Settled
+from shardplan.strategy.partition.stages import Boundary, Stage
+from shardplan.strategy.partition.write import Movement, Planner, Writer
+from shardplan.strategy.training import OPTIMIZERS, renamed
+
+NEXT, TOTAL, SAVED = "next.", "gradient.", "saved."
+Types = Mapping[str, TensorType]
+
+
+class Written(NamedTuple):
+    """A program, the movements in it, and what goes to other stages, by its name in the model."""
+
+    program: Program
+    movements: tuple[Movement, ...]
+    sent: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """What all programs are written with; `state` has the types of inputs as stage 0 would have them.
+
+    `ends` has by gradient its parameter and the type of its total, of rows of a body that of a row.
+    """
+
+    model: Model
+    settled: Settled
+    prices: Prices
+    plan: Planner
+    state: Types
+    replaced: Mapping[str, str]  # by output the input whose place it takes
+    ends: Mapping[Key, tuple[str, TensorType]]
+    add: bool  # whether gradients are added to totals
+
+    def _writer(self, lines: Sequence[Line | Loop]) -> Writer:
+        """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
+        writer = Writer(self.settled, self.prices, self.plan, [])
+        for line in lines:
+            for k, name in enumerate(line.operands):
+                if name in self.state and name not in writer.values:
+                    t = self.state[name]
+                    if isinstance(line, Loop) and k >= len(line.operands) - line.op.cut:
+                        t = resized(t, line.end - line.first)
+                    writer.given(name, t)
+        return writer
+
+    def forward(self, stage: Stage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> Written:
+        """Write F: its results are results of the model, what is saved, and what goes on."""
+        writer = self._writer(stage.forward)
+        self._receive(writer, stage, "F", boundaries)
+        writer.lines(stage.forward, {}, add=False)
+        called = {writer.want(o, self._left(writer, o), "output"): o for o in outputs}
+        for v in stage.saved:
+            kept = writer.made(v).with_layout(self.settled.saved(((), v)).layout)
+            called.setdefault(writer.want(v, kept, "the backward pass"), f"{SAVED}{v}")
+        sent = self._send(writer, stage, "F", boundaries, called)
+        program = named(writer.program(list(called)), called)
+        return Written(program, tuple(writer.movements), sent)
+
+    def backward(self, stage: Stage, forward: Program, boundaries: Sequence[Boundary]) -> Written:
+        """Write B: its results are totals of gradients, and what goes back."""
+        writer = self._writer(stage.backward)
+        self._receive(writer, stage, "B", boundaries)
+        for v in stage.saved:
+            name = f"{SAVED}{v}" if f"{SAVED}{v}" in forward.types else v
+            writer.given(name, forward.types[name])
+            writer.values[v] = writer.values.pop(name)
+        inner = {key: (f"{TOTAL}{name}", t) for key, (name, t) in self.ends.items() if key[0]}
+        writer.lines(stage.backward, inner, self.add)
+        called: dict[str, str] = {}
+        made = {r for line in stage.backward for r in line.results}
+        loops = {line.block.path: line for line in stage.backward if isinstance(line, Loop)}
+        for (path, value), (name, t) in self.ends.items():
+            total = f"{TOTAL}{name}"
+            if path in loops:
+                loop = loops[path]
+                stack = loop.results[loop.block.outputs.index(value)]
+                called[writer.values[stack][writer.made(stack)]] = NEXT + total
+            elif not path and value in made:
+                if self.add:
+                    writer.given(total, t)
+                called[writer.accumulated(value, t, total if self.add else None, f"gradient of {name}")] = NEXT + total
+        sent = self._send(writer, stage, "B", boundaries, called)
+        program = named(writer.program(list(called)), called)
+        return Written(program, tuple(writer.movements), sent)
+
+    def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> Written:
+        """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
+
+        Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie.
+        """
+        model = self.model
+        rule = OPTIMIZERS[model.fields["optimizer"]]
+        op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})  # pyright: ignore
+        writer = Writer(self.settled, self.prices, self.plan, [])
+        called: dict[str, str] = {}
+        now: list[str] = []
+        if rule.counts:
+            writer.given("step", types["step"])
+            now = [writer.op(Elementwise("a + 1"), ["step"])]
+            called[now[0]] = f"{NEXT}step"
+        for name, copies in parameters.items():
+            mine = [f"{name}.{part}" for part in rule.state]
+            for n in (name, TOTAL + name, *mine):
+                writer.given(n, types[n])
+            for copy in copies:
+                writer.given(TOTAL + copy, types[TOTAL + name])
+                both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
+                writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
+            layout = types[mine[0] if mine else name].layout
+            by = f"the update of {name}"
+            given = [writer.want(n, types[n].with_layout(layout), by) for n in (name, TOTAL + name, *mine)]
+            writer.op(op, [*given, *now])
+            for n, value in zip((name, *mine), writer.steps[-1].results, strict=True):
+                writer.values[value] = {writer.types[value]: value}
+                called[writer.want(value, types[n], by)] = NEXT + n
+        program = named(writer.program(list(called)), called)
+        return Written(program, tuple(writer.movements), {})
+
+    def _left(self, writer: Writer, name: str) -> TensorType:
+        """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""
+        t = writer.made(name)
+        if name in self.replaced:
+            return t.with_layout(self.state[self.replaced[name]].layout)
+        return t.with_layout(Layout(t.layout.dims))
+
+    def _receive(self, writer: Writer, stage: Stage, kind: str, boundaries: Sequence[Boundary]) -> None:
+        """Declare what comes from other stages."""
+        for b in boundaries:
+            if b.kind == kind and b.target[0] == stage.number:
+                writer.given(b.target[1], self.crossing(b.source[1]))
+
+    def _send(
+        self, writer: Writer, stage: Stage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]
+    ) -> dict[str, str]:
+        """Let leave what goes to other stages, and return what it is called."""
+        sent: dict[str, str] = {}
+        for b in boundaries:
+            if b.kind == kind and b.source[0] == stage.number:
+                value = writer.want(b.source[1], self.crossing(b.source[1]), "another stage")
+                sent[b.source[1]] = called.setdefault(value, f"sent.{b.source[1]}")
+        return sent
+
+    def crossing(self, name: str) -> TensorType:
+        """Return the type in which a value goes to another stage: as it was made, but never partial."""
+        t = self.settled.type_of(((), name))
+        return t.with_layout(Layout(t.layout.dims))
+
+
+def resized(t: TensorType, count: int) -> TensorType:
+    """Return the type of a stack of another number of rows."""
+    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
+    return TensorType(t.dtype, (count, *t.shape[1:]), t.layout.dims, t.mesh, partial)
+
+
+def named(program: Program, names: Mapping[str, str]) -> Program:
+    """Return a program in which some values have names, which others that had them give away."""
+    moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
+    return renamed(program, moved | dict(names))
+
+
