@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
+from shardplan.core.rebase import rebased
 from shardplan.core.tensor import TensorType
+from shardplan.hardware.placement import Placement
+from shardplan.hardware.topology import Topology
+from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.settle import Settled
@@ -25,13 +30,50 @@ class Part(NamedTuple):
     rows: tuple[int, int] | None
 
 
-class Transfer(NamedTuple):
-    """A movement of a value from a stage to another, by its names there, after an action of a kind."""
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A movement of a value from a stage to another, by its names there, after an action of a kind.
+
+    It is planned when it is asked for.
+    """
 
     kind: str
     source: tuple[int, str]
     target: tuple[int, str]
-    plan: Plan
+    types: tuple[TensorType, TensorType]
+    where: Topology | Placement | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return redistribute(*self.types, self.where)
+
+
+@dataclass(frozen=True, slots=True)
+class Programs(Mapping[tuple[int, str], Program]):
+    """Programs by stage and kind: those of stages that differ in nothing but their mesh are one, laid when asked for.
+
+    `shared` are programs on the mesh of stage 0, `which` has the number of each stage's.
+    """
+
+    shared: tuple[Program, ...]
+    which: Mapping[tuple[int, str], int]
+    meshes: tuple[Mesh, ...]
+    laid: dict[tuple[int, str], Program] = field(default_factory=dict[tuple[int, str], Program])
+
+    def __getitem__(self, key: tuple[int, str]) -> Program:
+        """Return the program of a stage on its mesh."""
+        if key not in self.laid:
+            self.laid[key] = rebased(self.shared[self.which[key]], {self.meshes[0]: self.meshes[key[0]]})
+        return self.laid[key]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        """Return the keys."""
+        return iter(self.which)
+
+    def __len__(self) -> int:
+        """Return how many there are, those that are one counted as often as they are used."""
+        return len(self.which)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -47,7 +89,7 @@ class Job:
     strategy: Strategy
     layouts: Layouts
     schedule: Schedule
-    programs: Mapping[tuple[int, str], Program]
+    programs: Programs
     state: Mapping[str, TensorType]
     parts: Mapping[str, Part]  # by name of `state`
     transfers: tuple[Transfer, ...]
@@ -67,5 +109,5 @@ class Job:
 
     def __repr__(self) -> str:
         """Show the programs' sizes."""
-        kinds = ", ".join(f"{s}{kind}: {len(p.steps)} steps" for (s, kind), p in self.programs.items())
-        return f"<Job {self.model.name} on {self.strategy.devices} devices; {kinds}>"
+        count = len(self.programs.shared)
+        return f"<Job {self.model.name}: {self.stages} stages on {self.strategy.devices} devices, {count} programs>"

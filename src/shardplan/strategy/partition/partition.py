@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from shardplan.core.dim_names import Names
@@ -10,7 +10,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row
 from shardplan.core.program import Program
-from shardplan.core.rebase import rebased, rebased_type
+from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.placement import Placement
@@ -21,7 +21,7 @@ from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Loop, line_of
-from shardplan.strategy.partition.job import Job, Part, Transfer
+from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import microbatch
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.programs import SAVED, TOTAL, Writers, Written, resized
@@ -144,17 +144,29 @@ class _Partition:
         writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add)
         written: dict[tuple[int, str], Written] = {}
         last = len(self.stages) - 1
+        known: dict[object, Written] = {}
+
+        def once(key: object, write: Callable[[], Written]) -> Written:
+            if key not in known:
+                known[key] = write()
+            return known[key]
+
         for stage in self.stages:
             made = {r for line in stage.forward for r in line.results}
             outputs = [o for o in self.micro.block.outputs if o in made and self._leaves(stage, o, last)]
-            written[stage.number, "F"] = writers.forward(stage, outputs, self.boundaries)
+            shape = (*stage.shape(), tuple(outputs), frozenset(b.seen(stage.number) for b in self.boundaries))
+            one = once(("F", shape), lambda s=stage, o=outputs: writers.forward(s, o, self.boundaries))
+            written[stage.number, "F"] = one
             if self.training:
-                program = written[stage.number, "F"].program
-                written[stage.number, "B"] = writers.backward(stage, program, self.boundaries)
+                program = one.program
+                one = once(("B", shape), lambda s=stage, p=program: writers.backward(s, p, self.boundaries))
+                written[stage.number, "B"] = one
         types = self._types(written)
         for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
             mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}
-            written[stage.number, "OPT"] = writers.optimizer(mine, types[stage.number])
+            own = types[stage.number]
+            key = ("OPT", tuple(mine), tuple((n, own[n].shape) for n in mine), any(mine.values()))
+            written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
         return self._job(written, settled, types)
 
     def _leaves(self, stage: Stage, name: str, last: int) -> bool:
@@ -198,7 +210,10 @@ class _Partition:
     ) -> Job:
         meshes = [self.strategy.mesh(self.model, s % self.strategy.pipeline) for s in range(self.count)]
         onto = [{self.mesh: mesh} for mesh in meshes]
-        programs = {key: rebased(one.program, onto[key[0]]) for key, one in written.items()}
+        shared = list(dict.fromkeys(id(one.program) for one in written.values()))
+        found = {id(one.program): one.program for one in written.values()}
+        which = {key: shared.index(id(one.program)) for key, one in written.items()}
+        programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
         name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
         received = {b.target for b in self.boundaries}
         state: dict[str, TensorType] = {}
@@ -208,7 +223,7 @@ class _Partition:
                 if (s, n) in received or n.startswith(SAVED) or n in {v for v in self.stages[s].saved}:
                     continue
                 state[name(s, n)] = rebased_type(t, onto[s])
-                parts[name(s, n)] = Part(s, n, self._rows(s, n, t))
+                parts[name(s, n)] = Part(s, n, self._rows(s, n))
         transfers = tuple(self._transfers(written, meshes, types))
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
@@ -218,19 +233,17 @@ class _Partition:
                          forward_only=not self.training) if self.count > 1 else schedule(
             kind, 1, self.strategy.microbatches, forward_only=not self.training)  # fmt: skip
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
-        return Job(self.model, self.strategy, self.layouts, order, MappingProxyType(programs), MappingProxyType(state),
+        return Job(self.model, self.strategy, self.layouts, order, programs, MappingProxyType(state),
                    MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
                    settled)  # fmt: skip
 
-    def _rows(self, stage: int, name: str, t: TensorType) -> tuple[int, int] | None:
-        """Which rows of a stack a stage has."""
-        of = name.removeprefix(TOTAL)
-        of = of if of in self.model.parameters or of in self.micro.copies else of.rpartition(".")[0]
-        if "layer" not in self.model.dims.get(of, ()) or self.count == 1:
-            return None
-        for line in self.stages[stage].forward:
-            if isinstance(line, Loop) and of in line.operands:
-                return line.first, line.end
+    def _rows(self, stage: int, name: str) -> tuple[int, int] | None:
+        """Which rows of a stack a stage has; of what is kept of a parameter those of the parameter."""
+        plain = name.removeprefix(TOTAL)
+        for of in (plain, plain.rpartition(".")[0]) if self.count > 1 else ():
+            for line in self.stages[stage].forward:
+                if isinstance(line, Loop) and of in line.operands[len(line.operands) - line.op.cut :]:
+                    return line.first, line.end
         return None
 
     def _batch_dim(self, name: str) -> int | None:
@@ -248,7 +261,7 @@ class _Partition:
             (s, value), (t, local) = b.source, b.target
             sent = written[s, b.kind].sent[value]
             source, target = (rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t))
-            yield Transfer(b.kind, (s, sent), (t, local), self._plan(source, target))
+            yield Transfer(b.kind, (s, sent), (t, local), (source, target), self.where)
         for copy, name in self.micro.copies.items():
             away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
             if name not in self.model.gradients:
@@ -256,7 +269,7 @@ class _Partition:
             for kind, s, t, n, m in (("total", away, home, TOTAL + copy, TOTAL + copy), ("OPT", home, away, name, copy)):
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]
                 source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
-                yield Transfer(kind, (s, n), (t, m), self._plan(source, target))
+                yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
 
 
 def _resized(model: Model, strategy: Strategy) -> Model:

@@ -22,6 +22,11 @@ class Boundary(NamedTuple):
     source: tuple[int, str]
     target: tuple[int, str]
 
+    def seen(self, stage: int) -> tuple[str, str, str] | None:
+        """Return what a stage sees of it, None for a stage that is at neither end."""
+        ways = [way for way, (s, _) in (("to", self.source), ("from", self.target)) if s == stage]
+        return (self.kind, ways[0], (self.source if ways[0] == "to" else self.target)[1]) if ways else None
+
 
 @dataclass(slots=True)
 class Stage:
@@ -31,6 +36,11 @@ class Stage:
     forward: Lines = field(default_factory=list["Line | Loop"])
     backward: Lines = field(default_factory=list["Line | Loop"])
     saved: tuple[str, ...] = ()
+
+    def shape(self) -> tuple[object, ...]:
+        """Return what its programs hang on: lines, and how many rows of a loop."""
+        lines = (*self.forward, *self.backward)
+        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved)
 
 
 def staged(micro: Microbatch, count: int) -> tuple[list[Stage], list[Boundary]]:
