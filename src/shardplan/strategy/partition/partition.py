@@ -24,7 +24,7 @@ from shardplan.strategy.partition.flow import Key, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.programs import SAVED, TOTAL, Writers, Written, resized
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
 from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
 from shardplan.strategy.partition.stages import Stage, staged
 from shardplan.strategy.partition.tables import Layouts
@@ -220,12 +220,11 @@ class _Partition:
         which = {key: shared.index(id(one.program)) for key, one in written.items()}
         programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
         name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
-        received = {b.target for b in self.boundaries}
         state: dict[str, TensorType] = {}
         parts: dict[str, Part] = {}
         for s, mine in enumerate(types):
             for n, t in mine.items():
-                if (s, n) in received or n.startswith(SAVED) or n in {v for v in self.stages[s].saved}:
+                if n.startswith((SAVED, RECEIVED)) or n in self.stages[s].saved:
                     continue
                 state[name(s, n)] = rebased_type(t, onto[s])
                 parts[name(s, n)] = Part(s, n, self._rows(s, n))
@@ -266,7 +265,7 @@ class _Partition:
             (s, value), (t, local) = b.source, b.target
             sent = written[s, b.kind].sent[value]
             source, target = (rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t))
-            yield Transfer(b.kind, (s, sent), (t, local), (source, target), self.where)
+            yield Transfer(b.kind, (s, sent), (t, RECEIVED + local), (source, target), self.where)
         for copy, name in self.micro.copies.items():
             away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
             if name not in self.model.gradients:

@@ -29,6 +29,7 @@ Groups = Mapping[str, tuple[tuple[str, ...], ...]]
 Types = tuple[TensorType | None, ...]  # by option of a choice; None where there is no such type
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
 SWEEPS = 8
+MEMORY = 1e-6  # seconds a byte that is saved beyond those that were made
 TIE = 1e-18  # seconds a byte that is made: of options that take as long the one that holds less
 
 
@@ -356,12 +357,15 @@ def tables(
 
 
 def _no_more(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Table[object]:
-    """Refuses to save a value in a type of more bytes than it was made in."""
+    """What it costs to save a value in a type of more bytes than it was made in: more than any movement.
+
+    It is finite, since what is right for one axis may only be reached by way of another.
+    """
     assert use.source.maker is not None  # of a value that was made
     made = [o.made[use.source.result].local_bytes() for o in found[use.source.maker]]
     kept = [t.local_bytes() if t else 0 for t in _wanted(use, found)]
-    more = np.array(kept)[None, :] > np.array(made)[:, None]
-    return (use.source.maker, use.maker), np.where(more, math.inf, 0.0)
+    more = np.array(kept, dtype=np.float64)[None, :] - np.array(made)[:, None]
+    return (use.source.maker, use.maker), MEMORY * np.maximum(more, 0.0)
 
 
 def _onto(t: TensorType, axes: set[str]) -> TensorType:
