@@ -337,7 +337,7 @@ def sharing(draw: st.DrawFn, most: int = 6) -> Program:
 def sharing_repeats(draw: st.DrawFn, most: int = 4) -> Program:
     """Programs around a repeat of which results may share storage; an operand may be listed twice, or kept."""
     rng, t = draw(rngs()), draw(types(("even", "uneven"), most, ("f32",)))
-    extra = dict.fromkeys(("c", "d", "s", "r"), t)
+    extra = dict.fromkeys(("c", "d", "v", "s", "r"), t)
     steps = sharing_steps(rng, t, extra, rng.randint(1, 6))
     cut, fixed = ("s", "r"), [n for n in extra if n not in ("c", "d", "s", "r")]
     fitting = ["c", "d", "s", "r", *(r for s in steps for r in s.results if t == _type_in(steps, extra, r))]

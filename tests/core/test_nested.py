@@ -432,7 +432,9 @@ THERE = Send(TensorType("f32", (2, 4), (None, "y"), OTHER := sp.Mesh(y=2)).layou
         ([SUM], ("c", "sum"), ((0, 0), (1, 3))),  # what it is added to is carried, so that the row goes
         ([], ("c", "s"), ((0, 0),)),  # no kernel leaves the row where it is, so that it is copied
         ([Step(THERE, ("s",), ("1",)), Step(Send(T.layout, ONE), ("1",), ("2",))], ("c", "2"), ((0, 0),)),
-        ([Step(Elementwise("-a"), ("v",), ("1",))], ("1", "1"), ()),  # an invariant
+        ([Step(Elementwise("-a"), ("v",), ("1",))], ("c", "1"), ((0, 0),)),  # an invariant lives on
+        ([Step(Elementwise("a+b"), ("v", "s"), ("1",))], ("c", "1"), ((0, 0), (1, 2))),  # so that the row goes
+        ([Step(Elementwise("-a"), ("c",), ("1",))], ("s", "1"), ()),  # what enters carried, and leaves in a stack
         ([Step(Einsum("ab->ab"), ("c",), ("1",))], ("1",), ()),  # a kernel that is not in place
     ],
 )
