@@ -15,7 +15,19 @@ import strategies as some
 from shardplan.core.accounting import account, storages
 from shardplan.core.nested import rows
 from shardplan.core.op import Array, Op, Shards
-from shardplan.core.ops import AllGather, AllReduce, Einsum, Elementwise, Exchange, Repeat, Send, Sgd, Together, Write
+from shardplan.core.ops import (
+    AllGather,
+    AllReduce,
+    Einsum,
+    Elementwise,
+    Exchange,
+    Repeat,
+    Reshape,
+    Send,
+    Sgd,
+    Together,
+    Write,
+)
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
@@ -459,6 +471,31 @@ class CountingWire:
     received = 0
 
 
+def measured(program: Program) -> tuple[int, dict[str, np.ndarray]]:
+    """The most bytes that one device holds on the way, inputs of 3 included; every kernel makes a new array."""
+
+    def bind(op: Op, operands: Any, results: Any) -> Any:
+        return plain(lambda arrays, wire: [np.multiply(arrays[0], arrays[-1])])
+
+    hands = Hands(0, bind, lambda u: lambda wire: np.empty(u.shape))  # type: ignore[var-annotated]
+    bound = hands.steps(program)
+    data = {name: np.full(u.shape, 3.0) for name, u in program.inputs}
+    tracemalloc.start()
+    try:
+        got = finish(drive(bound, dict(data), program.outputs, CountingWire()))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    want = run_program(program, [[np.full(u.shape, 3.0)] for u in program.input_types])
+    assert all(np.array_equal(x, y) for x, (y,) in zip(got, want, strict=True))
+    assert all((x == 3).all() for x in data.values())  # the caller's
+    return most + sum(x.nbytes for x in data.values()), dict(zip(program.outputs, got, strict=True))
+
+
+def near(found: int, said: int) -> bool:
+    return abs(found - said) <= 1 << 16
+
+
 def test_a_driver_holds_what_the_account_says() -> None:
     """One device, arrays of megabytes: the most that is allocated is the workspace, beside what the caller holds."""
     t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
@@ -471,23 +508,26 @@ def test_a_driver_holds_what_the_account_says() -> None:
     given = {"x": t, "v": t, "w": rows(t, 4)}
     program = Program(given, [Step(Repeat(4, body, 1, 1), ("x", "v", "w"), ("y", "s"))], ("y", "s"))
     assert account(program).workspace_bytes == (1 + 1 + 4 + 1 + 4 + 3 - 1) << 20
+    assert near(measured(program)[0], account(program).workspace_bytes)
 
-    def bind(op: Op, operands: Any, results: Any) -> Any:
-        return plain(lambda arrays, wire: [np.multiply(*arrays)])
 
-    hands = Hands(0, bind, lambda u: lambda wire: np.empty(u.shape))  # type: ignore[var-annotated]
-    bound = hands.steps(program)
-    data = {name: np.full(u.shape, 3.0) for name, u in program.inputs}
-    tracemalloc.start()
-    try:
-        got = finish(drive(bound, dict(data), program.outputs, CountingWire()))
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    held = sum(x.nbytes for x in data.values())
-    assert account(program).workspace_bytes - (1 << 16) <= most + held <= account(program).workspace_bytes + (1 << 16)
-    want = run_program(program, [[x] for x in data.values()])
-    assert all(np.array_equal(x, y) for x, (y,) in zip(got, want, strict=True))
+def test_a_driver_writes_rows_where_they_were() -> None:
+    """Of a stack that a step made; not of one that the caller holds, whose bytes are there twice."""
+    t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
+    body = Program({"v": t, "s": t}, [Step(Elementwise("a*b"), ("s", "v"), ("0",))], ("0",))
+    loops = [Step(Repeat(8, body, 0, 1), ("v", a), (b,)) for a, b in (("w", "s"), ("s", "r"))]
+    program = Program({"v": t, "w": rows(t, 8)}, loops, ("r",))
+    assert account(program).step_workspaces == ((1 + 8 + 1) << 20,) * 2
+    assert near(measured(program)[0], (1 + 8 + 8 + 1) << 20)
+
+
+def test_a_driver_copies_no_view() -> None:
+    t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
+    steps = [Step(Reshape("(a=2 b) -> a b"), ("x",), ("v",)), Step(Einsum("ab,ab->ab"), ("v", "v"), ("y",))]
+    program = Program({"x": t}, steps, ("y", "v", "x"))
+    assert account(program).workspace_bytes == 2 << 20
+    most, got = measured(program)
+    assert near(most, 2 << 20) and np.shares_memory(got["v"], got["x"])
 
 
 def test_ninety_six_layers_cost_what_one_does() -> None:

@@ -115,6 +115,11 @@ def storages(
     return Storages(of, ended)
 
 
+def shared_values(program: Program) -> dict[str, str]:
+    """Return in whose storage every value of a program is, where its inputs are others' and never written."""
+    return storages(program, _Ledger(program.devices).sizes(program), dict(program.inputs)).of
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """What exists during a step, without its staging, and after it; per device, or the same on all."""
