@@ -1,5 +1,6 @@
 """`repeat` and `together`: meaning, bytes and price against the program written out, text, and what is refused."""
 
+import random
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -519,6 +520,47 @@ def test_a_driver_writes_rows_where_they_were() -> None:
     program = Program({"v": t, "w": rows(t, 8)}, loops, ("r",))
     assert account(program).step_workspaces == ((1 + 8 + 1) << 20,) * 2
     assert near(measured(program)[0], (1 + 8 + 8 + 1) << 20)
+
+
+def check_driven(program: Program) -> None:
+    """The driver on one device: the results are the reference's, and the inputs as they were."""
+
+    def bind(op: Op, operands: Any, results: Any) -> Any:
+        return plain(lambda arrays, wire: [x.copy() for (x,) in op.reference([[x] for x in arrays], operands)])
+
+    hands = Hands(*program.devices, bind, lambda u: lambda wire: np.empty(u.shape, "f4"))  # type: ignore[var-annotated]
+    given = {n: np.full(t.shape, k + 1, "i4" if t.dtype == "i32" else "f4") for k, (n, t) in enumerate(program.inputs)}
+    before = [[x.copy()] for x in given.values()]
+    with np.errstate(all="ignore"):
+        got = finish(drive(hands.steps(program), dict(given), program.outputs, CountingWire()))
+        want = run_program(program, before)
+    for x, (y,) in zip([*given.values(), *got], [*before, *want], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@settings(max_examples=200, deadline=None)
+@given(some.sharing_repeats(most=1), some.rngs())
+def test_a_driver_writes_over_nothing_that_is_read_again(program: Program, rng: random.Random) -> None:
+    """Loops after one another, on values of those before: what leaves one in place may be what another reads."""
+    steps, types = list(program.steps), dict(program.types)
+    for k in range(2):
+        (step,) = program.steps
+        operands = [rng.choice([n for n in types if types[n] == types[o]]) for o in step.operands]
+        steps.append(Step(step.op, tuple(operands), tuple(f"{r}.{k}" for r in step.results)))
+        types |= {f"{r}.{k}": types[r] for r in step.results}
+    outputs = [*steps[-1].results, *rng.sample(list(types), rng.randint(0, 3))]
+    program = Program(program.inputs, steps, outputs)
+    check_driven(program)
+
+
+@pytest.mark.parametrize("steps", [[], [Step(Reshape("a -> a b=1"), ("s",), ("1",)), Step(Reshape("a b=1 -> a"), ("1",), ("2",))]])  # fmt: skip
+def test_what_a_loop_carries_out_is_its_own(steps: list[Step]) -> None:
+    """The last row of a stack leaves carried, and then the stack's place is taken."""
+    t = TensorType("f32", (3,), (), sp.Mesh(x=1))
+    double = Repeat(2, Program({"s": t}, [Step(Elementwise("2*a"), ("s",), ("0",))], ("0",)), 0, 1)
+    last = Repeat(2, Program({"c": t, "s": t}, steps, ("2" if steps else "s",)), 1, 1)
+    loops = [Step(double, ("w",), ("a",)), Step(last, ("x", "a"), ("y",)), Step(double, ("a",), ("b",))]
+    check_driven(Program({"x": t, "w": rows(t, 2)}, loops, ("y", "b")))
 
 
 def test_a_driver_copies_no_view() -> None:

@@ -96,6 +96,13 @@ class Hands(Generic[Wire]):
             for types in (body.input_types[whole:], body.output_types[carried:])
         )
         makers = [self.make(u) for u in results[carried:]]
+        of = shared_values(body)
+        lent = {  # carried results that would lie where another value does, which may be written later
+            k: self.make(u)
+            for k, u in enumerate(results[:carried])
+            if k not in places and (not op.times or of[body.outputs[k]] in names)
+            if place_of(u, self.device) is not None
+        }
 
         def run(arrays: list[Any], wire: Wire) -> Running:
             state = list(arrays[:carried])
@@ -110,6 +117,10 @@ class Hands(Generic[Wire]):
                     if here:
                         stack[k, ...] = row
                     del row
+            for k, make in lent.items():
+                own = make(wire)
+                own[...] = state[k]
+                state[k] = own
             return [*state, *stacks]
 
         return run
