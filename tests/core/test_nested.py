@@ -553,7 +553,10 @@ def test_a_driver_writes_over_nothing_that_is_read_again(program: Program, rng: 
     check_driven(program)
 
 
-@pytest.mark.parametrize("steps", [[], [Step(Reshape("a -> a b=1"), ("s",), ("1",)), Step(Reshape("a b=1 -> a"), ("1",), ("2",))]])  # fmt: skip
+THERE_AND_BACK = [Step(Reshape("a -> a b=1"), ("s",), ("1",)), Step(Reshape("a b=1 -> a"), ("1",), ("2",))]
+
+
+@pytest.mark.parametrize("steps", [[], THERE_AND_BACK])
 def test_what_a_loop_carries_out_is_its_own(steps: list[Step]) -> None:
     """The last row of a stack leaves carried, and then the stack's place is taken."""
     t = TensorType("f32", (3,), (), sp.Mesh(x=1))
