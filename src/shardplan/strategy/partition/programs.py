@@ -11,7 +11,7 @@ from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.flow import Key, Line, Loop
+from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, Stage
@@ -171,5 +171,3 @@ def named(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have names, which others that had them give away."""
     moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
     return renamed(program, moved | dict(names))
-
-

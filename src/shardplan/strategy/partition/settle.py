@@ -36,24 +36,24 @@ TIE = 1e-18  # seconds a byte that is made: of options that take as long the one
 class Source(NamedTuple):
     """Who makes a value: a choice and the number of its result, or None and the type of an input.
 
-    `lead` says how the value stands to it: 1 a stack of `count` rows of it, -1 a row of the stack that it is.
+    `lead` says how the value stands to it: 1 a stack of `many` rows of it, -1 a row of the stack that it is.
     """
 
     maker: Maker | None
     result: int
     lead: int = 0
-    count: int = 0
+    many: int = 0
     fixed: TensorType | None = None
     name: str = ""  # of the input
 
     def seen(self, t: TensorType) -> TensorType:
         """Return the type of the value, given that of what was made."""
-        return row(t) if self.lead < 0 else rows(t, self.count) if self.lead else t
+        return row(t) if self.lead < 0 else rows(t, self.many) if self.lead else t
 
     def asked(self, t: TensorType) -> TensorType | None:
         """Return the type to be made for the value to have a type, None where there is none."""
         try:
-            return rows(t, self.count) if self.lead < 0 else row(t) if self.lead else t
+            return rows(t, self.many) if self.lead < 0 else row(t) if self.lead else t
         except ShardplanError:
             return None
 
@@ -218,7 +218,11 @@ class Problem:
             keys = [(block.path, o) for o in line.operands]
             bounds = Bounds(
                 {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
-                {k: self.gradients[block.path, r] for k, r in enumerate(line.results) if (block.path, r) in self.gradients},
+                {
+                    k: self.gradients[block.path, r]
+                    for k, r in enumerate(line.results)
+                    if (block.path, r) in self.gradients
+                },
             )
             maker = self.lines[line] = Maker(block.path, block.times, line, bounds)
             self.makers.append(maker)
@@ -248,7 +252,7 @@ class Problem:
                 assert source.fixed is not None  # by its making
                 source = source._replace(fixed=row(source.fixed))
             elif lead:
-                source = source._replace(lead=source.lead - 1, count=op.times)
+                source = source._replace(lead=source.lead - 1, many=op.times)
             self.sources[inner.path, name] = source
         self._block(inner)
         for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
@@ -258,8 +262,9 @@ class Problem:
                 self.sources[block.path, outside] = Source(carries[k], 0)
             else:
                 if (inner.path, name) not in self.wanted:
-                    source = self.saves.get((inner.path, name)) or self._saved(inner, name)
-                self.sources[block.path, outside] = source._replace(lead=source.lead + 1, count=op.times)
+                    known = self.saves.get((inner.path, name))
+                    source = Source(known, 0) if known else self._saved(inner, name)
+                self.sources[block.path, outside] = source._replace(lead=source.lead + 1, many=op.times)
 
 
 def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
@@ -286,7 +291,15 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
             break
     seconds = totals[-1] if totals else 0.0
     return Settled(
-        problem.sources, now, problem.lines, problem.carries, problem.saves, problem.wanted, seconds, tuple(totals), widest
+        problem.sources,
+        now,
+        problem.lines,
+        problem.carries,
+        problem.saves,
+        problem.wanted,
+        seconds,
+        tuple(totals),
+        widest,
     )
 
 
@@ -343,7 +356,7 @@ def tables(
     for use in problem.uses:
         if use.maker in saves and use.source.maker is not None:
             yield _no_more(use, found)
-    groups: dict[tuple[object, ...], list[Use]] = {}
+    groups: dict[tuple[Maker | str, int, Path], list[Use]] = {}
     for use in problem.uses:
         origin = use.source.maker or use.source.name
         groups.setdefault((origin, use.source.result, use.path), []).append(use)
@@ -383,7 +396,12 @@ def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Types:
 
 
 def _movements(
-    maker: Maker | None, made: Sequence[TensorType], uses: Sequence[Use], wanted: Sequence[Types], prices: Prices, name: object
+    maker: Maker | None,
+    made: Sequence[TensorType],
+    uses: Sequence[Use],
+    wanted: Sequence[Types],
+    prices: Prices,
+    name: object,
 ) -> Iterator[Table[object]]:
     """The seconds of moving one value in one block, to all types that are wanted there.
 
