@@ -40,7 +40,7 @@ class Strategy:
         fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
-        bucket: Bytes up to which gradients are reduced together before the update; by default each alone.
+        bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
@@ -84,8 +84,8 @@ class Strategy:
         batch = border.whole("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
-                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; legal are "
-                f"{replicas} and more"
+                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
+                f"legal are {replicas} and more"
             )
         group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
         if self.data % group or group % self.expert:

@@ -150,8 +150,9 @@ class _Partition:
         """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
         settled, ends = self._settled()
         add = self.strategy.microbatches > 1
-        writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add,
-                          self.bucket)
+        writers = Writers(
+            self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
+        )
         written: dict[tuple[int, str], Written] = {}
         last = len(self.stages) - 1
         known: dict[object, Written] = {}

@@ -9,11 +9,11 @@ from shardplan.strategy.schedules.schedule import Schedule
 
 
 def offloaded(found: Schedule) -> Schedule:
-    """Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
+    r"""Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
 
     Where that action is the F itself nothing leaves.
 
-    >>> print(offloaded(Schedule.parse("schedule, 2 microbatches\\n0: 0F0 0F1 0B0 0B1")))
+    >>> print(offloaded(Schedule.parse("schedule, 2 microbatches\n0: 0F0 0F1 0B0 0B1")))
     schedule, 2 microbatches
     0: 0F0 0OFFLOAD0 0RELOAD0 0F1 0B0 0B1
     """
