@@ -13,8 +13,8 @@ def offloaded(found: Schedule) -> Schedule:
 
     Where that action is the F itself nothing leaves.
 
-    >>> print(offloaded(Schedule.parse("schedule, 2 microbatches\n0: 0F0 0F1 0B0 0B1")))
-    schedule, 2 microbatches
+    >>> print(offloaded(Schedule.parse("schedule gpipe, 2 microbatches\n0: 0F0 0F1 0B0 0B1")))
+    schedule gpipe, 2 microbatches
     0: 0F0 0OFFLOAD0 0RELOAD0 0F1 0B0 0B1
     """
     return replace(found, ranks=tuple(tuple(_row(row)) for row in found.ranks))
