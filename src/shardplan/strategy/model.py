@@ -65,6 +65,7 @@ class Model:
     gradients: Mapping[str, str] = field(hash=False)
     replaced: Mapping[str, str] = field(hash=False)
     origins: tuple[Origin | None, ...] = ()
+    constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
 
     @staticmethod
     def load(
