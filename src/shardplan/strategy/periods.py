@@ -66,25 +66,29 @@ class Flat(NamedTuple):
         for a, b in stretches:
             starts = range(a, min(a + p, b - 2 * p + 1))
             # A residual stream is read more than once behind a cut: that tells it from what a norm hands on.
-            order = sorted(starts, key=lambda s: (carried[s + p], uses[s + p] < 2, -((b - s) // p), s))
+            order = sorted(starts, key=lambda s: (carried[s], uses[s] < 2, -((b - s) // p), s))
             yield from (Guess(s, p, (b - s) // p) for s in order[:_CUTS])
 
     def _crossing(self, p: int) -> tuple[Ints, Ints]:
-        """How many values, and how many uses of them, cross the cut before each step, but for what lives long."""
+        """For bodies that would begin at each step: how many values, and uses, one hands on to the next."""
         n = len(self.tokens)
-        near = self.readers - self.makers < 2 * p
-        makers, readers = self.makers[near], self.readers[near]
-        last = np.full(n, -1)
-        np.maximum.at(last, makers, readers)
-        made = np.flatnonzero(last >= 0)
-        return _covered(n, made, last[made]), _covered(n, makers, readers)
+        # Made in [s, s + p), and read in [s + p, s + 2p).
+        first = np.maximum(self.makers - p, self.readers - 2 * p) + 1
+        last = np.minimum(self.makers, self.readers - p)
+        some = (first <= last) & (last >= 0)
+        makers, first, last = self.makers[some], np.maximum(first[some], 0), last[some]
+        low, high = np.full(n, n), np.full(n, -1)
+        np.minimum.at(low, makers, first)
+        np.maximum.at(high, makers, last)
+        made = np.flatnonzero(high >= 0)
+        return _covered(n, low[made], high[made]), _covered(n, first, last)
 
 
-def _covered(n: int, starts: Ints, ends: Ints) -> Ints:
-    """How many of some spans, from behind a step to before another, cross the cut before each step."""
+def _covered(n: int, first: Ints, last: Ints) -> Ints:
+    """How many spans, both ends included, each number is in."""
     found = np.zeros(n + 2, dtype=np.int64)
-    np.add.at(found, starts + 1, 1)
-    np.add.at(found, ends + 1, -1)
+    np.add.at(found, first, 1)
+    np.add.at(found, last + 1, -1)
     return np.cumsum(found)
 
 

@@ -128,8 +128,10 @@ def handled(call: Call, table: Mapping[str, Handler], unknown: Unknown, place: s
         made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
     else:
         call.w.opaques += 1
-        names = (call.w.whole(v).name for v in views)
-        made = [call.w.plain(n) for n in call.w.draft.every(Opaque(call.name, call.kinds, call.shapes), *names)]
+        names = [call.w.whole(v).name for v in views]
+        rest = "".join(f" {x}" for x in flat([args, list(kwargs.values())]) if isinstance(x, bool | int | float | str))
+        op = Opaque(call.name + rest, call.kinds, call.shapes)
+        made = [call.w.plain(n) for n in call.w.draft.every(op, *names)]
     return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -232,7 +232,7 @@ class Writer:
         mine = holds[next(k for k, v in enumerate(found) if v is lead)]
         order = sorted((p for p in mine if mine[p].size > 1 or size_of(ways[p[0]]) == 1), key=lambda p: mine[p].axis)
         every = {p for held in holds for p in held if held[p].size > 1 or size_of(ways[p[0]]) == 1}
-        order = [*sorted(every - {*order}), *order]
+        order = sorted(every) if order == sorted(order) else [*sorted(every - {*order}), *order]
         names = list[str]()
         for v, held in zip(found, holds, strict=True):
             axes = [(held[p],) if p in held else () for p in order]
