@@ -145,7 +145,7 @@ def rows(w: Writer, table: View, ids: View) -> View:
     shift = w.draft.types[ids.name].ndim
     place = {a: shift + k for k, a in enumerate(atoms)}
     if len(table.dims) == 2 and len(atoms) == 1:
-        w.mean(name, "vocab", "hidden")
+        w.mean(name, "vocab" if len(ids.dims) > 1 else "position", "hidden")
     rest = tuple(tuple(Atom(a.size, place[a]) for a in g) for g in table.dims[1:])
     return View(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
 

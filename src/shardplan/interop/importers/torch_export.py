@@ -6,7 +6,7 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardplan.core.dtypes import short_name
@@ -32,7 +32,7 @@ def is_export(source: object) -> bool:
     return kind.__module__.startswith("torch.export") and kind.__name__ == "ExportedProgram"
 
 
-def flattened(source: Any, cuts: Cuts, opaque: bool) -> Flattened:
+def flattened(source: Any, cuts: Cuts, opaque: bool, named: Collection[str] = ()) -> Flattened:
     """Write the steps of an export."""
     w, unknown = Writer(cuts, opaque), Unknown("the export")
     values, constants = _given(source, w)

@@ -42,6 +42,7 @@ class Writer:
         self.draft = Draft({})
         self.inputs: dict[str, View] = {}
         self.parameters: dict[str, Held] = {}
+        self.annotations: dict[str, tuple[tuple[str, ...], ...]] = {}
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
 
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> View:
