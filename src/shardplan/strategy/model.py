@@ -66,6 +66,7 @@ class Model:
     replaced: Mapping[str, str] = field(hash=False)
     origins: tuple[Origin | None, ...] = ()
     constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
+    constraints: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict[str, Any], hash=False)
 
     @staticmethod
     def load(

@@ -159,10 +159,9 @@ def part(w: Writer, v: View, dim: int, start: int, stop: int) -> View:
     v = v.tidy
     atoms = v.dims[dim]
     minor = size_of(atoms[1:])
-    if len(atoms) == 1 and atoms[0].origins and size > 1 and not n % size and not start % size:
-        whole = all(len(w.cuts.get((o.file, o.dim), (0,))) == 1 for o in atoms[0].origins)
-        if whole and not _sliced_once(w, atoms[0]):
-            w.want(atoms[0], (n // size, size))
+    origins = frozenset(o._replace(parts=n // size) for o in atoms[0].origins if o.parts == 1)
+    if len(atoms) > 1 or n % size or start % size:
+        origins = frozenset()
     if start % minor or stop % minor or not atoms[0].held:
         v, minor = w.joined(v, dim), 1
         atoms = v.dims[dim]
@@ -171,14 +170,9 @@ def part(w: Writer, v: View, dim: int, start: int, stop: int) -> View:
     begin, end = ([x if d == at else other for d, other in enumerate(rest)] for x, rest in
                   ((start // minor, (0,) * ndim), (stop // minor, shape)))  # fmt: skip
     name = w.draft(Crop(tuple(begin), tuple(end)), v.name)
-    first = Atom(size // minor, at)
+    first = Atom(size // minor, at, origins)
     group: Group = (first, *atoms[1:]) if first.size > 1 or len(atoms) == 1 else atoms[1:]
     return View(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
-
-
-def _sliced_once(w: Writer, atom: Atom) -> bool:
-    """Whether factors of it are asked for, so that it is cut otherwise."""
-    return any((o.file, o.dim) in w.wanted for o in atom.origins)
 
 
 def joined_along(w: Writer, views: Sequence[View], dim: int) -> View:

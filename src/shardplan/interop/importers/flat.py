@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardplan.core.closing import closed
+from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.nested import nested
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import View
@@ -56,6 +59,9 @@ def model_of(
     if w.opaques:
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
+    rule = AttentionRule()
+    program = closed(program, rule)
+    w.meanings += rule.said
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
@@ -73,6 +79,7 @@ def model_of(
         wanted = [key for key in parameters if numpy_dtype(program.types[key].dtype).kind in "fV"]
         out = trained(program, wanted, optimizer, settings)
         dims |= {key: dims.get(key.rpartition(".")[0], ()) for key, _ in out.program.inputs if key not in dims}
+    known = {v for level in _programs(out.program) for v in level.types}
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
     return Model(
@@ -85,6 +92,7 @@ def model_of(
         MappingProxyType(out.replaced),
         out.origins,
         MappingProxyType(constants),
+        MappingProxyType({v: axes for v, axes in w.annotations.items() if v in known}),
     )
 
 
@@ -152,6 +160,12 @@ def _dims(program: Program, w: Writer, names: dict[str, Any]) -> dict[str, tuple
     alone = [pair[0] for pair in pairs if len(pair) == 1 and _FREE.fullmatch(pair[0])]
     inner = {x: "ffn" if alone.count(x) > 1 else x for x in alone}
     return {key: tuple(inner.get(x, x) for x in row) for key, row in labels.items()}
+
+
+def _programs(program: Program) -> Iterator[Program]:
+    yield program
+    for op in (nested(step.op) for step in program.steps):
+        yield from _programs(op.body) if op else ()
 
 
 def _levels(names: DimNames) -> Iterator[DimNames]:

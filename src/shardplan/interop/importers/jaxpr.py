@@ -58,11 +58,11 @@ def _names(jaxpr: Any) -> list[str]:
     return names if legal else [f"argument.{k}" for k in range(len(jaxpr.invars))]
 
 
-def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown) -> list[Any]:
+def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outside: str = "") -> list[Any]:
     """Write the equations of a jaxpr whose inputs have values, and return its results."""
 
     def value(x: Any) -> Any:
-        return np.asarray(x.val).item() if hasattr(x, "val") else values[x]
+        return _number(x.val) if hasattr(x, "val") else values[x]
 
     for eqn in jaxpr.eqns:
         args = [value(x) for x in eqn.invars]
@@ -71,14 +71,20 @@ def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown) -> l
         if body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
             given = dict(zip(inner.invars, args, strict=True)) | dict(zip(inner.constvars, getattr(body, "consts", ()), strict=True))
-            made: Any = _jaxpr(w, inner, given, unknown)
+            made: Any = _jaxpr(w, inner, given, unknown, _place(eqn) or outside)
         else:
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
             call = Call(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
-            found = handled(call, TABLE, unknown, _place(eqn), args, eqn.params)
+            found = handled(call, TABLE, unknown, _place(eqn) or outside, args, eqn.params)
             made = found if eqn.primitive.multiple_results and not isinstance(found, View) else [found]
         values |= zip(eqn.outvars, made, strict=True)
     return [value(x) for x in jaxpr.outvars]
+
+
+def _number(value: Any) -> Any:
+    """A literal as it is written: 1e-05, which in f32 is another number in f64."""
+    array = np.asarray(value)
+    return float(str(array)) if numpy_dtype(short_name(array.dtype)).kind in "fV" else array.item()
 
 
 def _place(eqn: Any) -> str:

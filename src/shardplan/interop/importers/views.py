@@ -14,11 +14,12 @@ BROADCAST = -1
 
 
 class Origin(NamedTuple):
-    """A factor of a dim of a parameter, as a checkpoint has it."""
+    """A factor of a dim of a parameter, as a checkpoint has it, or one of `parts` equal parts of it."""
 
     file: str
     dim: int
     factor: int
+    parts: int = 1
 
 
 class Atom(NamedTuple):

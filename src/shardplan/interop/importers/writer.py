@@ -171,7 +171,8 @@ class Writer:
         """Ask for the factors of parameters' dims."""
         for o in atom.origins:
             held = next(p.factors[o.dim] for p in self.parameters.values() if p.file == o.file)
-            self.wanted.setdefault((o.file, o.dim), (*held[: o.factor], *sizes, *held[o.factor + 1 :]))
+            new = sizes if o.parts == 1 else (o.parts, *sizes)
+            self.wanted.setdefault((o.file, o.dim), (*held[: o.factor], *new, *held[o.factor + 1 :]))
 
     def alike(self, views: Sequence[View], places: Sequence[int | None]) -> list[View]:
         """Views of which one dim each, of one size, is cut alike."""
@@ -227,7 +228,7 @@ class Writer:
         lead = max(found, key=lambda v: math.prod(a.size for a in v.atoms if a.held))
         ways = [found[0].dims[d] for d in range(ndim)]
         for v in found:
-            ways = [g if size_of(g) > size_of(w) else w for g, w in zip(v.dims, ways, strict=True)]
+            ways = [max(w, g, key=lambda x: (size_of(x), len(x))) for g, w in zip(v.dims, ways, strict=True)]
         # A place of the result is a dim that the source sees and an atom of it.
         holds = [{(d, k): a for d, g in enumerate(v.dims) for k, a in enumerate(g) if a.held} for v in found]
         mine = holds[next(k for k, v in enumerate(found) if v is lead)]
