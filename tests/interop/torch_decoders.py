@@ -29,7 +29,9 @@ class GptBlock(nn.Module):
 class Gpt(nn.Module):
     """`odd` layers have an MLP of another width."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, vocab: int, positions: int, odd: Sequence[int] = ()) -> None:
+    def __init__(
+        self, layers: int, hidden: int, heads: int, vocab: int, positions: int, odd: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocab, hidden), nn.Embedding(positions, hidden)
         blocks = (GptBlock(hidden, heads, (4 + (k in odd)) * hidden) for k in range(layers))

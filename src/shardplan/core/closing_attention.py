@@ -102,7 +102,11 @@ class AttentionRule:
             kept = [w for w in words if "=" not in w]
             y = draft(Reshape(f"{' '.join(words)} -> {' '.join(kept)}"), y)
         now = "".join([batch, s, *heads, *ratio, *last])
-        return y if now == result else draft(Einsum(f"{now.lower()}->{result.lower()}" if _plain(now) else f"{now}->{result}"), y)
+        return (
+            y
+            if now == result
+            else draft(Einsum(f"{now.lower()}->{result.lower()}" if _plain(now) else f"{now}->{result}"), y)
+        )
 
 
 def _plain(letters: str) -> bool:

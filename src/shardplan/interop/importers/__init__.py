@@ -9,6 +9,7 @@ Reading order:
 - `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters
 - `torch_export` an `ExportedProgram`; `torch_table` what its operations are
 - `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
+- `onnx`         an ONNX model; `onnx_table` what its operations are
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from typing import Any
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError, shown
-from shardplan.interop.importers import jaxpr, torch_export
+from shardplan.interop.importers import jaxpr, onnx, torch_export
 from shardplan.interop.importers.flat import Flattened, Names, model_of, settled
 from shardplan.interop.importers.writer import Cuts
 from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
 
-_READERS: dict[str, Callable[[str], Any]] = {".pt2": torch_export.read_export}
+_READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
 _SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, Cuts, bool, Collection[str]], Flattened]], ...] = (
     ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
     ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
+    ("an ONNX model", onnx.is_onnx, onnx.flattened),
 )
 
 
@@ -44,7 +46,7 @@ def load(
     """Import a model; its layers become one `repeat`.
 
     Args:
-        source: A path that ends in `.pt2`, an `ExportedProgram`, or a closed jaxpr.
+        source: A path that ends in `.onnx` or `.pt2`, an `ExportedProgram`, a closed jaxpr, or an ONNX model.
         names: Names of the dims of inputs, as `{"input_ids": ("batch", "sequence")}`; None for a dim without one.
         opaque: Whether operations that are not known are kept as `opaque`; else they are one error that lists them.
         training: Whether the one scalar result is a loss, of which a training step is made with our gradients.

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     name: str
     kinds: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    about: tuple[int, ...] = ()  # what else a source says: of ONNX the opset, and how many results are asked for
 
     @property
     def dtype(self) -> str:
@@ -61,7 +62,9 @@ class Call(NamedTuple):
         kind = max(kinds, key=lambda k: (numpy_dtype(k).kind in "fV", numpy_dtype(k).itemsize))
         whole = any(isinstance(v, float) and not v.is_integer() for v in (x, y))
         kind = "i32" if kind == "bool" else "f32" if whole and numpy_dtype(kind).kind in "iu" else kind
-        return self.w.cast(self.each(f"where({{a}} {sign} {{b}}, 1, 0)", *_numeric(self.w, kind, x, y), dtype=kind), "bool")
+        return self.w.cast(
+            self.each(f"where({{a}} {sign} {{b}}, 1, 0)", *_numeric(self.w, kind, x, y), dtype=kind), "bool"
+        )
 
 
 def _numeric(w: Writer, kind: str, *values: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def attention(
     """Of `[batch heads sequence head]`; keys and values may have fewer heads, or some of them repeated."""
     if len(q.dims) != 4 or (causal and mask is not None):
         raise NotImplementedError("attention of other than 4 dims, or causal with a mask")
-    scale = scale or q.shape[-1] ** -0.5
+    by = scale or q.shape[-1] ** -0.5
     if k.shape[1] != q.shape[1]:
         k, v = (repeated_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
     q, k, v = w.alike([x.tidy for x in (q, k, v)], [1, 1, 1])
@@ -90,7 +90,7 @@ def attention(
         k, v = (w.joined(x, 1) for x in (k, v))
         q, k, v = w.alike([q, k, v], [1, 1, 1])
     if mask is not None:
-        return _masked(w, q, k, v, scale, mask)
+        return _masked(w, q, k, v, by, mask)
     groups = tuple(a.held for a in k.dims[1])
     if groups != tuple(sorted(groups, reverse=True)):  # repeated before the heads, not behind them
         k, v = (w.joined(x, 1) for x in (k, v))
@@ -102,7 +102,7 @@ def attention(
     names += [w.laid(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
     for name, dims in zip(names, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
         w.mean(name, "batch", "sequence", *dims, "head")
-    out = w.draft(Attention(causal, 0.0 if math.isclose(scale, q.shape[-1] ** -0.5) else scale), *names)
+    out = w.draft(Attention(causal, 0.0 if math.isclose(by, q.shape[-1] ** -0.5) else by), *names)
     b, s, g, r, e = w.plain(out).dims
     return View(out, (b, (*g, *r), s, e))
 

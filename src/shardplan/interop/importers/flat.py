@@ -112,7 +112,9 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     inputs = {n: types[n] for n in w.inputs}
     steps = [w.draft.steps[k] for k in w.draft.live(outputs)]
     if len(set(outputs)) < len(outputs) or set(outputs) & inputs.keys():
-        raise ShardplanError("load: a result that is an input, or twice a result; legal are results of steps, once each")
+        raise ShardplanError(
+            "load: a result that is an input, or twice a result; legal are results of steps, once each"
+        )
     return Program(inputs, steps, outputs), names
 
 
@@ -142,7 +144,9 @@ def _dims(program: Program, w: Writer, names: dict[str, Any]) -> dict[str, tuple
     """The names of all inputs' dims."""
     for key in names:
         if key not in w.inputs:
-            raise ShardplanError(f"load: names of {shown(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400])
+            raise ShardplanError(
+                f"load: names of {shown(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
+            )
     given = {key: tuple(said) for key, said in names.items()}
     found = dim_names(program, given)
     called: dict[str, str] = {}

@@ -102,7 +102,9 @@ def _rows(c: Call, table: View, ids: View, dimension_numbers: Any, slice_sizes: 
 def _count(c: Call, dimension: int, **_: Any) -> View:
     n = c.shape[dimension]
     found = c.w.count(n, c.dtype)
-    return View(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).repeated(c.shape)
+    return View(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).repeated(
+        c.shape
+    )
 
 
 def _constrained(c: Call, x: View, sharding: Any, **_: Any) -> View:

@@ -70,7 +70,9 @@ def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outs
         name = eqn.primitive.name
         if body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
-            given = dict(zip(inner.invars, args, strict=True)) | dict(zip(inner.constvars, getattr(body, "consts", ()), strict=True))
+            given = dict(zip(inner.invars, args, strict=True)) | dict(
+                zip(inner.constvars, getattr(body, "consts", ()), strict=True)
+            )
             made: Any = _jaxpr(w, inner, given, unknown, _place(eqn) or outside)
         else:
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)

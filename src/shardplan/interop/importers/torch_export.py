@@ -98,7 +98,11 @@ def _graph(w: Writer, module: Any, graph: Any, values: dict[Any, Any], unknown: 
         elif node.op == "output":
             outputs += value(list(node.args[0]))
         elif node.op == "call_function":
-            name = str(node.target) if "." in str(node.target) and "built-in" not in str(node.target) else node.target.__name__
+            name = (
+                str(node.target)
+                if "." in str(node.target) and "built-in" not in str(node.target)
+                else node.target.__name__
+            )
             args, kwargs = value(list(node.args)), {k: value(v) for k, v in node.kwargs.items()}
             if any(name.endswith(region) for region in _INLINED):
                 values[node] = _inlined(w, args, unknown)

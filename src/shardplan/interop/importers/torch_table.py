@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardplan.core.dtypes import short_name
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Call, Handler
 from shardplan.interop.importers.views import View
-
-
-def _dtype(kind: Any) -> str:
-    return short_name(str(kind).removeprefix("torch."))
 
 
 def _expression(text: str) -> Handler:

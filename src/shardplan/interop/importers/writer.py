@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_letters
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.draft import Draft
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import short_name
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
-from shardplan.core.ops import Cast, Constant, Einsum, Elementwise, Expand, Iota, Opaque, ReduceDims, Reshape
+from shardplan.core.ops import Cast, Constant, Einsum, Elementwise, Expand, Iota, ReduceDims, Reshape
 from shardplan.core.tensor import TensorType
 from shardplan.interop.importers.views import BROADCAST, Atom, Group, Origin, View, refinement, size_of
 
@@ -42,6 +44,7 @@ class Writer:
         self.draft = Draft({})
         self.inputs: dict[str, View] = {}
         self.parameters: dict[str, Held] = {}
+        self.constants: dict[str, np.ndarray] = {}
         self.annotations: dict[str, tuple[tuple[str, ...], ...]] = {}
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
 
@@ -50,6 +53,12 @@ class Writer:
         self.draft.types[name] = TensorType(dtype, tuple(shape), (), ONE)
         self.inputs[name] = View(name, tuple((Atom(n, d),) for d, n in enumerate(shape)))
         return self.inputs[name]
+
+    def known(self, array: np.ndarray) -> View:
+        """Declare an input whose value the source has."""
+        name = f"constant.{len(self.constants)}"
+        self.constants[name] = array
+        return self.input(name, short_name(array.dtype), array.shape)
 
     def parameter(self, name: str, file: str, dtype: str, shape: Sequence[int]) -> View:
         """Declare a parameter, with a dim for each factor that is known."""
