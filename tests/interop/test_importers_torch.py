@@ -192,7 +192,7 @@ def test_what_is_unknown_may_be_opaque() -> None:
 def test_a_source_of_another_kind_is_refused() -> None:
     with pytest.raises(ShardplanError, match="legal are an ExportedProgram"):
         load(3)
-    with pytest.raises(ShardplanError, match=r"paths that end in \.pt2"):
+    with pytest.raises(ShardplanError, match=r"paths that end in \.onnx, \.pt2"):
         load("model.txt")
 
 

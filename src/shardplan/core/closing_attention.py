@@ -10,6 +10,7 @@ import numpy as np
 
 from shardplan.core.closing import Formulas, composite
 from shardplan.core.draft import Draft
+from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.layers import Attention, Softmax
 from shardplan.core.ops.placing import Reshape
 from shardplan.core.ops.products import Einsum
@@ -89,29 +90,21 @@ class AttentionRule:
         causal = _causal(f, scores, sizes[s], sizes[t])
         if causal is None or len(kinds) > 1:
             return None
-        ends = names[scores.step.operands[at]], names[scores.step.operands[1 - at]], names[step.operands[1 - k]]
+        (x, by), (y, more) = (_unscaled(f, scores.step.operands[j]) for j in (at, 1 - at))
+        ends, factor = (names[x], names[y], names[step.operands[1 - k]]), scores.scale * by * more
         given = [_laid(draft, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
         given += [_laid(draft, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
                   _laid(draft, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
         for name, dims in zip(given, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
             self.said.append((name, ("batch", "sequence", *dims, "head")))
-        scale = 0.0 if math.isclose(scores.scale, sizes[inner[0]] ** -0.5, rel_tol=1e-6) else scores.scale
+        scale = 0.0 if math.isclose(factor, sizes[inner[0]] ** -0.5, rel_tol=1e-6) else factor
         y = draft(Attention(causal, scale), *given)
         words = ["b", "s", "g" if heads else "g=1", "r" if ratio else "r=1", "e"]
         if not (heads and ratio):
             kept = [w for w in words if "=" not in w]
             y = draft(Reshape(f"{' '.join(words)} -> {' '.join(kept)}"), y)
         now = "".join([batch, s, *heads, *ratio, *last])
-        return (
-            y
-            if now == result
-            else draft(Einsum(f"{now.lower()}->{result.lower()}" if _plain(now) else f"{now}->{result}"), y)
-        )
-
-
-def _plain(letters: str) -> bool:
-    """Whether letters are distinct without their case."""
-    return len({*letters.lower()}) == len(letters)
+        return y if now == result else draft(Einsum(f"{now}->{result}"), y)
 
 
 def _laid(draft: Draft, name: str, now: str, wanted: list[str], heads: list[str], ratio: list[str], at: int) -> str:
@@ -127,16 +120,23 @@ def _laid(draft: Draft, name: str, now: str, wanted: list[str], heads: list[str]
     return draft(Reshape(f"{' '.join(words)} -> {' '.join([*words[:place], *more, *words[place:]])}"), name)
 
 
+def _unscaled(f: Formulas, name: str) -> tuple[str, float]:
+    """What a value is a multiple of, and its factor."""
+    step = f.made.get(name)
+    if step is None or not isinstance(step.op, Elementwise) or len(step.operands) != 1:
+        return name, 1.0
+    number, parts = f.split("*", f.term(name))
+    alone = len(parts) == 1 and parts[0].value == f.source(step.operands[0])
+    return (step.operands[0], number) if alone else (name, 1.0)
+
+
 def _softened(f: Formulas, name: str) -> str:
     """Of what a value is the softmax over the last dim; empty where it is none."""
     step = f.made.get(name)
     if step is not None and isinstance(step.op, Softmax):
         return step.operands[0] if step.op.dim == f.types[name].ndim - 1 else ""
     found = composite(f, name) if step is not None else None
-    if found is None:
-        t = f.types[name]
-        return "" if t.ndim < 2 or step is None else ""
-    return found[1][0] if isinstance(found[0], Softmax) else ""
+    return found[1][0] if found is not None and isinstance(found[0], Softmax) else ""
 
 
 def _scores(f: Formulas, name: str) -> Scores | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.interop.importers import composites as ours
-from shardplan.interop.importers.call import Call, Handler
+from shardplan.interop.importers.call import Call, Handler, number
 from shardplan.interop.importers.views import View
 from shardplan.interop.importers.writer import Writer
 
@@ -28,10 +28,19 @@ def array_of(w: Writer, x: Any, dtype: str = "") -> View:
     flat = x.reshape([n for n in x.shape if n > 1])
     if flat.ndim == 1 and x.dtype.kind in "iu" and np.array_equal(flat, np.arange(len(flat))):
         return w.reshaped(w.count(len(flat), kind), x.shape)
-    if flat.ndim == 2 and np.array_equal(flat, np.tri(*flat.shape)):
-        rows, columns = (w.count(n, "i32") for n in flat.shape)
-        seen = w.each("where(a >= b, 1, 0)", rows.with_one(1), columns)
-        return w.reshaped(w.cast(seen, kind), x.shape)
+    if flat.ndim == 2:
+        seen = np.tri(*flat.shape, dtype=bool)
+        inside, outside = np.unique(flat[seen]), np.unique(flat[~seen])
+        if len(inside) == len(outside) == 1:
+            rows, columns = (w.count(n, "i32") for n in flat.shape)
+            if x.dtype.kind in "biu":
+                ends = (str(int(inside[0])), str(int(outside[0])))
+                found = w.each(f"where(a >= b, {ends[0]}, {ends[1]})", rows.with_one(1), columns)
+                return w.reshaped(w.cast(found, kind), x.shape)
+            held = w.cast(w.each("where(a >= b, 1, 0)", rows.with_one(1), columns), "bool")
+            ends = (number(inside[0], kind), number(outside[0], kind))
+            found = w.each(f"where(a, b + {ends[0]}, {ends[1]})", held, w.constant(0, kind))
+            return w.reshaped(found, x.shape)
     return w.known(x.astype(numpy_dtype(kind)))
 
 
@@ -65,10 +74,10 @@ def _scalar(x: Any) -> Any:
 def _power(c: Call, x: Any, y: Any) -> Any:
     if not isinstance(x, View):
         return np.power(x, y)
-    number = _scalar(y)
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    return c.each("{a} * {a}", x) if number == 2 else c.each("{a} ** {b}", x, number)
+    power = _scalar(y)
+    if isinstance(power, float) and power.is_integer():
+        power = int(power)
+    return c.each("{a} * {a}", x) if power == 2 else c.each("{a} ** {b}", x, power)
 
 
 def _compared(sign: str, numpy: Callable[..., Any]) -> Handler:
