@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.interop.torch_decoders import OpenGain
 from tests.interop.test_importers_torch import NAMES, flops, gpt, llama, times, tokens
+from tests.interop.torch_decoders import OpenGain
 
 from shardplan.core.reference import run_program
 from shardplan.errors import ShardplanError, TypingError
@@ -90,7 +90,9 @@ def test_data_outside_is_not_read(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    nodes = [helper.make_node(n, [a], [b]) for n, a, b in (("Hardmax", "x", "p"), ("Hardmax", "p", "q"), ("Mish", "q", "y"))]
+    nodes = [
+        helper.make_node(n, [a], [b]) for n, a, b in (("Hardmax", "x", "p"), ("Hardmax", "p", "q"), ("Mish", "q", "y"))
+    ]
     with pytest.raises(TypingError) as error:
         load(proto_of(nodes))
     assert "Hardmax, 2 times, first at node 0, p" in str(error.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class GptBlock(nn.Module):
@@ -21,9 +21,9 @@ class GptBlock(nn.Module):
         b, s, h = x.shape
         parts = self.fused(self.first(x)).split(h, dim=2)
         q, k, v = (part.view(b, s, self.heads, h // self.heads).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).contiguous().view(b, s, h))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
+        return x + self.down(functional.gelu(self.up(self.second(x)), approximate="tanh"))
 
 
 class Gpt(nn.Module):
@@ -41,10 +41,10 @@ class Gpt(nn.Module):
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
+        logits = functional.linear(self.norm(x), self.tokens.weight)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 class Gain(nn.Module):
@@ -53,7 +53,7 @@ class Gain(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
+        return functional.rms_norm(x, x.shape[-1:], self.weight, 1e-5)
 
 
 class OpenGain(Gain):
@@ -88,10 +88,10 @@ class LlamaBlock(nn.Module):
             z[:, :, None].expand(b, self.kv_heads, self.heads // self.kv_heads, s, self.head).reshape(q.shape)
             for z in (k, v)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).reshape(b, s, -1))
         y = self.second(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):

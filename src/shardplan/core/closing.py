@@ -56,7 +56,7 @@ class Formulas:
         while (step := self.made.get(name)) is not None:
             t, u = self.types[step.operands[0]] if step.operands else None, self.types[name]
             thin = isinstance(step.op, Reshape) and t is not None and _squeezed(t) == _squeezed(u)
-            cast = isinstance(step.op, Cast) and t is not None and {*_kinds(t), *_kinds(u)} <= {"f", "V"}
+            cast = isinstance(step.op, Cast) and t is not None and _wider(t, u)
             if not thin and not cast:
                 break
             name = step.operands[0]
@@ -247,8 +247,8 @@ def _gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
         added = f.opened(product[0]) if len(product) == 1 else bent
         for y, cube in itertools.permutations(added.parts) if added.kind == "+" else ():
             c, three = f.split("*", cube)
-            if (f.same(x, y) and len(three) == 3 and all(f.same(x, z) for z in three)
-                    and math.isclose(c, CUBIC, rel_tol=1e-6) and math.isclose(root, math.sqrt(2 / math.pi), rel_tol=1e-6)):  # fmt: skip
+            close = math.isclose(c, CUBIC, rel_tol=1e-6) and math.isclose(root, math.sqrt(2 / math.pi), rel_tol=1e-6)
+            if close and f.same(x, y) and len(three) == 3 and all(f.same(x, z) for z in three):
                 return Elementwise("gelu(a)"), [x.value]
     return None
 
@@ -323,8 +323,9 @@ def _through(op: Op, operands: list[str], turned: Mapping[str, tuple[str, str]])
     return Einsum(f"{','.join(new)}->{out}"), names
 
 
-def _kinds(t: TensorType) -> str:
-    return numpy_dtype(t.dtype).kind
+def _wider(t: TensorType, u: TensorType) -> bool:
+    """Whether a cast between floats keeps every number."""
+    return t.itemsize <= u.itemsize and all(numpy_dtype(x.dtype).kind in "fV" for x in (t, u))
 
 
 def _squeezed(t: TensorType) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def recovered(program: Program, called: Callable[[tuple[str, ...]], str] = lambd
     return _Writer(program, called).written([*_with_ones(finder, runs)])
 
 
-class _Run(NamedTuple):
+class _Layers(NamedTuple):
     """Bodies of `period` steps, and where their operands come from, by slot."""
 
     start: int
@@ -71,9 +71,9 @@ class _Finder(NamedTuple):
     made: Mapping[str, Slot]
     flat: Flat
 
-    def runs(self, lo: int, hi: int) -> list[_Run]:
+    def runs(self, lo: int, hi: int) -> list[_Layers]:
         """The runs among some steps, in order."""
-        best: _Run | None = None
+        best: _Layers | None = None
         for guess in self.flat.guesses(lo, hi) if hi - lo > 1 else ():
             if best is not None and guess.saved <= (best.times - 1) * best.period:
                 break
@@ -84,7 +84,7 @@ class _Finder(NamedTuple):
             return []
         return [*self.runs(lo, best.start), best, *self.runs(best.stop, hi)]
 
-    def verified(self, guess: Guess) -> Iterator[_Run]:
+    def verified(self, guess: Guess) -> Iterator[_Layers]:
         """The maximal runs of bodies in a guess that are wired alike."""
         first = 0
         while first < guess.times - 1:
@@ -94,7 +94,7 @@ class _Finder(NamedTuple):
                 yield found
             first += times
 
-    def _longest(self, start: int, period: int, most: int) -> tuple[int, _Run | None]:
+    def _longest(self, start: int, period: int, most: int) -> tuple[int, _Layers | None]:
         """How many bodies from here on are wired alike, and the run that they are, if any."""
         before = self.wiring(start, start, period)
         first, sliced, fixed, times = before, dict[Slot, list[str]](), dict[Slot, str](), 1
@@ -138,7 +138,7 @@ class _Finder(NamedTuple):
             or any(rows_of[n] != (taken, k) for taken in stacks.values() for k, n in enumerate(taken))
         ):
             return times, None
-        return times, _Run(start, period, times, carried, stacks, fixed)
+        return times, _Layers(start, period, times, carried, stacks, fixed)
 
     def wiring(self, run: int, start: int, period: int) -> dict[Slot, str | tuple[int, int, int]] | None:
         """Where operands come from: a name outside the run, or how many bodies ago, and by which step and result.
@@ -159,7 +159,7 @@ class _Finder(NamedTuple):
         return found
 
 
-def _with_ones(finder: _Finder, runs: list[_Run]) -> Iterator[_Run]:
+def _with_ones(finder: _Finder, runs: list[_Layers]) -> Iterator[_Layers]:
     """The runs, and those of one body between them."""
     steps, types = finder.program.steps, finder.program.types
     shared = {name for run in runs for name in run.same.values()}
@@ -177,7 +177,7 @@ def _with_ones(finder: _Finder, runs: list[_Run]) -> Iterator[_Run]:
         slots = {slot: at for slot, at in wired.items() if isinstance(at, str)}
         others = {o for k, o in uses if not before.stop <= k < after.start} | {*finder.program.outputs}
         own = {slot: (at,) for slot, at in slots.items() if not {at} & {*finder.made, *shared, *stacked, *others}}
-        yield _Run(before.stop, after.start - before.stop, 1,
+        yield _Layers(before.stop, after.start - before.stop, 1,
                    {slot: (at, (maker[0] - before.stop, maker[1])) for slot, at in slots.items() if at == enters}, own,
                    {slot: at for slot, at in slots.items() if at != enters and slot not in own})  # fmt: skip
 
@@ -192,10 +192,10 @@ class _Writer:
         self.stacks: dict[str, tuple[str, ...]] = {}
         self.taken = set(self.types)
 
-    def written(self, runs: list[_Run]) -> Recovered:
+    def written(self, runs: list[_Layers]) -> Recovered:
         """Write all steps."""
         old, taken = self.program.steps, set[str]()
-        kept: list[_Run] = []
+        kept: list[_Layers] = []
         for run in runs:  # an input is a row of one stack
             names = {name for group in run.sliced.values() for name in group}
             if not names & taken:
@@ -228,7 +228,7 @@ class _Writer:
         made = Program({n: self.types[n] for n in inputs}, [*heads, *self.steps], self.program.outputs)
         return Recovered(made, self.stacks)
 
-    def run(self, run: _Run, leaves: Callable[[str], bool]) -> None:
+    def run(self, run: _Layers, leaves: Callable[[str], bool]) -> None:
         """Write a run as one step, and those that take rows of what leaves its bodies."""
         steps = self.program.steps
         body, last = steps[run.start : run.start + run.period], steps[run.stop - run.period : run.stop]

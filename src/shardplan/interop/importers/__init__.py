@@ -15,6 +15,7 @@ Reading order:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
 
 _READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
-_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, Cuts, bool, Collection[str]], Flattened]], ...] = (
+_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, bool, Collection[str], Cuts], Flattened]], ...] = (
     ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
     ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
     ("an ONNX model", onnx.is_onnx, onnx.flattened),
@@ -68,7 +69,7 @@ def load(
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
-            found = settled(lambda cuts: write(source, cuts, opaque, tuple(names or ())))
+            found = settled(partial(write, source, opaque, tuple(names or ())))
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
     raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and paths that end in {', '.join(_READERS)}")

@@ -1,4 +1,4 @@
-"""`Call`: one operation of a source while it is written: what is known of its results; and the loop over them.
+"""`Operation`: one operation of a source while it is written: what is known of its results; and the loop over them.
 
 A table of a framework maps names of its operations to functions of a call and its arguments, which are views, numbers
 and what else the source has. What no table has is collected, and refused in one error that lists all of it.
@@ -14,11 +14,11 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops import Opaque
 from shardplan.errors import TypingError
 from shardplan.interop.importers.composites import MASKED
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Writer
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """An operation's name, and the dtypes and shapes of its results."""
 
     w: Writer
@@ -37,18 +37,18 @@ class Call(NamedTuple):
         """Of the first result."""
         return self.shapes[0]
 
-    def each(self, expression: str, *values: Any, dtype: str = "") -> View:
+    def each(self, expression: str, *values: Any, dtype: str = "") -> Seen:
         """An expression of a, b, c, ... in which numbers take the place of their letters."""
         kind = dtype or self.dtype
-        views, text = list[View](), expression
+        views, text = list[Seen](), expression
         for k, value in reversed(list(enumerate(values))):
             old = f"{{{chr(ord('a') + k)}}}"
-            if isinstance(value, View):
+            if isinstance(value, Seen):
                 text = text.replace(old, f"<{k}>")
             else:
                 text = text.replace(old, number(value, kind))
         for k, value in enumerate(values):
-            if isinstance(value, View):
+            if isinstance(value, Seen):
                 text = text.replace(f"<{k}>", chr(ord("a") + len(views)))
                 same = self.w.dtype(value) in (kind, "bool" if "where" in expression and k == 0 else kind)
                 views.append(value if same else self.w.cast(value, kind))
@@ -56,9 +56,9 @@ class Call(NamedTuple):
             return self.w.constant(float(eval_number(text)), kind)
         return self.w.each(text, *views)
 
-    def compare(self, sign: str, x: Any, y: Any) -> View:
+    def compare(self, sign: str, x: Any, y: Any) -> Seen:
         """A comparison, as bool."""
-        kinds = [self.w.dtype(v) for v in (x, y) if isinstance(v, View)]
+        kinds = [self.w.dtype(v) for v in (x, y) if isinstance(v, Seen)]
         kind = max(kinds, key=lambda k: (numpy_dtype(k).kind in "fV", numpy_dtype(k).itemsize))
         whole = any(isinstance(v, float) and not v.is_integer() for v in (x, y))
         kind = "i32" if kind == "bool" else "f32" if whole and numpy_dtype(kind).kind in "iu" else kind
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 
 def _numeric(w: Writer, kind: str, *values: Any) -> list[Any]:
-    return [w.cast(v, kind) if isinstance(v, View) else v for v in values]
+    return [w.cast(v, kind) if isinstance(v, Seen) else v for v in values]
 
 
 def number(value: Any, dtype: str) -> str:
@@ -115,7 +115,7 @@ class Unknown:
             )
 
 
-def handled(call: Call, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any) -> Any:
+def handled(call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any) -> Any:
     """What a call makes, by the table; an op that is not known is `opaque`, or noted."""
     handler = table.get(call.name)
     if handler is not None:
@@ -125,7 +125,7 @@ def handled(call: Call, table: Mapping[str, Handler], unknown: Unknown, place: s
             name = f"{call.name} ({error})"
     else:
         name = call.name
-    views = [v for v in flat(args) if isinstance(v, View)]
+    views = [v for v in flat(args) if isinstance(v, Seen)]
     if not call.w.opaque or not views:
         unknown.add(name, place)
         made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
@@ -140,7 +140,7 @@ def handled(call: Call, table: Mapping[str, Handler], unknown: Unknown, place: s
 
 def flat(values: Any) -> list[Any]:
     """All values in nested lists."""
-    if isinstance(values, (list, tuple)) and not isinstance(values, View):
+    if isinstance(values, (list, tuple)) and not isinstance(values, Seen):
         items: list[Any] = list(values)
         return [x for v in items for x in flat(v)]
     return [values]

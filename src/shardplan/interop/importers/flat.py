@@ -21,8 +21,8 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import nested
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
-from shardplan.interop.importers.views import View
-from shardplan.interop.importers.writer import Cuts, Held, Writer
+from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.writer import Cuts, Stored, Writer
 from shardplan.strategy.model import Model
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.repeats import recovered
@@ -37,7 +37,7 @@ class Flattened(NamedTuple):
 
     writer: Writer
     inputs: Sequence[str]
-    outputs: Sequence[View]
+    outputs: Sequence[Seen]
     constants: Mapping[str, Any]
 
 
@@ -108,7 +108,7 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     called = {o: "output" if len(others) == 1 else f"output.{k}" for k, o in enumerate(others)}
     if training:
         outputs = [losses[0], *others]
-    names = ["loss" if o not in called else called[o] for o in outputs]
+    names = [called.get(o, "loss") for o in outputs]
     inputs = {n: types[n] for n in w.inputs}
     steps = [w.draft.steps[k] for k in w.draft.live(outputs)]
     if len(set(outputs)) < len(outputs) or set(outputs) & inputs.keys():
@@ -158,7 +158,7 @@ def _dims(program: Program, w: Writer, names: dict[str, Any]) -> dict[str, tuple
                     called.setdefault(parts[0], meaning)
     labels = {key: ["_".join(called.get(p, p).replace(".", "_") for p in parts) for parts in found.values[key]]
               for key, _ in program.inputs}  # fmt: skip
-    # What stands with `hidden` in two weights is made and contracted again; in one, and in a result, it is a vocabulary.
+    # What stands with `hidden` in two weights is made of it, and contracted to it again.
     pairs = [tuple(x for x in labels[key] if x not in ("layer", "hidden")) for key, _ in program.inputs
              if labels[key].count("hidden") == 1]  # fmt: skip
     alone = [pair[0] for pair in pairs if len(pair) == 1 and _FREE.fullmatch(pair[0])]
@@ -178,7 +178,7 @@ def _levels(names: DimNames) -> Iterator[DimNames]:
         yield from _levels(inner)
 
 
-def _parameter(program: Program, key: str, names: tuple[str, ...], held: Sequence[Held], stacked: bool) -> Parameter:
+def _parameter(program: Program, key: str, names: tuple[str, ...], held: Sequence[Stored], stacked: bool) -> Parameter:
     """Where a checkpoint has an input."""
     own: list[str] = []
     for k, name in enumerate(names):  # names of a parameter's dims are distinct

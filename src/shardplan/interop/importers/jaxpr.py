@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
-from shardplan.interop.importers.call import Call, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.jax_table import TABLE
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, Writer
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of a primitive that calls
@@ -26,7 +26,7 @@ def is_jaxpr(source: object) -> bool:
     return type(source).__name__ == "ClosedJaxpr"
 
 
-def flattened(source: Any, cuts: Cuts, opaque: bool, named: Collection[str] = ()) -> Flattened:
+def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
     """Write the equations."""
     w, unknown = Writer(cuts, opaque), Unknown("the jaxpr")
     constants: dict[str, Any] = {}
@@ -76,9 +76,9 @@ def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outs
             made: Any = _jaxpr(w, inner, given, unknown, _place(eqn) or outside)
         else:
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
-            call = Call(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
+            call = Operation(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
             found = handled(call, TABLE, unknown, _place(eqn) or outside, args, eqn.params)
-            made = found if eqn.primitive.multiple_results and not isinstance(found, View) else [found]
+            made = found if eqn.primitive.multiple_results and not isinstance(found, Seen) else [found]
         values |= zip(eqn.outvars, made, strict=True)
     return [value(x) for x in jaxpr.outvars]
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import ShardplanError, optional
-from shardplan.interop.importers.call import Call, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE, array_of
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, Writer
 
 OLDEST = 10
@@ -33,7 +33,7 @@ def is_onnx(source: object) -> bool:
     return type(source).__name__ == "ModelProto"
 
 
-def flattened(source: Any, cuts: Cuts, opaque: bool, named: Collection[str] = ()) -> Flattened:
+def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
     """Write the nodes."""
     onnx: Any = optional("onnx", "onnx")
     versions = [o.version for o in source.opset_import if o.domain in ("", "ai.onnx")]
@@ -54,24 +54,26 @@ def flattened(source: Any, cuts: Cuts, opaque: bool, named: Collection[str] = ()
         t = x.type.tensor_type
         shape = tuple(d.dim_value for d in t.shape.dim)
         if not all(shape):
-            raise ShardplanError(f"load: the input {x.name} has a dim without a size; legal are sizes, fixed by an export")
+            raise ShardplanError(
+                f"load: the input {x.name} has a dim without a size; legal are sizes, fixed by an export"
+            )
         data.append(_legal(x.name, w))
         values[x.name] = w.input(data[-1], _kind(onnx, t.elem_type), shape)
     for number, node in enumerate(source.graph.node):
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        attributes: dict[str, Any] = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         attributes = {k: v.decode() if isinstance(v, bytes) else v for k, v in attributes.items()}
         attributes |= {k: onnx.numpy_helper.to_array(v) for k, v in attributes.items() if hasattr(v, "raw_data")}
         if "to" in attributes:
-            attributes["to"] = _kind(onnx, attributes["to"])
+            attributes["to"] = _kind(onnx, int(attributes["to"]))
         args = [values[name] for name in node.input]
-        kinds = tuple(w.dtype(v) for v in args if isinstance(v, View))[:1] or ("f32",)
+        kinds = tuple(w.dtype(v) for v in args if isinstance(v, Seen))[:1] or ("f32",)
         name = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        call = Call(w, name, kinds, ((),), (versions[0], len(node.output)))
+        call = Operation(w, name, kinds, ((),), (versions[0], len(node.output)))
         made = handled(call, TABLE, unknown, f"node {number}, {node.name or node.output[0]}", args, attributes)
         outs = made if isinstance(made, list) else [made]
         values |= zip(node.output, outs, strict=False)
     unknown.check()
-    outputs = [v if isinstance(v := values[x.name], View) else array_of(w, v) for x in source.graph.output]
+    outputs = [v if isinstance(v := values[x.name], Seen) else array_of(w, v) for x in source.graph.output]
     return Flattened(w, data, outputs, w.constants)
 
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.interop.importers import composites as ours
-from shardplan.interop.importers.call import Call, Handler, number
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.call import Handler, Operation, number
+from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Writer
 
 _AXES_ARE_INPUTS = 13
 
 
-def array_of(w: Writer, x: Any, dtype: str = "") -> View:
+def array_of(w: Writer, x: Any, dtype: str = "") -> Seen:
     """A value whose elements are known: one number everywhere, a count, a triangle, or an input with this value."""
     x = np.asarray(x)
     kind = dtype or short_name(x.dtype)
@@ -44,19 +44,19 @@ def array_of(w: Writer, x: Any, dtype: str = "") -> View:
     return w.known(x.astype(numpy_dtype(kind)))
 
 
-def _view(c: Call, x: Any, dtype: str = "") -> View:
-    return x if isinstance(x, View) else array_of(c.w, x, dtype or c.dtype)
+def _view(c: Operation, x: Any, dtype: str = "") -> Seen:
+    return x if isinstance(x, Seen) else array_of(c.w, x, dtype or c.dtype)
 
 
 def _each(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) -> Handler:
-    def handler(c: Call, *values: Any, **_: Any) -> Any:
-        if not any(isinstance(v, View) for v in values):
+    def handler(c: Operation, *values: Any, **_: Any) -> Any:
+        if not any(isinstance(v, Seen) for v in values):
             return numpy(*values)
         kind = c.dtype
-        given = [_scalar(v) if not isinstance(v, View) else v for v in values]
+        given = [_scalar(v) if not isinstance(v, Seen) else v for v in values]
         given = [_view(c, v, kind) if isinstance(v, np.ndarray) else v for v in given]
         if boolean:
-            given = [c.w.cast(v, "i32") if isinstance(v, View) else v for v in given]
+            given = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in given]
             return c.w.cast(c.each(expression, *given, dtype="i32"), "bool")
         return c.each(expression, *given, dtype=kind)
 
@@ -71,8 +71,8 @@ def _scalar(x: Any) -> Any:
     return float(str(x.reshape(()))) if x.dtype.kind == "f" else x.item()
 
 
-def _power(c: Call, x: Any, y: Any) -> Any:
-    if not isinstance(x, View):
+def _power(c: Operation, x: Any, y: Any) -> Any:
+    if not isinstance(x, Seen):
         return np.power(x, y)
     power = _scalar(y)
     if isinstance(power, float) and power.is_integer():
@@ -81,98 +81,99 @@ def _power(c: Call, x: Any, y: Any) -> Any:
 
 
 def _compared(sign: str, numpy: Callable[..., Any]) -> Handler:
-    def handler(c: Call, x: Any, y: Any) -> Any:
-        if not isinstance(x, View) and not isinstance(y, View):
+    def handler(c: Operation, x: Any, y: Any) -> Any:
+        if not isinstance(x, Seen) and not isinstance(y, Seen):
             return numpy(x, y)
-        given = (v if isinstance(v, View) or not isinstance(v, np.ndarray) else array_of(c.w, v)
-                 for v in (_scalar(v) if not isinstance(v, View) else v for v in (x, y)))  # fmt: skip
+        given = (v if isinstance(v, Seen) or not isinstance(v, np.ndarray) else array_of(c.w, v)
+                 for v in (_scalar(v) if not isinstance(v, Seen) else v for v in (x, y)))  # fmt: skip
         return c.compare(sign, *given)
 
     return handler
 
 
-def _where(c: Call, condition: Any, x: Any, y: Any) -> Any:
-    if not any(isinstance(v, View) for v in (condition, x, y)):
+def _where(c: Operation, condition: Any, x: Any, y: Any) -> Any:
+    if not any(isinstance(v, Seen) for v in (condition, x, y)):
         return np.where(condition, x, y)
-    kinds = [c.w.dtype(v) if isinstance(v, View) else short_name(np.asarray(v).dtype) for v in (x, y)]
-    given = [v if isinstance(v, View) else _scalar(v) for v in (x, y)]
+    kinds = [c.w.dtype(v) if isinstance(v, Seen) else short_name(np.asarray(v).dtype) for v in (x, y)]
+    given = [v if isinstance(v, Seen) else _scalar(v) for v in (x, y)]
     given = [array_of(c.w, v) if isinstance(v, np.ndarray) else v for v in given]
     return c.each("where({a}, {b}, {c})", _view(c, condition, "bool"), *given, dtype=kinds[0])
 
 
-def _matmul(c: Call, x: Any, y: Any) -> View:
+def _matmul(c: Operation, x: Any, y: Any) -> Seen:
     return ours.matmul(c.w, _view(c, x), _view(c, y))
 
 
-def _gemm(c: Call, x: View, y: View, bias: Any = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
-          transB: int = 0) -> View:  # fmt: skip
+def _gemm(
+    c: Operation, x: Seen, y: Seen, bias: Any = None, *, alpha: float = 1.0, beta: float = 1.0, **turned: int
+) -> Seen:
     if (alpha, beta) != (1.0, 1.0):
         raise NotImplementedError("with factors")
-    x, y = (v.transposed(0, 1) if turn else v for v, turn in ((x, transA), (y, transB)))
+    x, y = (v.transposed(0, 1) if turn else v for v, turn in ((x, turned.get("transA")), (y, turned.get("transB"))))
     found = ours.matmul(c.w, x, y)
     return found if bias is None else c.w.each("a + b", found, _view(c, bias))
 
 
 def _reduced(kind: str) -> Handler:
-    def handler(c: Call, x: Any, axes: Any = None, *, keepdims: int = 1, **more: Any) -> Any:
+    def handler(c: Operation, x: Any, axes: Any = None, *, keepdims: int = 1, **more: Any) -> Any:
         axes = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
-        if not isinstance(x, View):
+        if not isinstance(x, Seen):
             return getattr(np, kind)(x, axis=tuple(axes) if axes is not None else None, keepdims=bool(keepdims))
         return c.w.reduced(x, range(len(x.dims)) if axes is None else axes, kind, bool(keepdims))
 
     return handler
 
 
-def _softmax(c: Call, x: View, *, axis: int | None = None) -> View:
+def _softmax(c: Operation, x: Seen, *, axis: int | None = None) -> Seen:
     dim = (-1 if c.about[0] >= _AXES_ARE_INPUTS else 1) if axis is None else axis
     if c.about[0] < _AXES_ARE_INPUTS and dim % len(x.dims) != len(x.dims) - 1:
         raise NotImplementedError("over several dims")
     return ours.softmax(c.w, x, dim)
 
 
-def _layer_norm(c: Call, x: View, gain: View, bias: Any = None, *, axis: int = -1, epsilon: float = 1e-5,
-                **_: Any) -> View:  # fmt: skip
+def _layer_norm(c: Operation, x: Seen, gain: Seen, bias: Any = None, *, axis: int = -1, epsilon: float = 1e-5,
+                **_: Any) -> Seen:  # fmt: skip
     if axis % len(x.dims) != len(x.dims) - 1:
         raise NotImplementedError("over several dims")
     return ours.layer_norm(c.w, x, gain, bias, _scalar(np.float32(epsilon)))
 
 
-def _rms_norm(c: Call, x: View, gain: View, *, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> View:
+def _rms_norm(c: Operation, x: Seen, gain: Seen, *, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> Seen:
     return ours.rms_norm(c.w, x, gain, _scalar(np.float32(epsilon)))
 
 
-def _gelu(c: Call, x: View, *, approximate: str = "none") -> View:
+def _gelu(c: Operation, x: Seen, *, approximate: str = "none") -> Seen:
     if approximate != "tanh":
         raise NotImplementedError("only approximate='tanh'")
     return c.each("gelu({a})", x)
 
 
-def _reshape(c: Call, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
+def _reshape(c: Operation, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
     sizes = [int(n) for n in np.asarray(shape)]
     if not allowzero:
         sizes = [x.shape[d] if n == 0 else n for d, n in enumerate(sizes)]
-    return c.w.reshaped(x, sizes) if isinstance(x, View) else np.reshape(x, sizes)
+    return c.w.reshaped(x, sizes) if isinstance(x, Seen) else np.reshape(x, sizes)
 
 
-def _flatten(c: Call, x: View, *, axis: int = 1) -> View:
+def _flatten(c: Operation, x: Seen, *, axis: int = 1) -> Seen:
     return c.w.reshaped(x, [int(np.prod(x.shape[:axis])), -1])
 
 
-def _transpose(c: Call, x: Any, *, perm: Sequence[int] | None = None) -> Any:
-    order = list(perm) if perm is not None else list(range(x.ndim if not isinstance(x, View) else len(x.dims)))[::-1]
-    return x.permuted(order) if isinstance(x, View) else np.transpose(x, order)
+def _transpose(c: Operation, x: Any, *, perm: Sequence[int] | None = None) -> Any:
+    order = list(perm) if perm is not None else list(range(x.ndim if not isinstance(x, Seen) else len(x.dims)))[::-1]
+    return x.permuted(order) if isinstance(x, Seen) else np.transpose(x, order)
 
 
-def _squeezed(c: Call, x: Any, axes: Any = None, **more: Any) -> Any:
+def _squeezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
     dims = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
-    if isinstance(x, View):
+    if isinstance(x, Seen):
         return x.without(range(len(x.dims)) if dims is None else dims)
     return np.squeeze(x, None if dims is None else tuple(dims))
 
 
-def _unsqueezed(c: Call, x: Any, axes: Any = None, **more: Any) -> Any:
+def _unsqueezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
     dims = more["axes"] if axes is None else [int(d) for d in np.asarray(axes).ravel()]
-    if not isinstance(x, View):
+    if not isinstance(x, Seen):
         return np.expand_dims(x, tuple(dims))
     ndim = len(x.dims) + len(dims)
     for d in sorted(d % ndim for d in dims):
@@ -180,7 +181,7 @@ def _unsqueezed(c: Call, x: Any, axes: Any = None, **more: Any) -> Any:
     return x
 
 
-def _slice(c: Call, x: Any, starts: Any = None, ends: Any = None, axes: Any = None, steps: Any = None,
+def _slice(c: Operation, x: Any, starts: Any = None, ends: Any = None, axes: Any = None, steps: Any = None,
            **more: Any) -> Any:  # fmt: skip
     starts, ends, axes, steps = (
         [int(n) for n in np.asarray(v if v is not None else more.get(name, other)).ravel()]
@@ -188,7 +189,7 @@ def _slice(c: Call, x: Any, starts: Any = None, ends: Any = None, axes: Any = No
     )
     axes = axes or list(range(len(starts)))
     steps = steps or [1] * len(starts)
-    if not isinstance(x, View):
+    if not isinstance(x, Seen):
         at = [slice(None)] * np.ndim(x)
         for d, a, b, s in zip(axes, starts, ends, steps, strict=True):
             at[d] = slice(a, b, s)
@@ -201,13 +202,13 @@ def _slice(c: Call, x: Any, starts: Any = None, ends: Any = None, axes: Any = No
     return x
 
 
-def _gather(c: Call, x: Any, ids: Any, *, axis: int = 0) -> Any:
-    if not isinstance(x, View):
-        if isinstance(ids, View):
+def _gather(c: Operation, x: Any, ids: Any, *, axis: int = 0) -> Any:
+    if not isinstance(x, Seen):
+        if isinstance(ids, Seen):
             x = array_of(c.w, x, short_name(np.asarray(x).dtype))
         else:
             return np.take(x, ids, axis)
-    if isinstance(ids, View):
+    if isinstance(ids, Seen):
         if axis:
             raise NotImplementedError("along another dim than the first")
         return ours.rows(c.w, x, ids)
@@ -223,58 +224,58 @@ def _gather(c: Call, x: Any, ids: Any, *, axis: int = 0) -> Any:
     return ours.rows(c.w, x, array_of(c.w, places, "i64"))
 
 
-def _concat(c: Call, *values: Any, axis: int) -> Any:
-    if any(isinstance(v, View) for v in values):
+def _concat(c: Operation, *values: Any, axis: int) -> Any:
+    if any(isinstance(v, Seen) for v in values):
         return ours.joined_along(c.w, [_view(c, v) for v in values], axis)
     return np.concatenate([np.atleast_1d(v) for v in values], axis)
 
 
-def _split(c: Call, x: View, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int = 0) -> Any:
+def _split(c: Operation, x: Any, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int = 0) -> Any:
     parts = [int(n) for n in (sizes if sizes is not None else split if split is not None else [])]
     if not parts:
         n, count = x.shape[axis], num_outputs or c.about[1]
         each = -(-n // count)
         parts = [min(each, n - k * each) for k in range(count)]
-    if not isinstance(x, View):
+    if not isinstance(x, Seen):
         return np.split(x, np.cumsum(parts)[:-1], axis)
     return [ours.part(c.w, x, axis, sum(parts[:k]), sum(parts[: k + 1])) for k in range(len(parts))]
 
 
-def _shape(c: Call, x: Any, *, start: int = 0, end: int | None = None) -> Any:
+def _shape(c: Operation, x: Any, *, start: int = 0, end: int | None = None) -> Any:
     return np.asarray(x.shape, dtype=np.int64)[start:end]
 
 
-def _cast(c: Call, x: Any, *, to: str, **_: Any) -> Any:
-    return c.w.cast(x, to) if isinstance(x, View) else np.asarray(x).astype(numpy_dtype(to))
+def _cast(c: Operation, x: Any, *, to: str, **_: Any) -> Any:
+    return c.w.cast(x, to) if isinstance(x, Seen) else np.asarray(x).astype(numpy_dtype(to))
 
 
-def _expand(c: Call, x: Any, shape: Any) -> Any:
+def _expand(c: Operation, x: Any, shape: Any) -> Any:
     sizes = np.broadcast_shapes(x.shape, tuple(int(n) for n in shape))
-    return x.repeated(sizes) if isinstance(x, View) else np.broadcast_to(x, sizes)
+    return x.repeated(sizes) if isinstance(x, Seen) else np.broadcast_to(x, sizes)
 
 
-def _constant(c: Call, **attributes: Any) -> Any:
+def _constant(c: Operation, **attributes: Any) -> Any:
     return np.asarray(next(iter(attributes.values())))
 
 
-def _filled(c: Call, shape: Any, *, value: Any = None) -> Any:
+def _filled(c: Operation, shape: Any, *, value: Any = None) -> Any:
     return np.full([int(n) for n in shape], np.float32(0) if value is None else np.asarray(value).ravel()[0])
 
 
-def _triangle(c: Call, x: Any, k: Any = 0, *, upper: int = 1) -> Any:
-    if isinstance(x, View):
+def _triangle(c: Operation, x: Any, k: Any = 0, *, upper: int = 1) -> Any:
+    if isinstance(x, Seen):
         raise NotImplementedError("of what is not known")
     return (np.triu if upper else np.tril)(x, int(np.asarray(k)))
 
 
-def _einsum(c: Call, *views: Any, equation: str) -> View:
+def _einsum(c: Operation, *views: Any, equation: str) -> Seen:
     left, arrow, right = equation.replace(" ", "").partition("->")
     if "." in equation or not arrow or len(views) < 2:
         raise NotImplementedError("with an ellipsis, without a result or of one operand")
     return c.w.einsum([list(s) for s in left.split(",")], list(right), *(_view(c, v) for v in views))
 
 
-def _same(c: Call, x: Any, *_: Any, **__: Any) -> Any:
+def _same(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from shardplan.core.dtypes import short_name
 from shardplan.errors import optional
-from shardplan.interop.importers.call import Call, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, Writer
 
 _INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")  # regions that only say how gradients are kept
@@ -32,11 +32,11 @@ def is_export(source: object) -> bool:
     return kind.__module__.startswith("torch.export") and kind.__name__ == "ExportedProgram"
 
 
-def flattened(source: Any, cuts: Cuts, opaque: bool, named: Collection[str] = ()) -> Flattened:
+def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
     """Write the steps of an export."""
     w, unknown = Writer(cuts, opaque), Unknown("the export")
     values, constants = _given(source, w)
-    outputs: list[View] = []
+    outputs: list[Seen] = []
     _graph(w, source.graph_module, source.graph, values, unknown, outputs)
     unknown.check()
     specs = source.graph_signature.output_specs
@@ -53,7 +53,7 @@ def _given(source: Any, w: Writer) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Inputs by their nodes, and the values of those that are constants."""
     values: dict[Any, Any] = {}
     constants: dict[str, Any] = {}
-    seen: dict[Any, View] = {}
+    seen: dict[Any, Seen] = {}
     nodes = {n.name: n for n in source.graph.nodes if n.op == "placeholder"}
     for spec in source.graph_signature.input_specs:
         node = nodes[spec.arg.name]
@@ -66,7 +66,7 @@ def _given(source: Any, w: Writer) -> tuple[dict[Any, Any], dict[str, Any]]:
         if kind != "PARAMETER" and not fake.shape and tensor is not None and not _is_fake(tensor):
             values[node] = tensor.item()
             continue
-        storage = (tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.storage_offset()) if tensor is not None else node  # fmt: skip
+        storage = node if tensor is None else _storage(tensor)
         if storage not in seen:
             name = spec.target
             if kind == "PARAMETER":
@@ -77,6 +77,11 @@ def _given(source: Any, w: Writer) -> tuple[dict[Any, Any], dict[str, Any]]:
                     constants[name] = tensor.detach().cpu().numpy()
         values[node] = seen[storage]
     return values, constants
+
+
+def _storage(tensor: Any) -> tuple[Any, ...]:
+    """What two names of one tensor have in common."""
+    return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
 def _is_fake(tensor: Any) -> bool:
@@ -110,7 +115,7 @@ def _graph(w: Writer, module: Any, graph: Any, values: dict[Any, Any], unknown: 
             fakes = node.meta.get("val")
             found = [f for f in (fakes if isinstance(fakes, (list, tuple)) else [fakes]) if hasattr(f, "shape")]
             kinds, shapes = zip(*(_type(f) for f in found), strict=True) if found else ((), ())
-            call = Call(w, name, tuple(kinds), tuple(shapes))
+            call = Operation(w, name, tuple(kinds), tuple(shapes))
             values[node] = handled(call, TABLE, unknown, _place(node), args, kwargs)
 
 

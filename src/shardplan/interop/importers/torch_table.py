@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardplan.interop.importers import composites as ours
-from shardplan.interop.importers.call import Call, Handler
-from shardplan.interop.importers.views import View
+from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.views import Seen
 
 
 def _expression(text: str) -> Handler:
@@ -15,7 +15,7 @@ def _expression(text: str) -> Handler:
 
 
 def _scaled(sign: str) -> Handler:
-    def handler(c: Call, x: Any, y: Any, alpha: Any = 1) -> View:
+    def handler(c: Operation, x: Any, y: Any, alpha: Any = 1) -> Seen:
         return c.each(f"{{a}} {sign} {{b}}" if alpha == 1 else f"{{a}} {sign} {{c}} * {{b}}", x, y, alpha)
 
     return handler
@@ -25,44 +25,44 @@ def _compared(sign: str) -> Handler:
     return lambda c, x, y: c.compare(sign, x, y)
 
 
-def _same(c: Call, x: View, *_: Any, **__: Any) -> View:
+def _same(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
     return x
 
 
-def _power(c: Call, x: Any, y: Any) -> View:
-    if isinstance(y, View):
+def _power(c: Operation, x: Any, y: Any) -> Seen:
+    if isinstance(y, Seen):
         return c.each("exp({b} * log({a}))", x, y)
     return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
 
 
-def _clamp(c: Call, x: View, low: Any = None, high: Any = None) -> View:
+def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
     x = c.w.cast(x, c.dtype)
     x = x if low is None else c.each("maximum({a}, {b})", x, low)
     return x if high is None else c.each("minimum({a}, {b})", x, high)
 
 
-def _gelu(c: Call, x: View, approximate: str = "none") -> View:
+def _gelu(c: Operation, x: Seen, approximate: str = "none") -> Seen:
     if approximate != "tanh":
         raise NotImplementedError("only approximate='tanh'")
     return c.each("gelu({a})", x)
 
 
-def _dropout(c: Call, x: View, p: float, train: bool) -> View:
+def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
     if train and p:
         raise NotImplementedError("in training; export model.eval()")
     return x
 
 
-def _where(c: Call, condition: View, x: Any, y: Any) -> View:
+def _where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
     return c.each("where({a}, {b}, {c})", condition, x, y)
 
 
-def _filled(c: Call, x: View, mask: View, value: Any) -> View:
+def _filled(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
     return c.each("where({a}, {b}, {c})", mask, value, x)
 
 
 def _logical(text: str) -> Handler:
-    def handler(c: Call, *values: View) -> View:
+    def handler(c: Operation, *values: Seen) -> Seen:
         if c.dtype != "bool":
             raise NotImplementedError(f"of {c.dtype}")
         numbers = [c.w.cast(v, "i32") for v in values]
@@ -72,7 +72,7 @@ def _logical(text: str) -> Handler:
 
 
 def _reduced(kind: str) -> Handler:
-    def handler(c: Call, x: View, dims: Any = None, keep: bool = False, dtype: Any = None) -> View:
+    def handler(c: Operation, x: Seen, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
         every = range(len(x.dims)) if dims is None or dims == [] else dims
         x = c.w.cast(x, c.dtype) if kind in ("sum", "mean") else x
         return c.w.reduced(x, [every] if isinstance(every, int) else every, kind, keep)
@@ -80,8 +80,8 @@ def _reduced(kind: str) -> Handler:
     return handler
 
 
-def _layer_norm(c: Call, x: View, shape: Sequence[int], gain: Any = None, bias: Any = None, eps: float = 1e-5,
-                _: Any = None) -> View:  # fmt: skip
+def _layer_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: Any = None) -> Seen:  # fmt: skip
     if len(shape) != 1:
         raise NotImplementedError("over several dims")
     return ours.layer_norm(c.w, x, gain, bias, eps)
@@ -90,28 +90,28 @@ def _layer_norm(c: Call, x: View, shape: Sequence[int], gain: Any = None, bias: 
 _EPSILON = {"f16": 2.0**-10, "bf16": 2.0**-7, "f32": 2.0**-23, "f64": 2.0**-52}
 
 
-def _rms_norm(c: Call, x: View, shape: Sequence[int], gain: Any = None, eps: float | None = None) -> View:
+def _rms_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, eps: float | None = None) -> Seen:
     if len(shape) != 1:
         raise NotImplementedError("over several dims")
     return ours.rms_norm(c.w, x, gain, _EPSILON[c.w.dtype(x)] if eps is None else eps)
 
 
-def _log_softmax(c: Call, x: View, dim: int, dtype: Any = None) -> View:
+def _log_softmax(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
     x = c.w.cast(x, c.dtype)
     top = c.w.reduced(x, [dim], "max", True)
     total = c.w.reduced(c.each("exp({a} - {b})", x, top), [dim], "sum", True)
     return c.each("{a} - {b} - log({c})", x, top, total)
 
 
-def _attention(c: Call, q: View, k: View, v: View, mask: Any = None, dropout: float = 0.0, causal: bool = False,
-               scale: Any = None, enable_gqa: bool = False) -> View:  # fmt: skip
+def _attention(c: Operation, q: Seen, k: Seen, v: Seen, mask: Any = None, dropout: float = 0.0, causal: bool = False,
+               scale: Any = None, enable_gqa: bool = False) -> Seen:  # fmt: skip
     if dropout:
         raise NotImplementedError("with dropout; export model.eval()")
     return ours.attention(c.w, q, k, v, causal, scale, mask)
 
 
-def _cross_entropy(c: Call, x: View, targets: View, weight: Any = None, reduction: int = 1, ignored: int = -100,
-                   smoothing: float = 0.0) -> View:  # fmt: skip
+def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, reduction: int = 1, ignored: int = -100,
+                   smoothing: float = 0.0) -> Seen:  # fmt: skip
     if weight is not None or smoothing:
         raise NotImplementedError("with weights or smoothing")
     if len(targets.dims) > 1:
@@ -121,7 +121,7 @@ def _cross_entropy(c: Call, x: View, targets: View, weight: Any = None, reductio
     return c.w.reduced(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
-def _slice(c: Call, x: View, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> View:
+def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Seen:
     n = x.shape[dim]
     first = 0 if start is None else max(start + n, 0) if start < 0 else min(start, n)
     last = n if stop is None else stop + n if stop < 0 else min(stop, n)
@@ -134,46 +134,46 @@ def _slice(c: Call, x: View, dim: int = 0, start: Any = None, stop: Any = None, 
     return ours.part(c.w, split, dim + 1, first, first + 1).without([dim + 1])
 
 
-def _select(c: Call, x: View, dim: int, at: int) -> View:
+def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
     at %= x.shape[dim]
     return ours.part(c.w, x, dim, at, at + 1).without([dim])
 
 
-def _split(c: Call, x: View, sizes: Any, dim: int = 0) -> list[View]:
+def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
     n = x.shape[dim]
     every = [min(sizes, n - k) for k in range(0, n, sizes)] if isinstance(sizes, int) else sizes
     starts = [sum(every[:k]) for k in range(len(every))]
     return [ours.part(c.w, x, dim, a, a + m) for a, m in zip(starts, every, strict=True)]
 
 
-def _chunk(c: Call, x: View, count: int, dim: int = 0) -> list[View]:
+def _chunk(c: Operation, x: Seen, count: int, dim: int = 0) -> list[Seen]:
     return _split(c, x, -(-x.shape[dim] // count), dim)
 
 
-def _squeeze(c: Call, x: View, dims: Any = None) -> View:
+def _squeeze(c: Operation, x: Seen, dims: Any = None) -> Seen:
     every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
     return x.without(every)
 
 
-def _stack(c: Call, views: Sequence[View], dim: int = 0) -> View:
+def _stack(c: Operation, views: Sequence[Seen], dim: int = 0) -> Seen:
     at = dim % (len(views[0].dims) + 1)
     return ours.joined_along(c.w, [v.with_one(at) for v in views], at)
 
 
-def _einsum(c: Call, spec: str, views: Sequence[View], path: Any = None) -> View:
+def _einsum(c: Operation, spec: str, views: Sequence[Seen], path: Any = None) -> Seen:
     left, arrow, right = spec.replace(" ", "").partition("->")
     if "." in spec or not arrow or len(views) < 2:
         raise NotImplementedError("with an ellipsis, without a result or of one operand")
     return c.w.einsum([list(side) for side in left.split(",")], list(right), *views)
 
 
-def _addmm(c: Call, bias: View, x: View, y: View, beta: Any = 1, alpha: Any = 1) -> View:
+def _addmm(c: Operation, bias: Seen, x: Seen, y: Seen, beta: Any = 1, alpha: Any = 1) -> Seen:
     if (beta, alpha) != (1, 1):
         raise NotImplementedError("with factors")
     return c.w.each("a + b", ours.matmul(c.w, x, y), bias)
 
 
-def _arange(c: Call, *numbers: Any, **_: Any) -> View:
+def _arange(c: Operation, *numbers: Any, **_: Any) -> Seen:
     start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
     count = c.w.count(c.shape[0], c.dtype)
     return count if (start, step) == (0, 1) else c.each("{a} * {b} + {c}", count, step, start)
@@ -183,12 +183,12 @@ def _constant(value: float) -> Handler:
     return lambda c, *_, **__: c.w.constant(value, c.dtype, c.shape)
 
 
-def _full(c: Call, _: Any, value: Any, **__: Any) -> View:
+def _full(c: Operation, _: Any, value: Any, **__: Any) -> Seen:
     return c.w.constant(value, c.dtype, c.shape)
 
 
 def _triangle(sign: str) -> Handler:
-    def handler(c: Call, x: View, diagonal: int = 0) -> View:
+    def handler(c: Operation, x: Seen, diagonal: int = 0) -> Seen:
         rows, columns = (c.w.count(n, "i32") for n in x.shape[-2:])
         kind = "i32" if c.dtype == "bool" else c.dtype
         mask = c.each(f"where({{a}} + {{b}} {sign} {{c}}, 1, 0)", rows.with_one(1), diagonal, columns, dtype="i32")
@@ -198,7 +198,7 @@ def _triangle(sign: str) -> Handler:
     return handler
 
 
-def _to(c: Call, x: View, *_: Any, **__: Any) -> View:
+def _to(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
     return c.w.cast(x, c.dtype)
 
 

@@ -1,4 +1,4 @@
-"""`View`: a value as a source sees it: its dims as groups of the dims that our value has, in any order.
+"""`Seen`: a value as a source sees it: its dims as groups of the dims that our value has, in any order.
 
 What only looks at a value otherwise (a transposition, heads split off or joined, a dim of size 1, rows repeated) is no
 step: it is another view. An op that cares asks the writer to lay its operands out.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 BROADCAST = -1
 
 
-class Origin(NamedTuple):
+class Descent(NamedTuple):
     """A factor of a dim of a parameter, as a checkpoint has it, or one of `parts` equal parts of it."""
 
     file: str
@@ -22,12 +22,12 @@ class Origin(NamedTuple):
     parts: int = 1
 
 
-class Atom(NamedTuple):
+class Strand(NamedTuple):
     """A dim of our value, or one along which it is repeated; and the parameters' dims that it comes from."""
 
     size: int
     axis: int
-    origins: frozenset[Origin] = frozenset()
+    origins: frozenset[Descent] = frozenset()
 
     @property
     def held(self) -> bool:
@@ -35,10 +35,10 @@ class Atom(NamedTuple):
         return self.axis != BROADCAST
 
 
-Group = tuple[Atom, ...]
+Group = tuple[Strand, ...]
 
 
-class View(NamedTuple):
+class Seen(NamedTuple):
     """A value's name, and its dims major to minor; a dim of no atoms has size 1."""
 
     name: str
@@ -60,46 +60,46 @@ class View(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def tidy(self) -> View:
+    def tidy(self) -> Seen:
         """Without atoms of size 1 in dims that are larger."""
         dims = (tuple(a for a in g if a.size > 1) if size_of(g) > 1 else g[:1] for g in self.dims)
-        return View(self.name, tuple(dims))
+        return Seen(self.name, tuple(dims))
 
-    def permuted(self, order: Iterable[int]) -> View:
+    def permuted(self, order: Iterable[int]) -> Seen:
         """Its dims in another order."""
-        return View(self.name, tuple(self.dims[d] for d in order))
+        return Seen(self.name, tuple(self.dims[d] for d in order))
 
-    def transposed(self, x: int, y: int) -> View:
+    def transposed(self, x: int, y: int) -> Seen:
         """Two dims in each other's place."""
         order = list(range(len(self.dims)))
         order[x], order[y] = order[y], order[x]
         return self.permuted(order)
 
-    def with_one(self, at: int) -> View:
+    def with_one(self, at: int) -> Seen:
         """One more dim, of size 1."""
         d = at % (len(self.dims) + 1)
-        return View(self.name, (*self.dims[:d], (), *self.dims[d:]))
+        return Seen(self.name, (*self.dims[:d], (), *self.dims[d:]))
 
-    def without(self, dims: Iterable[int]) -> View:
+    def without(self, dims: Iterable[int]) -> Seen:
         """Without some dims of size 1."""
         gone = {d % len(self.dims) for d in dims} if self.dims else set[int]()
         kept = (g for d, g in enumerate(self.dims) if d not in gone or size_of(g) > 1)
-        return View(self.name, tuple(kept))
+        return Seen(self.name, tuple(kept))
 
-    def repeated(self, shape: Sequence[int]) -> View:
+    def repeated(self, shape: Sequence[int]) -> Seen:
         """Repeated along dims of size 1, and along new ones before all others; -1 keeps a size."""
         new = len(shape) - len(self.dims)
         dims = (*((),) * new, *self.dims)
-        return View(
+        return Seen(
             self.name,
             tuple(
-                g if n in (-1, size_of(g)) else (*(a for a in g if a.held), Atom(n, BROADCAST))
+                g if n in (-1, size_of(g)) else (*(a for a in g if a.held), Strand(n, BROADCAST))
                 for g, n in zip(dims, shape, strict=True)
             ),
         )
 
 
-def size_of(group: Iterable[Atom]) -> int:
+def size_of(group: Iterable[Strand]) -> int:
     """The size of a dim."""
     return math.prod(a.size for a in group)
 

@@ -21,13 +21,13 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Constant, Einsum, Elementwise, Expand, Iota, ReduceDims, Reshape
 from shardplan.core.tensor import TensorType
-from shardplan.interop.importers.views import BROADCAST, Atom, Group, Origin, View, refinement, size_of
+from shardplan.interop.importers.views import BROADCAST, Descent, Group, Seen, Strand, refinement, size_of
 
 ONE = Mesh()
 Cuts = Mapping[tuple[str, int], tuple[int, ...]]  # by a parameter's name in a checkpoint and its dim there
 
 
-class Held(NamedTuple):
+class Stored(NamedTuple):
     """A parameter: its shape in a checkpoint, and each dim's factors."""
 
     file: str
@@ -42,38 +42,38 @@ class Writer:
         self.opaque = opaque
         self.opaques = 0
         self.draft = Draft({})
-        self.inputs: dict[str, View] = {}
-        self.parameters: dict[str, Held] = {}
+        self.inputs: dict[str, Seen] = {}
+        self.parameters: dict[str, Stored] = {}
         self.constants: dict[str, np.ndarray] = {}
         self.annotations: dict[str, tuple[tuple[str, ...], ...]] = {}
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
 
-    def input(self, name: str, dtype: str, shape: Sequence[int]) -> View:
+    def input(self, name: str, dtype: str, shape: Sequence[int]) -> Seen:
         """Declare an input."""
         self.draft.types[name] = TensorType(dtype, tuple(shape), (), ONE)
-        self.inputs[name] = View(name, tuple((Atom(n, d),) for d, n in enumerate(shape)))
+        self.inputs[name] = Seen(name, tuple((Strand(n, d),) for d, n in enumerate(shape)))
         return self.inputs[name]
 
-    def known(self, array: np.ndarray) -> View:
+    def known(self, array: np.ndarray) -> Seen:
         """Declare an input whose value the source has."""
         name = f"constant.{len(self.constants)}"
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)
 
-    def parameter(self, name: str, file: str, dtype: str, shape: Sequence[int]) -> View:
+    def parameter(self, name: str, file: str, dtype: str, shape: Sequence[int]) -> Seen:
         """Declare a parameter, with a dim for each factor that is known."""
         factors = tuple(self.cuts.get((file, d), (n,)) for d, n in enumerate(shape))
         flat = [n for cut in factors for n in cut]
         self.draft.types[name] = TensorType(dtype, tuple(flat), (), ONE)
         dims, axis = list[Group](), 0
         for d, cut in enumerate(factors):
-            dims.append(tuple(Atom(n, axis + k, frozenset({Origin(file, d, k)})) for k, n in enumerate(cut)))
+            dims.append(tuple(Strand(n, axis + k, frozenset({Descent(file, d, k)})) for k, n in enumerate(cut)))
             axis += len(cut)
-        self.parameters[name] = Held(file, factors)
-        self.inputs[name] = View(name, tuple(dims))
+        self.parameters[name] = Stored(file, factors)
+        self.inputs[name] = Seen(name, tuple(dims))
         return self.inputs[name]
 
-    def dtype(self, v: View) -> str:
+    def dtype(self, v: Seen) -> str:
         """The dtype of a value."""
         return self.draft.types[v.name].dtype
 
@@ -82,17 +82,17 @@ class Writer:
         self.meanings.append((v, names))
         return v
 
-    def step(self, op: Op, *names: str) -> View:
+    def step(self, op: Op, *names: str) -> Seen:
         """Write a step on values as they are; all dims of its result are plain."""
         return self.plain(self.draft(op, *names))
 
-    def plain(self, name: str) -> View:
+    def plain(self, name: str) -> Seen:
         """A value as it is."""
-        return View(name, tuple((Atom(n, d),) for d, n in enumerate(self.draft.types[name].shape)))
+        return Seen(name, tuple((Strand(n, d),) for d, n in enumerate(self.draft.types[name].shape)))
 
     # Laying out.
 
-    def laid(self, v: View, axes: Sequence[Group]) -> str:
+    def laid(self, v: Seen, axes: Sequence[Group]) -> str:
         """The name of a value with a dim for each group of atoms, in this order.
 
         It is written anew each time: what one layer has laid out for itself, the next one must not read.
@@ -121,11 +121,11 @@ class Writer:
             name = self.draft(Reshape(f"{' '.join(words)} -> {' '.join(after)}"), name)
         return name
 
-    def whole(self, v: View) -> View:
+    def whole(self, v: Seen) -> Seen:
         """A value whose dims are those that the source sees."""
         return self.plain(self.laid(v, v.dims))
 
-    def joined(self, v: View, dim: int) -> View:
+    def joined(self, v: Seen, dim: int) -> Seen:
         """A value with one dim of ours for a dim that the source sees."""
         if len(v.dims[dim]) == 1 and v.dims[dim][0].held:
             return v
@@ -134,12 +134,12 @@ class Writer:
         name = self.laid(v, [*axes[:at], v.dims[dim], *axes[at:]])
         places = {a: k + (k >= at) for k, (a,) in enumerate(axes)}
         dims = tuple(
-            (Atom(size_of(g), at),) if d == dim else tuple(a._replace(axis=places[a]) if a.held else a for a in g)
+            (Strand(size_of(g), at),) if d == dim else tuple(a._replace(axis=places[a]) if a.held else a for a in g)
             for d, g in enumerate(v.dims)
         )
-        return View(name, dims)
+        return Seen(name, dims)
 
-    def cut(self, v: View, dim: int, sizes: Sequence[int]) -> View:
+    def cut(self, v: Seen, dim: int, sizes: Sequence[int]) -> Seen:
         """Cut the atoms of a dim so that their sizes are these, which refine them; parameters are asked for them."""
         left = list(sizes)
         for k, atom in enumerate(v.dims[dim]):
@@ -152,38 +152,38 @@ class Writer:
                 left.pop(0)
         return v
 
-    def _cut(self, v: View, dim: int, k: int, sizes: Sequence[int]) -> View:
+    def _cut(self, v: Seen, dim: int, k: int, sizes: Sequence[int]) -> Seen:
         atom = v.dims[dim][k]
         self.want(atom, sizes)
         more = len(sizes) - 1
         if not atom.held:
-            new = tuple(Atom(n, BROADCAST) for n in sizes)
+            new = tuple(Strand(n, BROADCAST) for n in sizes)
             name = v.name
         else:
-            new = tuple(Atom(n, atom.axis + j) for j, n in enumerate(sizes))
+            new = tuple(Strand(n, atom.axis + j) for j, n in enumerate(sizes))
             ndim, words = self.draft.types[v.name].ndim, [f"e{j}={n}" for j, n in enumerate(sizes)]
             dims = [f"d{d}" for d in range(ndim)]
             sides = (f"({' '.join(words)})", " ".join(f"e{j}" for j in range(len(sizes))))
             before, after = (" ".join([*dims[: atom.axis], side, *dims[atom.axis + 1 :]]) for side in sides)
             name = self.draft(Reshape(f"{before} -> {after}"), v.name)
 
-        def moved(a: Atom) -> Atom:
+        def moved(a: Strand) -> Strand:
             return a._replace(axis=a.axis + more) if atom.held and a.axis > atom.axis else a
 
         dims = tuple(
             tuple(x for j, a in enumerate(g) for x in (new if (d, j) == (dim, k) else (moved(a),)))
             for d, g in enumerate(v.dims)
         )
-        return View(name, dims)
+        return Seen(name, dims)
 
-    def want(self, atom: Atom, sizes: Sequence[int]) -> None:
+    def want(self, atom: Strand, sizes: Sequence[int]) -> None:
         """Ask for the factors of parameters' dims."""
         for o in atom.origins:
             held = next(p.factors[o.dim] for p in self.parameters.values() if p.file == o.file)
             new = sizes if o.parts == 1 else (o.parts, *sizes)
             self.wanted.setdefault((o.file, o.dim), (*held[: o.factor], *new, *held[o.factor + 1 :]))
 
-    def alike(self, views: Sequence[View], places: Sequence[int | None]) -> list[View]:
+    def alike(self, views: Sequence[Seen], places: Sequence[int | None]) -> list[Seen]:
         """Views of which one dim each, of one size, is cut alike."""
         found = list(views)
         at = [(k, d) for k, d in enumerate(places) if d is not None]
@@ -193,11 +193,11 @@ class Writer:
             found[k] = self.joined(v, d) if sizes is None else self.cut(v, d, sizes)
         return found
 
-    def reshaped(self, v: View, shape: Sequence[int]) -> View:
+    def reshaped(self, v: Seen, shape: Sequence[int]) -> Seen:
         """The elements in another shape; -1 is what is left."""
         rest = math.prod(n for n in shape if n != -1)
         target = [v.size // rest if n == -1 else n for n in shape]
-        flat = View(v.name, (v.atoms,))
+        flat = Seen(v.name, (v.atoms,))
         sizes = refinement([[a.size for a in v.atoms], target])
         flat = self.joined(flat, 0) if sizes is None else self.cut(flat, 0, sizes)
         flat = self.cut(flat, 0, refinement([[a.size for a in flat.atoms], target]) or ())
@@ -209,27 +209,27 @@ class Writer:
             while size_of(group) < n:
                 group = (*group, atoms.pop(0)) if atoms[0].size > 1 else (atoms.pop(0), group)[1]
             dims.append(group)
-        return View(flat.name, tuple(dims))
+        return Seen(flat.name, tuple(dims))
 
     # Steps on views.
 
-    def cast(self, v: View, dtype: str) -> View:
+    def cast(self, v: Seen, dtype: str) -> Seen:
         """The values in another dtype."""
-        return v if self.dtype(v) == dtype else View(self.draft(Cast(dtype), v.name), v.dims)
+        return v if self.dtype(v) == dtype else Seen(self.draft(Cast(dtype), v.name), v.dims)
 
-    def constant(self, value: float, dtype: str, shape: Sequence[int] = ()) -> View:
+    def constant(self, value: float, dtype: str, shape: Sequence[int] = ()) -> Seen:
         """One value everywhere."""
         name = self.draft(Constant(value, dtype, (), Layout(()), ONE))
-        return View(name, ()).repeated(shape) if shape else View(name, ())
+        return Seen(name, ()).repeated(shape) if shape else Seen(name, ())
 
-    def count(self, n: int, dtype: str) -> View:
+    def count(self, n: int, dtype: str) -> Seen:
         """Write 0, 1, 2, ..."""
         return self.step(Iota(dtype, (n,), 0, Layout(((),)), ONE))
 
-    def each(self, expression: str, *views: View) -> View:
+    def each(self, expression: str, *views: Seen) -> Seen:
         """An expression of every element, with numpy's broadcasting."""
         ndim = max(len(v.dims) for v in views)
-        found = [View(v.name, (*((),) * (ndim - len(v.dims)), *v.tidy.dims)) for v in views]
+        found = [Seen(v.name, (*((),) * (ndim - len(v.dims)), *v.tidy.dims)) for v in views]
         for d in range(ndim):
             large = [d if size_of(v.dims[d]) > 1 else None for v in found]
             if sum(x is not None for x in large) > 1:
@@ -254,15 +254,15 @@ class Writer:
         axis = {p: k for k, p in enumerate(order)}
         dims = tuple(
             tuple(
-                Atom(a.size, axis.get((d, k), BROADCAST),
+                Strand(a.size, axis.get((d, k), BROADCAST),
                      frozenset(o for h in holds if (d, k) in h for o in h[d, k].origins))
                 for k, a in enumerate(g) if a.size > 1 or (d, k) in axis
             )
             for d, g in enumerate(ways)
         )  # fmt: skip
-        return View(name, dims)
+        return Seen(name, dims)
 
-    def einsum(self, sides: Sequence[Sequence[str]], out: Sequence[str], *views: View) -> View:
+    def einsum(self, sides: Sequence[Sequence[str]], out: Sequence[str], *views: Seen) -> Seen:
         """A product and sums; a side names the dims of a view, and those of one name are one."""
         found = [v.tidy for v in views]
         for label in dict.fromkeys(x for side in sides for x in side):
@@ -279,7 +279,7 @@ class Writer:
                     found[k] = self.joined(v, d)
         letters: dict[tuple[str, int], str] = {}
         specs, names = list[str](), list[str]()
-        origins: dict[tuple[str, int], Atom] = {}
+        origins: dict[tuple[str, int], Strand] = {}
         for v, side in zip(found, sides, strict=True):
             held = [(a, (label, k)) for label, g in zip(side, v.dims, strict=True) for k, a in enumerate(g)
                     if a.held]  # fmt: skip
@@ -293,9 +293,9 @@ class Writer:
         name = self.draft(Einsum(f"{','.join(specs)}->{''.join(letters[p] for p in kept)}"), *names)
         place = {p: k for k, p in enumerate(kept)}
         dims = tuple(tuple(origins[p]._replace(axis=place[p]) for p in kept if p[0] == label) for label in out)
-        return View(name, dims)
+        return Seen(name, dims)
 
-    def reduced(self, v: View, dims: Iterable[int], kind: str, keep: bool) -> View:
+    def reduced(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
         """Reduce some dims."""
         gone = {d % len(v.dims) for d in dims}
         for d in gone:
@@ -310,9 +310,9 @@ class Writer:
             () if d in gone else tuple(a._replace(axis=place[a.axis]) if a.held else a for a in g)
             for d, g in enumerate(v.dims) if keep or d not in gone
         )  # fmt: skip
-        return View(name, groups)
+        return Seen(name, groups)
 
-    def last(self, v: View, dim: int = -1) -> tuple[View, str]:
+    def last(self, v: Seen, dim: int = -1) -> tuple[Seen, str]:
         """A value with a dim that the source sees as our last one, and its name."""
         v = self.joined(v, dim % len(v.dims))
         (atom,) = v.dims[dim]
@@ -320,4 +320,4 @@ class Writer:
         name = self.laid(v, [*((a,) for a in rest), (atom,)])
         place = {a: k for k, a in enumerate((*rest, atom))}
         dims = tuple(tuple(a._replace(axis=place[a]) if a.held else a for a in g) for g in v.dims)
-        return View(name, dims), name
+        return Seen(name, dims), name
