@@ -167,6 +167,15 @@ def test_a_model_imported_is_the_one_built(preset: str, make: Any) -> None:
     assert flops(model.program) == pytest.approx(flops(built.program), rel=1e-3)
 
 
+def test_a_tensor_with_two_names_is_one_parameter() -> None:
+    module, ids = llama(), tokens(17, 2, 7)
+    module.head.weight = module.tokens.weight  # type: ignore[union-attr]
+    model = load(exported(module, ids), NAMES)
+    assert model.parameter_count == sum(p.numel() for p in module.parameters())
+    found = outputs(model, module, {"ids": ids})[0]
+    assert np.abs(found - module(ids).detach().numpy()).max() <= 1e-9
+
+
 class Strange(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x).real + torch.cumsum(x, 0) + torch.cumsum(x, 1)

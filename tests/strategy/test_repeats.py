@@ -168,6 +168,22 @@ def test_a_step_wired_otherwise_is_another_layer() -> None:
     assert 6 not in checked(Program(flat.inputs, steps, flat.outputs))
 
 
+def test_a_layer_with_its_factors_swapped_is_another() -> None:
+    flat = written("b" * 6)
+    steps = list(flat.steps)
+    gates = [k for k, s in enumerate(steps) if len(s.operands) == 2 and s.op == Elementwise("silu(a) * b")]
+    steps[gates[3]] = Step(steps[gates[3]].op, steps[gates[3]].operands[::-1], steps[gates[3]].results)
+    assert checked(Program(flat.inputs, steps, flat.outputs)) == [3, 1, 2]
+
+
+def test_a_layer_with_another_invariant_is_another() -> None:
+    flat = written("a" * 6, invariant=True)
+    steps, uses = list(flat.steps), [k for k, s in enumerate(flat.steps) if "extra" in s.operands]
+    operands = tuple("more" if o == "extra" else o for o in steps[uses[3]].operands)
+    steps[uses[3]] = Step(steps[uses[3]].op, operands, steps[uses[3]].results)
+    assert checked(Program([*flat.inputs, ("more", X)], steps, flat.outputs)) == [3, 1, 2]
+
+
 @given(st.text(alphabet="abc", max_size=14), st.booleans(), st.sampled_from(["", "every", "some"]))
 def test_unrolling_gives_back_the_graph(layers: str, shared: bool, outputs: str) -> None:
     checked(written(layers, shared=shared, outputs=outputs))

@@ -132,11 +132,8 @@ class _Finder(NamedTuple):
             before, times = here, times + 1
         stacks = {slot: tuple(taken) for slot, taken in sliced.items()}
         rows_of = {name: (taken, k) for taken in stacks.values() for k, name in enumerate(taken)}
-        if (
-            times < 2
-            or not carried
-            or any(rows_of[n] != (taken, k) for taken in stacks.values() for k, n in enumerate(taken))
-        ):
+        twice = any(rows_of[n] != (taken, k) for taken in stacks.values() for k, n in enumerate(taken))
+        if times < 2 or not carried or twice or not rows_of.keys().isdisjoint(fixed.values()):
             return times, None
         return times, _Layers(start, period, times, carried, stacks, fixed)
 
