@@ -8,7 +8,7 @@ both carry is a run of one. Names mean nothing, but that what is new is called a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -41,7 +41,10 @@ def recovered(program: Program, called: Callable[[tuple[str, ...]], str] = lambd
     ([4], {'w': ('w0', 'w1', 'w2', 'w3')})
     """
     made = {r: (k, j) for k, step in enumerate(program.steps) for j, r in enumerate(step.results)}
-    finder = _Finder(program, made, Flat.of(program))
+    last = {o: k for k, step in enumerate(program.steps) for o in step.operands}
+    first = {o: k for k, step in reversed([*enumerate(program.steps)]) for o in step.operands}
+    readers = {o: (first[o], k) for o, k in last.items()}
+    finder = _Finder(program, made, readers, Flat.of(program))
     runs = finder.runs(0, len(program.steps))
     return _Writer(program, called).written([*_with_ones(finder, runs)])
 
@@ -69,6 +72,7 @@ class _Layers(NamedTuple):
 class _Finder(NamedTuple):
     program: Program
     made: Mapping[str, Slot]
+    readers: Mapping[str, tuple[int, int]]  # the first step that reads a value, and the last
     flat: Flat
 
     def runs(self, lo: int, hi: int) -> list[_Layers]:
@@ -96,46 +100,37 @@ class _Finder(NamedTuple):
 
     def _longest(self, start: int, period: int, most: int) -> tuple[int, _Layers | None]:
         """How many bodies from here on are wired alike, and the run that they are, if any."""
-        before = self.wiring(start, start, period)
-        first, sliced, fixed, times = before, dict[Slot, list[str]](), dict[Slot, str](), 1
-        carried: dict[Slot, tuple[str, Slot]] = {}
-        while times < most:
-            here = self.wiring(start, start + times * period, period)
-            if here is None or before is None or first is None:
-                break
-            names = {slot: name for slot, name in here.items() if isinstance(name, str)}
-            if times == 1:
-                for slot, name in names.items():
-                    old = first[slot]
-                    if isinstance(old, str) and old == name:
-                        fixed[slot] = name
-                    elif isinstance(old, str) and old not in self.made and name not in self.made:
-                        sliced[slot] = [old]
-                    else:
-                        return 1, None
-                carried = {slot: (old, (at[1], at[2])) for slot, at in here.items()
-                           if not isinstance(at, str) and at[0] and isinstance(old := first[slot], str)}  # fmt: skip
-                alike = all(
-                    at == first[slot] or slot in carried for slot, at in here.items() if not isinstance(at, str)
-                )
-            else:
-                alike = all(at == before[slot] for slot, at in here.items() if not isinstance(at, str))
-                alike = alike and names.keys() == {*fixed, *sliced}
-            alike = alike and all(names[slot] == name for slot, name in fixed.items())
-            alike = alike and all(
-                names[slot] not in self.made and names[slot] not in taken for slot, taken in sliced.items()
-            )
-            if not alike:
-                break
-            for slot, taken in sliced.items():
-                taken.append(names[slot])
-            before, times = here, times + 1
-        stacks = {slot: tuple(taken) for slot, taken in sliced.items()}
-        rows_of = {name: (taken, k) for taken in stacks.values() for k, name in enumerate(taken)}
-        twice = any(rows_of[n] != (taken, k) for taken in stacks.values() for k, n in enumerate(taken))
-        if times < 2 or not carried or twice or not rows_of.keys().isdisjoint(fixed.values()):
+        first = self.wiring(start, start, period)
+        second = self.wiring(start, start + period, period) if most > 1 else None
+        if first is None or second is None:
+            return 1, None
+        outside = {slot: name for slot, name in second.items() if isinstance(name, str)}
+        inside = {slot: at for slot, at in second.items() if not isinstance(at, str)}
+        fixed = {slot: name for slot, name in outside.items() if first[slot] == name}
+        carried = {
+            slot: (old, (j, k)) for slot, (ago, j, k) in inside.items() if ago and isinstance(old := first[slot], str)
+        }
+        stacks = {slot: [old] for slot in outside.keys() - fixed if isinstance(old := first[slot], str)}
+        alike = all(slot in carried or first[slot] == at for slot, at in inside.items())
+        alike = alike and outside.keys() == {*fixed, *stacks} and self._own(first, stacks, start, period)
+        here, times = second, 1
+        while alike and here is not None and self._own(here, stacks, start + times * period, period):
+            for slot, taken in stacks.items():
+                taken.append(str(here[slot]))
+            times += 1
+            here = self.wiring(start, start + times * period, period) if times < most else None
+            alike = here is not None and {**here, **dict.fromkeys(stacks)} == {**second, **dict.fromkeys(stacks)}
+        if times < 2 or not carried:
             return times, None
-        return times, _Layers(start, period, times, carried, stacks, fixed)
+        # By their places, so that inputs of the new program have the order of the steps that read them.
+        rows_of = {slot: tuple(stacks[slot]) for slot in sorted(stacks)}
+        return times, _Layers(start, period, times, carried, rows_of, fixed)
+
+    def _own(self, wired: Mapping[Slot, object], slots: Iterable[Slot], start: int, period: int) -> bool:
+        """Whether some slots of a body read inputs of the program that no other step reads."""
+        names = [wired[slot] for slot in slots]
+        readers = [self.readers.get(name) for name in names if isinstance(name, str) and name not in self.made]
+        return len(readers) == len(names) and all(r and start <= r[0] and r[1] < start + period for r in readers)
 
     def wiring(self, run: int, start: int, period: int) -> dict[Slot, str | tuple[int, int, int]] | None:
         """Where operands come from: a name outside the run, or how many bodies ago, and by which step and result.
@@ -191,14 +186,8 @@ class _Writer:
 
     def written(self, runs: list[_Layers]) -> Recovered:
         """Write all steps."""
-        old, taken = self.program.steps, set[str]()
-        kept: list[_Layers] = []
-        for run in runs:  # an input is a row of one stack
-            names = {name for group in run.sliced.values() for name in group}
-            if not names & taken:
-                kept.append(run)
-                taken |= names
-        inside = {k: run for run in kept for k in range(run.start, run.stop)}
+        old = self.program.steps
+        inside = {k: run for run in runs for k in range(run.start, run.stop)}
         reads: dict[str, list[int]] = {}
         for k, step in enumerate(old):
             for o in step.operands:
@@ -206,7 +195,7 @@ class _Writer:
         for o in self.program.outputs:
             reads.setdefault(o, []).append(len(old))
         heads: list[Step] = []
-        for run in kept:
+        for run in runs:
             for group in dict.fromkeys(run.sliced.values()):
                 alone = [k for k, row in enumerate(group) if any(inside.get(at) is not run for at in reads[row])]
                 name = self.fresh(self.called(group), () if alone else group)
