@@ -54,7 +54,8 @@ class Model:
     `dims` has the names of every input's dims, `gradients` the value that is a parameter's gradient, `replaced` the
     output that takes an input's place in the next run: parameters, state and step of an optimizer, caches and position.
     `origins` says of the first steps of a training program which forward step they are the gradient of (None: they are
-    forward steps); those behind are the optimizer's.
+    forward steps); those behind are the optimizer's. `constants` are the values of inputs that an import's source has,
+    `constraints` the axes that it asks for, by value and dim.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Model:
     replaced: Mapping[str, str] = field(hash=False)
     origins: tuple[Origin | None, ...] = ()
     forward: Program | None = field(default=None, compare=False)  # what it was trained from
+    constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
+    constraints: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict[str, Any], hash=False)
 
     @staticmethod
     def load(
