@@ -147,7 +147,7 @@ class Model:
             for key in border.names("Model.of: parameters", tuple(parameters))
         }
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
-        return _model(name, program, found, owned, {}, fields, settings)
+        return modelled(name, program, found, owned, {}, fields, settings)
 
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
@@ -282,10 +282,10 @@ def _built(
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
-    return _model(name, program, dims, scope.parameters, replaced, said, settings)
+    return modelled(name, program, dims, scope.parameters, replaced, said, settings)
 
 
-def _model(
+def modelled(
     name: str,
     program: Program,
     dims: Mapping[str, tuple[str, ...]],

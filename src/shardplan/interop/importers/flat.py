@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,10 +24,10 @@ from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, Stored, Writer
-from shardplan.strategy.model import Model
+from shardplan.strategy.model import Model, modelled
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.repeats import recovered
-from shardplan.strategy.training import Training, renamed, trained
+from shardplan.strategy.training import renamed
 
 Names = Mapping[str, Sequence[str | None]]
 _FREE = re.compile(r"d\d+")
@@ -70,30 +71,17 @@ def model_of(
     for key, _ in program.inputs:
         held = rows.get(key) or ([w.parameters[key]] if key in w.parameters else [])
         if held:
-            parameters[key] = _parameter(program, key, dims[key], held, key in rows)
+            floating = numpy_dtype(program.types[key].dtype).kind in "fV"
+            parameters[key] = replace(_parameter(program, key, dims[key], held, key in rows), trained=floating)
     constants = {key: np.stack([flat.constants[n] for n in made.stacks[key]]) if key in made.stacks
                  else flat.constants[key] for key, _ in program.inputs
                  if made.stacks.get(key, (key,))[0] in flat.constants}  # fmt: skip
-    out = Training(program, {}, {}, ())
-    if training:
-        wanted = [key for key in parameters if numpy_dtype(program.types[key].dtype).kind in "fV"]
-        out = trained(program, wanted, optimizer, settings)
-        dims |= {key: dims.get(key.rpartition(".")[0], ()) for key, _ in out.program.inputs if key not in dims}
-    known = {v for level in _programs(out.program) for v in level.types}
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
-    return Model(
-        name,
-        out.program,
-        MappingProxyType(fields),
-        MappingProxyType(dims),
-        MappingProxyType(parameters),
-        MappingProxyType(out.gradients),
-        MappingProxyType(out.replaced),
-        out.origins,
-        MappingProxyType(constants),
-        MappingProxyType({v: axes for v, axes in w.annotations.items() if v in known}),
-    )
+    found = modelled(name, program, dims, parameters, {}, fields, settings)
+    known = {v for level in _programs(found.program) for v in level.types}
+    said = {v: axes for v, axes in w.annotations.items() if v in known}
+    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
 
 
 def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
