@@ -13,13 +13,19 @@ Reading order:
 - `vshape`     ZB-V, V-Half, V-Min: the chain turns at the last rank
 - `dualpipe`   DualPipe and DualPipeV: forwards overlapped with backwards
 - `table`      the generators by name: `schedule`
+- `shop`       `Shop`: stages on ranks with times and bounds of memory, for which an order is sought
+- `listing`    the list scheduler: `listed`
+- `exact`      the exact solver of small shops: `solve`
 """
 
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.check import check, in_flight, refused
+from shardplan.strategy.schedules.exact import Solved, solve
+from shardplan.strategy.schedules.listing import listed
 from shardplan.strategy.schedules.refusal import Refusal
 from shardplan.strategy.schedules.replay import Replay, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.shop import Shop
 from shardplan.strategy.schedules.table import GENERATORS, schedule
 
 __all__ = [
@@ -34,4 +40,8 @@ __all__ = [
     "Replay",
     "Times",
     "replay",
+    "Shop",
+    "listed",
+    "Solved",
+    "solve",
 ]
