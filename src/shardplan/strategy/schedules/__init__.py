@@ -16,12 +16,14 @@ Reading order:
 - `shop`       `Shop`: stages on ranks with times and bounds of memory, for which an order is sought
 - `listing`    the list scheduler: `listed`
 - `exact`      the exact solver of small shops: `solve`
+- `placing`    where sends and receives stand: `placed`
 """
 
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.check import check, in_flight, refused
 from shardplan.strategy.schedules.exact import Solved, solve
 from shardplan.strategy.schedules.listing import listed
+from shardplan.strategy.schedules.placing import placed
 from shardplan.strategy.schedules.refusal import Refusal
 from shardplan.strategy.schedules.replay import Replay, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
@@ -44,4 +46,5 @@ __all__ = [
     "listed",
     "Solved",
     "solve",
+    "placed",
 ]
