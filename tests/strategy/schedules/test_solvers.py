@@ -83,6 +83,13 @@ def test_zb_h1_is_shortest_and_1f1b_is_not_once_w_is_free() -> None:
     assert solve(shop_of("1f1b", 4, 8, (1, 1, 1))).makespan == 30 < 33
 
 
+def test_waiting_may_be_worth_more_than_what_is_ready() -> None:
+    """Without a rank that waits although it could begin something, the least would be 44."""
+    shop = Shop((0, 1, 2), 3, ((1, 8, 2), (1, 1, 8), (1, 5, 1)), (2, 2, 1))
+    found = solve(shop)
+    assert (found.makespan, found.proved) == (40, True)
+
+
 def test_a_search_that_is_cut_off_says_so() -> None:
     cut = solve(shop_of("v-min", 4, 4, (2, 3, 1)), nodes=10)
     assert not cut.proved and cut.least < cut.makespan

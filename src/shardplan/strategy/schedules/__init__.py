@@ -17,12 +17,14 @@ Reading order:
 - `listing`    the list scheduler: `listed`
 - `exact`      the exact solver of small shops: `solve`
 - `placing`    where sends and receives stand: `placed`
+- `picture`    a schedule in time, as text and as SVG: `drawn`, `svg`
 """
 
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.check import check, in_flight, refused
 from shardplan.strategy.schedules.exact import Solved, solve
 from shardplan.strategy.schedules.listing import listed
+from shardplan.strategy.schedules.picture import drawn, svg
 from shardplan.strategy.schedules.placing import placed
 from shardplan.strategy.schedules.refusal import Refusal
 from shardplan.strategy.schedules.replay import Replay, Times, replay
@@ -47,4 +49,6 @@ __all__ = [
     "Solved",
     "solve",
     "placed",
+    "drawn",
+    "svg",
 ]

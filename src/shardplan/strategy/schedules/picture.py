@@ -26,9 +26,9 @@ def drawn(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
 
     >>> from shardplan.strategy.schedules import schedule
     >>> print(drawn(schedule("1f1b", 2, 3), columns=32))
-    rank 0  F0F1....B0--F2B1--....B2--
-    rank 1  ..F0B0--F1B1--....F2B2--..
-    bubble 5, idle 5 of 13
+    rank 0  F0F1....B0--F2B1--..B2--
+    rank 1  ..F0B0--F1B1--F2B2--....
+    bubble 3, idle 3 of 12
     """
     whole = border.whole("columns", columns, 20, kind=ScheduleError)
     replayed = replay(found, cost or Times())
@@ -42,9 +42,10 @@ def drawn(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
         for slot, begin, end in spans:
             for action, b, e in _parts(_at(found, rank, slot), begin, end):
                 first, last = round(b * scale), round(e * scale)
-                text = f"{action.kind}{action.microbatch}" if action.kind in COMPUTE else ""
-                text = text.lower() if mine.index(action.stage) % 2 else text
-                cells[first:last] = f"{text[: last - first]:-<{last - first}}" if text else ""
+                if action.kind in COMPUTE:
+                    text = f"{action.kind}{action.microbatch}"
+                    text = text.lower() if mine.index(action.stage) % 2 else text
+                    cells[first:last] = f"{text[: last - first]:-<{last - first}}"
         lines.append(f"{f'rank {rank}':<{label}}{''.join(cells)}".rstrip())
     return "\n".join([*lines, _told(replayed)])
 
@@ -54,8 +55,9 @@ def svg(found: Schedule, cost: Cost | None = None) -> str:
     replayed = replay(found, cost or Times())
     scale = (_WIDTH - _MARGIN - 8) / max(replayed.makespan, 1e-300)
     height = _ROW * (len(found.ranks) + 1) + 8
+    font = 'font-family="sans-serif" font-size="11"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {font}>',
         f"<title>{escape(f'schedule {found.name}'.rstrip())}</title>",
     ]
     for rank, spans in enumerate(replayed.spans):
