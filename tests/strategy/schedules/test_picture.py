@@ -9,15 +9,11 @@ from shardplan.strategy.schedules import GENERATORS, Times, drawn, placed, repla
 
 
 def test_text_of_a_v() -> None:
-    assert (
-        drawn(schedule("zb-v", 2, 3), columns=60).split("\n")
-        == [
-            "rank 0  F0F1F2f0i0w0f1i1w1f2i2w2I0W0I1W1I2W2..",
-            "rank 1  ..F0f0F1f1F2f2i0I0i1I1i2I2w0w1w2W0W1W2",
-            "bubble 1, idle 1 of 19",
-        ]
-        or drawn(schedule("zb-v", 2, 3), columns=60).count("\n") == 2
-    )
+    assert drawn(schedule("zb-v", 2, 3), columns=60).split("\n") == [
+        "rank 0  F0F1F2f0i0w0f1i1w1I0W0f2i2w2I1W1I2W2..",
+        "rank 1  ..F0f0F1f1i0w0F2I0W0f2i1w1I1i2I2W1w2W2",
+        "bubble 0, idle 1 of 19",
+    ]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
