@@ -15,7 +15,7 @@ import math
 from collections.abc import Set
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import COMPUTE, SENDS, STATE, Action
+from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS, STATE, Action
 from shardplan.strategy.schedules.check import check, crossings, refused
 from shardplan.strategy.schedules.refusal import spots
 from shardplan.strategy.schedules.replay import Replay, replay
@@ -127,8 +127,13 @@ def _with_state(row: _Row, microbatches: int, sharded: int) -> _Row:
     for k, action in enumerate(reduced):
         if action.kind not in (*MESSAGES, *STATE):
             wanted = _next_stages(reduced[k:], sharded)
-            found += [Action(s, "RESHARD") for s in active if s not in wanted]
-            found += [Action(s, "UNSHARD") for s in wanted if s not in active]
+            first = len(found)  # an unshard goes on while the rank waits for what it receives
+            while first and found[first - 1].kind in RECEIVES:
+                first -= 1
+            found[first:first] = [
+                *(Action(s, "RESHARD") for s in active if s not in wanted),
+                *(Action(s, "UNSHARD") for s in wanted if s not in active),
+            ]
             active = [s for s in active if s in wanted] + [s for s in wanted if s not in active]
         found.append(action)
     return found + [Action(s, "RESHARD") for s in active]
