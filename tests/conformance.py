@@ -282,7 +282,7 @@ def bodies(seed: int, count: int, devices: int, even: bool = False) -> Iterator[
     back = [Step(Send(ends[t].layout, ends[t].mesh), (o,), (r,)) for o, r, t in (("c", "e", "a"), ("d", "f", "b"))]
     cut = Step(swap.op.in_chunks(2), swap.operands, swap.results)
     programs = [Program(ends, [step], ("d", "c")) for step in (swap, cut)]
-    programs.append(backwards(here))
+    programs += [backwards(here), counted(here)]
     if not even:  # on JAX a body that is compiled as a whole stays on one mesh
         twice = Repeat(2, Program(ends, [swap, *back], ("e", "f")), 2)
         programs.append(Program(ends, [Step(twice, ("a", "b"), ("c", "d"))], ("d", "c")))
@@ -311,6 +311,13 @@ def backwards(mesh: sp.Mesh) -> Program:
     layers = Repeat(3, Program({"x": x, "w": w}, steps, ("y", "z")), 1, 1, reverse=True)
     stack = TensorType.parse("i32[3, 12]", mesh)
     return Program({"x": x, "w": stack}, [Step(layers, ("x", "w"), ("y", "z"))], ("y", "z"))
+
+
+def counted(mesh: sp.Mesh) -> Program:
+    """A repeat without rows: what it makes hangs on how often it runs."""
+    x = TensorType.parse("i32[12@x]", mesh)
+    body = Program({"x": x}, [Step(Elementwise("2 * a + 1"), ("x",), ("y",))], ("y",))
+    return Program({"x": x}, [Step(Repeat(3, body, 1), ("x",), ("y",))], ("y",))
 
 
 def boxed(seed: int, count: int, devices: int) -> Iterator[Case]:

@@ -26,7 +26,7 @@ from shardplan.core.ops import (
     Split,
     TopK,
 )
-from shardplan.core.ops.composed import Composed, differs, opened
+from shardplan.core.ops.composed import Composed, differs, opened, zeros
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
@@ -58,15 +58,16 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
             draft = Draft.of(types)
             made = draft.copy(forward.steps, lambda n: n)
             out = [made.get(r, r) for r in forward.results]
-            dys = [draft.given(draft.types[r].with_layout(Layout(draft.types[r].layout.dims)))
-                   for r in out if differs(draft.types[r])]  # fmt: skip
+            cotangents = {r: draft.types[r].with_layout(Layout(draft.types[r].layout.dims)) for r in out}
+            dys = [draft.given(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
             body = opened(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
         except LayoutError:
             continue
         own = [*map(str, range(len(types))), *dys]
         outside = {str(k): n for k, n in enumerate(own)}
         back = draft.copy(body.steps, outside.__getitem__)
-        inputs = [(str(k), t) for k, t in enumerate(types)] + [(c, draft.types[c]) for c in dys]
+        inputs = [(str(k), t) for k, t in enumerate(types)]
+        inputs += [(c, draft.types[c]) for c in dys if differs(draft.types[c])]
         program = Program(inputs, draft.steps, [*out, *(back.get(r, r) for r in body.results)])
         assert {s.op.name for s in program.steps if s.op.received(*program.step_types(s)[0]).any()} <= {"all_reduce"}
         if not whole:
@@ -145,8 +146,9 @@ def test_dropout_drops_its_rate_and_hangs_on_the_key() -> None:
         (CrossEntropy(), "f32[4, 6] i32[5]", "cross_entropy: logits f32[4, 6] and targets i32[5]; legal are targets "
          "of the shape of all dims but the last"),
         (Softmax(2), "f32[4, 6]", "softmax: reduce_dims: f32[4, 6] has no dim 2; legal are 0 to 1"),
-        (Rotary(), "f32[4, 6] i32[4]", "rotary: f32[4, 6]; legal are four dims, the last of an even size"),
-        (Rotary(), "f32[4, 6, 2, 3] i32[6]", "rotary: f32[4, 6, 2, 3]; legal are four dims, the last of an even size"),
+        (Rotary(), "f32[4, 6] i32[4]", "rotary: f32[4, 6]; legal are three dims or more, the last of an even size"),
+        (Rotary(), "f32[4, 6, 2, 3] i32[6]", "rotary: f32[4, 6, 2, 3]; legal are three dims or more, the last of an "
+         "even size"),
         (Concat(1), "f32[4]", "concat along dim 1 of f32[4]; legal is one that all have"),
         (Concat(0), "", "concat along dim 0 of nothing; legal is one that all have"),
         (Split(0, (2, 3)), "f32[4]", "split: the sizes (2, 3) along dim 0 of f32[4]; legal are those that add up to "

@@ -14,6 +14,7 @@ from shardplan.core import reference
 from shardplan.core.dtypes import NAMES
 from shardplan.core.expression import Expression
 from shardplan.core.namespace import NUMPY
+from shardplan.core.ops import AdamW, Sgd
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute
 from shardplan.core.step import Step
@@ -124,7 +125,26 @@ def gradients() -> Any:
     return wrong[:5] if count > 2 * len(GRADIENTS) else [f"{count} programs only"]
 
 
-CHECKS = (law, every_dtype, functions, outside, gradients)
+def updates() -> Any:
+    """Updates of a parameter beside the reference."""
+    from shardplan.execution.jax.run import run_program
+
+    rng, (t, step) = np.random.default_rng(7), (TensorType.parse(text, MESH) for text in ("f32[6, 12@x]", "i32[]"))
+    given = {"w": t, "g": t, "m": t, "v": t, "step": step}
+    steps = [Step(Sgd(0.1), ("w", "g"), ("a",)), Step(AdamW(0.1, decay=0.2), (*given,), ("b", "c", "d"))]
+    program = Program(given, steps, ("a", "b", "c", "d"))
+    shards = [distribute(rng.random(t.shape).astype(np.float32), t) for _ in range(4)]
+    shards.append(distribute(np.asarray(3, np.int32), step))
+    found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+    return [
+        f"%{name}: {np.asarray(x)}, not {y}"
+        for name, got, want in zip(program.outputs, found, expected, strict=True)
+        for x, y in zip(got, want, strict=True)
+        if not np.allclose(np.asarray(x), y, rtol=1e-5)
+    ]
+
+
+CHECKS = (law, every_dtype, functions, outside, gradients, updates)
 
 if __name__ == "__main__":
     main(CHECKS)

@@ -131,4 +131,5 @@ def test_jax_equals_the_whole() -> None:
         "functions": [],
         "outside": [],
         "gradients": [],
+        "updates": [],
     }
