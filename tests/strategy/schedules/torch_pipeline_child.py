@@ -49,12 +49,17 @@ def difference(path):
     return max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
 
 
-dist.init_process_group("gloo")
-worst = []
-for name in sys.argv[1:]:
-    found = torch.tensor(difference(name), dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    worst.append(float(found))
-if dist.get_rank() == 0:
-    print(json.dumps(worst))
-dist.destroy_process_group()
+def main():
+    dist.init_process_group("gloo")
+    worst = []
+    for name in sys.argv[1:]:
+        found = torch.tensor(difference(name), dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        worst.append(float(found))
+    if dist.get_rank() == 0:
+        print(json.dumps(worst))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -146,19 +146,21 @@ class _Search:
         missing = sum(self.m - begun[3 * s + kind] for s in mine for kind in range(3))
         if not missing:
             yield self.after(node, rank, _FAR, _NONE, -1)
-        elif not (self.single and able and self.idle_is_lost(node, rank, now, able)):
+        elif not (able and self.idle_is_lost(node, rank, now, able)):
             yield self.after(node, rank, now, _NONE, now)
 
     def idle_is_lost(self, node: _Node, rank: int, now: int, able: list[Pass]) -> bool:
         """Whether a pass that is ready would end before anything else can happen.
 
-        With one stage a rank nothing waits longer for it: the bound of memory, too, is that F k waits for an earlier W.
+        Nothing waits longer for an I or a W; nor for an F with one stage a rank, where the bound of memory, too, is
+        that F k waits for an earlier W.
         """
         soon = min((f for r, f in enumerate(node.free) if r != rank and node.waits[r] < 0 and f > now), default=_FAR)
         shortest = min(min(times) for times in self.times)
         undecided = any(f == now for r, f in enumerate(node.free) if r != rank and node.waits[r] < 0)
         soon = min(soon, now + shortest) if undecided else soon
-        return any(now + self.times[s][kind] <= soon for s, kind in able)
+        useful = (each for each in able if self.single or each[1] != F)
+        return any(now + self.times[s][kind] <= soon for s, kind in useful)
 
     def ready(self, done: list[int], s: int, kind: int) -> bool:
         """Whether the next of a pass has its value."""
@@ -232,10 +234,14 @@ class _Search:
                 elif node.doing[owners[s + 1]] == (s + 1, I) and begun[3 * s + 3 + I] == begun[3 * s + I] + 1:
                     clock = max(clock, node.free[owners[s + 1]])
             i0[s] = clock
-        if self.single:  # at the bound of memory a forward waits for a W, and so for an I
-            for s in range(self.count):
-                short = begun[3 * s] - begun[3 * s + W] >= self.shop.bounds[owners[s]]
-                if short and begun[3 * s] < self.m:
-                    freed = node.free[owners[s]] if begun[3 * s + I] > begun[3 * s + W] else i0[s] + self.times[s][I]
-                    f0[s] = max(f0[s], freed + self.times[s][W])
+        for rank, mine in enumerate(self.stages):  # at the bound of memory a forward waits for a W, and so for an I
+            if sum(begun[3 * s] - begun[3 * s + W] for s in mine) >= self.shop.bounds[rank]:
+                freed = min(
+                    (node.free[rank] if begun[3 * s + I] > begun[3 * s + W] else i0[s] + self.times[s][I])
+                    + self.times[s][W]
+                    for s in mine
+                    if begun[3 * s + W] < self.m
+                )
+                for s in mine:
+                    f0[s] = max(f0[s], freed)
         return f0, i0
