@@ -36,9 +36,9 @@ def test_placed_messages_cost_no_more_than_their_time(name: str) -> None:
             assert found.compute_only() == made.compute_only()
             assert [refused(found, in_flight(made), mode) for mode in ("blocking", "batched", "buffered")] == [None] * 3
             ideal = makespan(made, cost, message)
-            assert makespan(found, cost, message) <= (
-                1.05 * ideal if message == 1 or (message and made.copies > 1) else ideal
-            )
+            # Receives ahead of their time, where ranks would wait in a circle otherwise; two copies cross each other.
+            most = 1.1 if message and made.copies > 1 else 1.05 if message == 1 else 1
+            assert makespan(found, cost, message) <= most * ideal
             if message == 0:
                 assert makespan(found, cost, 0, "blocking") <= 1.2 * makespan(made, cost, 0)
 

@@ -27,7 +27,7 @@ from shardplan.strategy.schedules.listing import listed
 from shardplan.strategy.schedules.picture import drawn, svg
 from shardplan.strategy.schedules.placing import placed
 from shardplan.strategy.schedules.refusal import Refusal
-from shardplan.strategy.schedules.replay import Replay, Times, replay
+from shardplan.strategy.schedules.replay import Replayed, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import Shop
 from shardplan.strategy.schedules.table import GENERATORS, schedule
@@ -41,7 +41,7 @@ __all__ = [
     "check",
     "in_flight",
     "refused",
-    "Replay",
+    "Replayed",
     "Times",
     "replay",
     "Shop",

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, Action
-from shardplan.strategy.schedules.replay import Replay, Times, replay
+from shardplan.strategy.schedules.replay import Replayed, Times, replay
 from shardplan.strategy.schedules.run import MESSAGES, Cost
 from shardplan.strategy.schedules.schedule import Schedule
 
@@ -81,7 +81,7 @@ def _box(action: Action, left: float, width: float, top: float) -> Iterator[str]
         yield f'<text x="{left + width / 2:.2f}" y="{top + 14}" text-anchor="middle">{action.microbatch}</text>'
 
 
-def _told(replayed: Replay) -> str:
+def _told(replayed: Replayed) -> str:
     return f"bubble {replayed.bubble:g}, idle {replayed.idle:g} of {replayed.makespan:g}"
 
 
@@ -102,5 +102,5 @@ def _parts(action: Action, begin: float, end: float) -> Iterator[_Span]:
         yield leaf, begin + k * each, begin + (k + 1) * each
 
 
-def _shortest(replayed: Replay) -> float:
+def _shortest(replayed: Replayed) -> float:
     return min((e - b for spans in replayed.spans for _, b, e in spans if e > b), default=1)

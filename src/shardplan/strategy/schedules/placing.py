@@ -18,7 +18,7 @@ from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS, STATE, Action
 from shardplan.strategy.schedules.check import check, crossings, refused
 from shardplan.strategy.schedules.refusal import spots
-from shardplan.strategy.schedules.replay import Replay, replay
+from shardplan.strategy.schedules.replay import Replayed, replay
 from shardplan.strategy.schedules.run import MESSAGES, Cost
 from shardplan.strategy.schedules.schedule import Schedule
 
@@ -64,7 +64,7 @@ def placed(found: Schedule, cost: Cost, message: float = 0, messages: str = "buf
     return Schedule(rows, found.microbatches, found.copies, found.name)
 
 
-def _safe(bare: Schedule, times: Replay, message: float) -> Schedule:
+def _safe(bare: Schedule, times: Replayed, message: float) -> Schedule:
     """Place receives where messages arrive, but where they are sent those that would wait in a circle otherwise."""
     ahead: set[Action] = set()
     while True:
@@ -79,7 +79,7 @@ def _safe(bare: Schedule, times: Replay, message: float) -> Schedule:
         ahead |= more
 
 
-def _by_time(bare: Schedule, times: Replay, message: float, ahead: Set[Action]) -> Schedule:
+def _by_time(bare: Schedule, times: Replayed, message: float, ahead: Set[Action]) -> Schedule:
     """Place each send where its value is made in a replay, and its receive where it arrives, or, `ahead`, is sent."""
     span = {(rank, slot): (b, e) for rank, spans in enumerate(times.spans) for slot, b, e in spans}
     keyed: list[list[tuple[float, int, tuple[int, str, int], Action]]] = [[] for _ in bare.ranks]
@@ -98,13 +98,13 @@ def _by_time(bare: Schedule, times: Replay, message: float, ahead: Set[Action]) 
     return Schedule(rows, bare.microbatches, bare.copies, bare.name)
 
 
-def _computed(bare: Schedule, tried: Schedule, times: Replay) -> Replay:
+def _computed(bare: Schedule, tried: Schedule, times: Replayed) -> Replayed:
     """What a replay with messages says of the slots without."""
     rows: list[tuple[tuple[int, float, float], ...]] = []
     for row, spans in zip(tried.ranks, times.spans, strict=True):
         kept = [(b, e) for slot, b, e in spans if (a := row[slot]) is not None and a.kind not in MESSAGES]
         rows.append(tuple((slot, b, e) for slot, (b, e) in enumerate(kept)))
-    return Replay(bare, tuple(rows))
+    return Replayed(bare, tuple(rows))
 
 
 def _with_state(row: _Row, microbatches: int, sharded: int) -> _Row:

@@ -33,7 +33,7 @@ def grouped(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[in
     return groups
 
 
-class Run:
+class ListRun:
     """How far each rank came: `spans` are the slots it did, with when they were begun and done.
 
     `cost` is what an action takes, `message` what a message takes from when both ends are posted, or, buffered, its

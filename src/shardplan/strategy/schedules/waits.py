@@ -12,13 +12,13 @@ from itertools import zip_longest
 
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
 from shardplan.strategy.schedules.refusal import Place, Refusal, at
-from shardplan.strategy.schedules.run import Run
+from shardplan.strategy.schedules.run import ListRun
 from shardplan.strategy.schedules.schedule import Schedule
 
 
 def waits(found: Schedule, messages: str) -> Refusal | None:
     """Return the pair that does not meet or the circle of a schedule that is complete and in order, or None."""
-    return _unmet_pair(found) or _circle(Run(found, messages))
+    return _unmet_pair(found) or _circle(ListRun(found, messages))
 
 
 def _unmet_pair(found: Schedule) -> Refusal | None:
