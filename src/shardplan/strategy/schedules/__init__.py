@@ -4,7 +4,7 @@ Reading order:
 
 - `action`     `Action`: one thing that a rank does for a stage, as text
 - `schedule`   `Schedule`: a list of actions a rank, as text and as CSV of torch
-- `refusal`    `Refusal`: why a schedule is refused, and where
+- `refusal`    `CounterExample`: why a schedule is refused, and where
 - `run`        a run of the lists, with or without time
 - `replay`     `replay`: when each action runs; the two bubbles
 - `waits`      whether ranks wait for each other in a circle, also for messages
@@ -26,7 +26,7 @@ from shardplan.strategy.schedules.exact import Solved, solve
 from shardplan.strategy.schedules.listing import listed
 from shardplan.strategy.schedules.picture import drawn, svg
 from shardplan.strategy.schedules.placing import placed
-from shardplan.strategy.schedules.refusal import Refusal
+from shardplan.strategy.schedules.refusal import CounterExample
 from shardplan.strategy.schedules.replay import Replayed, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import Shop
@@ -37,7 +37,7 @@ __all__ = [
     "Schedule",
     "GENERATORS",
     "schedule",
-    "Refusal",
+    "CounterExample",
     "check",
     "in_flight",
     "refused",
