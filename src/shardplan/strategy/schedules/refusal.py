@@ -1,4 +1,4 @@
-"""`CounterExample`: why a schedule is refused, with the counter-example: the places where it cannot go on, or goes wrong."""
+"""`CounterExample`: why a schedule is refused, and the places where it cannot go on, or goes wrong."""
 
 from __future__ import annotations
 
