@@ -26,7 +26,7 @@ from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
 from shardplan.strategy.partition.prices import Prices
 
 Groups = Mapping[str, tuple[tuple[str, ...], ...]]
-Types = tuple[TensorType | None, ...]  # by option of a choice; None where there is no such type
+Types = tuple[TensorType, ...]  # by option of a choice
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
 SWEEPS = 8
 TIE = 1e-18  # seconds a byte that is made: of options that take as long the one that holds less
@@ -35,26 +35,38 @@ TIE = 1e-18  # seconds a byte that is made: of options that take as long the one
 class Source(NamedTuple):
     """Who makes a value: a choice and the number of its result, or None and the type of an input.
 
-    `lead` says how the value stands to it: 1 a stack of `count` rows of it, -1 a row of the stack that it is.
+    The value is a row of it, `cut` times over, and then a stack of `counts` of those, the outermost first.
     """
 
     maker: Maker | None
     result: int
-    lead: int = 0
-    count: int = 0
+    cut: int = 0
+    counts: tuple[int, ...] = ()
     fixed: TensorType | None = None
     name: str = ""  # of the input
 
     def seen(self, t: TensorType) -> TensorType:
         """Return the type of the value, given that of what was made."""
-        return row(t) if self.lead < 0 else rows(t, self.count) if self.lead else t
+        for _ in range(self.cut):
+            t = row(t)
+        for count in reversed(self.counts):
+            t = rows(t, count)
+        return t
 
-    def asked(self, t: TensorType) -> TensorType | None:
-        """Return the type to be made for the value to have a type, None where there is none."""
-        try:
-            return rows(t, self.count) if self.lead < 0 else row(t) if self.lead else t
-        except ShardplanError:
-            return None
+    def row(self) -> Source:
+        """Return where a row of the value comes from."""
+        return self._replace(counts=self.counts[1:]) if self.counts else self._replace(cut=self.cut + 1)
+
+    def stack(self, count: int) -> Source:
+        """Return where a stack of so many of the value comes from."""
+        return self._replace(counts=(count, *self.counts))
+
+    def types(self, found: Mapping[Maker, Sequence[Option]], axes: set[str]) -> Types:
+        """Return the types of the value by option of its maker; of an input its only one, of which `axes` count."""
+        if self.maker is not None:
+            return tuple(self.seen(o.made[self.result]) for o in found[self.maker])
+        assert self.fixed is not None  # of an input
+        return (self.seen(_onto(self.fixed, axes)),)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,17 +199,16 @@ class Problem:
         self.wanted = wanted
         self._block(root, cut)
         for key, t in wanted.items():
-            source = self.sources[key]
             times = next(b.times for b in root.every() if b.path == key[0])
-            asked = source.asked(t)
-            assert asked is not None  # what ends is no row of a stack that is cut
-            self.ends.append(End(source, times, asked))
+            self.ends.append(End(self.sources[key], times, t))
 
     def _saved(self, block: Block, name: str) -> Source:
         """What is saved of a value: in the type in which it was made, or in another of no more bytes."""
-        maker = self.saves[block.path, name] = self._keeps(block, name)
-        self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, name]))
-        return Source(maker, 0)
+        key = block.path, name
+        if key not in self.saves:
+            self.saves[key] = self._keeps(block, name)
+            self.uses.append(Use(self.saves[key], 0, block.path, block.times, self.sources[key]))
+        return Source(self.saves[key], 0)
 
     def _keeps(self, block: Block, name: str) -> Maker:
         none = Bounds({}, {})
@@ -239,16 +250,10 @@ class Problem:
                 self.sources[inner.path, name] = Source(maker, 0)
                 continue
             source = self.sources[block.path, outside]
-            lead = 0 if k < whole else -1
             held = self.held.get((block.path, outside))
             if held:
-                self.held[inner.path, name] = Held(held.dims[-lead:] if lead else held.dims)
-            if source.maker is None and lead:
-                assert source.fixed is not None  # by its making
-                source = source._replace(fixed=row(source.fixed))
-            elif lead:
-                source = source._replace(lead=source.lead - 1, count=op.times)
-            self.sources[inner.path, name] = source
+                self.held[inner.path, name] = Held(held.dims[k >= whole :])
+            self.sources[inner.path, name] = source.row() if k >= whole else source
         self._block(inner)
         for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
             source = self.sources[inner.path, name]
@@ -257,8 +262,8 @@ class Problem:
                 self.sources[block.path, outside] = Source(carries[k], 0)
             else:
                 if (inner.path, name) not in self.wanted:
-                    source = self.saves.get((inner.path, name)) or self._saved(inner, name)
-                self.sources[block.path, outside] = source._replace(lead=source.lead + 1, count=op.times)
+                    source = self._saved(inner, name)
+                self.sources[block.path, outside] = source.stack(op.times)
 
 
 def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
@@ -269,12 +274,17 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
     widest = 0
+    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
     laid = set[str]()  # the first sweep knows only the axes that it has come to
     for _ in range(SWEEPS):
         before = dict(now)
         for axis in order:
-            found = {m: list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices)) for m in problem.makers}
             laid.add(axis)
+            found: dict[Maker, list[Option]] = {}
+            for m in problem.makers:  # what is saved comes after what makes it
+                found[m] = list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices))
+                if m in saves:
+                    found[m] += _as_made(saves[m].types(found, laid), found[m])
             best = least(list(tables(problem, found, prices, laid)))
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
@@ -322,6 +332,13 @@ def _options(
             yield Option((u,), (u,), 0.0)
 
 
+def _as_made(types: Types, others: Sequence[Option]) -> list[Option]:
+    """What may be saved besides others: a value as it was made, but no sum."""
+    known = {o.made[0] for o in others}
+    whole = dict.fromkeys(t.with_layout(Layout(t.layout.dims)) for t in types)
+    return [Option((t,), (t,), 0.0) for t in whole if t not in known]
+
+
 def tables(
     problem: Problem, found: Mapping[Maker, Sequence[Option]], prices: Prices, axes: set[str]
 ) -> Iterator[Table[object]]:
@@ -335,33 +352,24 @@ def tables(
     saves = set(problem.saves.values())
     for end in problem.ends:
         if end.source.maker is not None:
-            made = [o.made[end.source.result] for o in found[end.source.maker]]
             last = _onto(end.t, axes)
-            cost = [prices.move(t, at_most(last, t)) for t in made]
+            cost = [prices.move(t, at_most(last, t)) for t in end.source.types(found, axes)]
             yield (end.source.maker,), np.array(cost) * end.times
     for use in problem.uses:
         if use.maker in saves and use.source.maker is not None:
-            yield _no_more(use, found)
-    groups: dict[tuple[object, ...], list[Use]] = {}
+            yield (use.source.maker, use.maker), _no_more(use.source.types(found, axes), found[use.maker])
+    groups: dict[tuple[Source, Path], list[Use]] = {}
     for use in problem.uses:
-        origin = use.source.maker or use.source.name
-        groups.setdefault((origin, use.source.result, use.path), []).append(use)
-    for (_, result, path), uses in groups.items():
-        source = uses[0].source
-        made = [o.made[result] for o in found[source.maker]] if source.maker is not None else []
-        if source.fixed is not None:
-            made = [_onto(source.fixed, axes)]
-        wanted = [_wanted(use, found) for use in uses]
-        yield from _movements(source.maker, made, uses, wanted, prices, (path, id(uses[0])))
+        groups.setdefault((use.source, use.path), []).append(use)
+    for (source, path), uses in groups.items():
+        wanted = [tuple(o.wanted[use.operand] for o in found[use.maker]) for use in uses]
+        yield from _movements(source.maker, source.types(found, axes), uses, wanted, prices, (source, path))
 
 
-def _no_more(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Table[object]:
-    """Refuses to save a value in a type of more bytes than it was made in."""
-    assert use.source.maker is not None  # of a value that was made
-    made = [o.made[use.source.result].local_bytes() for o in found[use.source.maker]]
-    kept = [t.local_bytes() if t else 0 for t in _wanted(use, found)]
-    more = np.array(kept)[None, :] > np.array(made)[:, None]
-    return (use.source.maker, use.maker), np.where(more, math.inf, 0.0)
+def _no_more(made: Types, kept: Sequence[Option]) -> np.ndarray:
+    """Refuse to save a value in a type of more bytes than it was made in."""
+    found, saved = (np.array([t.local_bytes() for t in types]) for types in (made, [o.made[0] for o in kept]))
+    return np.where(saved[None, :] > found[:, None], math.inf, 0.0)
 
 
 def _onto(t: TensorType, axes: set[str]) -> TensorType:
@@ -373,11 +381,6 @@ def _onto(t: TensorType, axes: set[str]) -> TensorType:
     return t.with_layout(Layout(dims, partial, t.layout.reduction if partial else None))
 
 
-def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Types:
-    """By option of a user the type that it wants of what was made."""
-    return tuple(use.source.asked(o.wanted[use.operand]) for o in found[use.maker])
-
-
 def _movements(
     maker: Maker | None, made: Sequence[TensorType], uses: Sequence[Use], wanted: Sequence[Types], prices: Prices, name: object
 ) -> Iterator[Table[object]]:
@@ -385,15 +388,11 @@ def _movements(
 
     Types have bits; a set of them costs `cost[by option of the maker, set]`.
     """
-    kinds = list(dict.fromkeys(t for types in wanted for t in types if t is not None))
+    kinds = list(dict.fromkeys(t for types in wanted for t in types))
     bit = {t: 1 << k for k, t in enumerate(kinds)}
     known = {t: _ways(t, kinds, prices) for t in dict.fromkeys(made)}
     cost = np.array([known[t] for t in made]) * uses[0].times
-    asks: list[tuple[Maker, np.ndarray]] = []
-    for use, types in zip(uses, wanted, strict=True):
-        asks.append((use.maker, np.array([0 if t is None else bit[t] for t in types])))
-        if None in types:
-            yield (use.maker,), np.array([math.inf if t is None else 0.0 for t in types])
+    asks = [(use.maker, np.array([bit[t] for t in types])) for use, types in zip(uses, wanted, strict=True)]
     joint = list(dict.fromkeys(m for m in (maker, *(m for m, _ in asks)) if m is not None))
     length = {m: len(ask) for m, ask in asks} | ({maker: len(made)} if maker is not None else {})
     if math.prod(length[m] for m in joint) <= WIDE:
