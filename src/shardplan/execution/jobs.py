@@ -85,7 +85,8 @@ class JobRun:
         for name, dim in job.results.items():
             parts = [np.concatenate(found) if len(found) > 1 else found[0]
                      for k in range(job.strategy.microbatches) if (found := self.results[name, k])]  # fmt: skip
-            out[name] = sum(parts[1:], parts[0]) if dim is None else np.concatenate(parts, dim)
+            joined = np.concatenate(parts, dim) if dim is not None else sum(parts[1:], parts[0])
+            out[name] = joined if dim is None else np.take(joined, range(job.strategy.sequences), dim)
         pieces: dict[str, list[np.ndarray]] = {}
         for key, t in job.state.items():
             stage, name, rows = job.parts[key]
@@ -122,19 +123,26 @@ class JobRun:
     def input(self, stage: int, name: str, t: TensorType, microbatch: int) -> Shards:
         """Return the shards of an input: rows of a batch, what was saved or sent of a microbatch, or state."""
         if name in self.job.batch:
-            dim = self.job.model.dims[name].index("batch")
+            dim = batch_dim(self.job, name)
             rows = (slice(None),) * dim + (slice(microbatch * t.shape[dim], (microbatch + 1) * t.shape[dim]),)
             return self.hand.put(self.arrays[name][rows], t)
         found = self.own.get((microbatch, stage, name))
         return self.values[stage, name] if found is None else found
 
 
+def batch_dim(job: Job, name: str) -> int:
+    """Return which dim of an input is the batch."""
+    return job.model.dims[name].index("batch") if name in job.model.dims else 0
+
+
 def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another shape."""
     types = job.model.program.types
     wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}
+    whole, rows = job.strategy.sequences, job.strategy.microbatches * job.strategy.data * job.strategy.microbatch
     for name in job.batch:
-        wanted[name][job.model.dims[name].index("batch")] *= job.strategy.microbatches
+        if name in wanted:
+            wanted[name][batch_dim(job, name)] = whole
     found: dict[str, np.ndarray] = {}
     for name, shape in wanted.items():
         if name not in arrays:
@@ -142,6 +150,9 @@ def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         found[name] = np.asarray(arrays[name])
         if found[name].shape != tuple(shape):
             raise LayoutError(f"run of a job: {name} has the shape {found[name].shape}; legal is {tuple(shape)}")
+    for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
+        more = [(0, rows - whole if name not in found or d == batch_dim(job, name) else 0) for d in range(found[name].ndim)] if name in found else []
+        found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
     if strange := sorted(arrays.keys() - wanted.keys()):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")
     return found

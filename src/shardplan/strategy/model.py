@@ -109,11 +109,50 @@ class Model:
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
         return _built(name, sizes, training, optimizer, kind, settings)
 
+    @staticmethod
+    def of(
+        program: Program,
+        dims: Mapping[str, Iterable[str]],
+        parameters: Iterable[str],
+        *,
+        name: str = "model",
+        optimizer: str | None = None,
+        training: bool = True,
+        **settings: float,
+    ) -> Model:
+        """Make a model of a forward program on one device.
+
+        Args:
+            program: Its output `loss` is a scalar where it trains.
+            dims: The names of the dims of every input.
+            parameters: The inputs that are parameters, and train.
+            name: What it is called.
+            optimizer: `sgd`, `adamw`, or None for gradients as outputs.
+            training: Whether it is a training step, or the program alone.
+            settings: Those of the optimizer.
+
+        Raises `ShardplanError` for names that do not fit the inputs.
+        """
+        types = dict(program.inputs)
+        found = {key: tuple(names) for key, names in dims.items()}
+        for key, t in program.inputs:
+            if len(found.get(key, ())) != t.ndim:
+                said = shown(found.get(key))
+                raise ShardplanError(f"Model.of: the dims of {key}, {t}, are {said}; legal are {t.ndim} names")
+        owned = {
+            key: Parameter(tuple(zip(found[key], types[key].shape, strict=True)), key, " ".join(found[key]))
+            for key in border.names("Model.of: parameters", tuple(parameters))
+        }
+        fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
+        return _model(name, program, found, owned, {}, fields, settings)
+
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
 
-        Raises `ShardplanError` naming a parameter that would change.
+        Raises `ShardplanError` naming a parameter that would change, and for a model made of a program.
         """
+        if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
+            raise ShardplanError(f"resize of {self.name}: it was made of a program, of one size; legal is another program")
         asked = {
             name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
         }
@@ -236,20 +275,32 @@ def _built(
     names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
     program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
-    made = Training(program, {}, replaced, ())
-    if training:
-        wanted = [key for key, p in scope.parameters.items() if p.trained]
-        made = trained(program, wanted, optimizer, settings)
-        # What an optimizer keeps of a parameter has its dims; the number of the step has none.
-        state = [key for key, _ in made.program.inputs if key not in dims]
-        dims |= {key: dims.get(key.rpartition(".")[0], ()) for key in state}
     fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
+    said = {key: value for key, value in fields.items() if key not in ("family", "source")}
+    return _model(name, program, dims, scope.parameters, replaced, said, settings)
+
+
+def _model(
+    name: str,
+    program: Program,
+    dims: Mapping[str, tuple[str, ...]],
+    parameters: Mapping[str, Parameter],
+    replaced: Mapping[str, str],
+    fields: Mapping[str, Any],
+    settings: Mapping[str, float],
+) -> Model:
+    """A model of a forward program."""
+    made, names = Training(program, {}, dict(replaced), ()), dict(dims)
+    if fields["training"]:
+        made = trained(program, [key for key, p in parameters.items() if p.trained], fields["optimizer"], settings)
+        # What an optimizer keeps of a parameter has its dims; the number of the step has none.
+        names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(
         name,
         made.program,
-        MappingProxyType({key: value for key, value in fields.items() if key not in ("family", "source")}),
-        MappingProxyType(dims),
-        MappingProxyType(scope.parameters),
+        MappingProxyType(dict(fields)),
+        MappingProxyType(names),
+        MappingProxyType(dict(parameters)),
         MappingProxyType(made.gradients),
         MappingProxyType(made.replaced),
         made.origins,

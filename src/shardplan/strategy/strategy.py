@@ -39,6 +39,7 @@ class Strategy:
         fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
+        shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
     Raises `LayoutError` for a value that is not legal.
 
@@ -61,6 +62,7 @@ class Strategy:
     fsdp: bool = False
     context_kind: ContextKind = "ulysses"
     gradient_dtype: str | None = None
+    shard: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
@@ -75,20 +77,31 @@ class Strategy:
         if self.global_batch is None:
             object.__setattr__(self, "global_batch", replicas)
         batch = border.whole("strategy: global_batch", self.global_batch, 1)
-        if batch % replicas:
-            near = [n for n in (batch // replicas * replicas, -(-batch // replicas) * replicas) if n]
+        if batch < replicas:
             raise LayoutError(
-                f"strategy: global_batch={batch} is no multiple of data * microbatch = {self.data} * {self.microbatch}"
-                f" = {replicas}; the nearest legal are {' and '.join(map(str, near))}"
+                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; legal are "
+                f"{replicas} and more"
+            )
+        group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
+        if self.data % group or group % self.expert:
+            legal = [n for n in range(self.expert, self.data + 1, self.expert) if self.data % n == 0]
+            raise LayoutError(
+                f"strategy: shard={group} does not divide data={self.data}, or is no multiple of expert={self.expert}; "
+                f"legal are {legal}"
             )
         if self.fsdp and self.zero not in (0, 2, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal are 2 and 3 (by default)")
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has."""
+        """How many microbatches a step has; the last is filled up with rows that weigh nothing."""
+        return -(-self.sequences // (self.data * self.microbatch))
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of a step."""
         assert self.global_batch is not None  # set when it was made
-        return self.global_batch // (self.data * self.microbatch)
+        return self.global_batch
 
     @property
     def devices(self) -> int:
@@ -103,13 +116,16 @@ class Strategy:
     def axes(self, model: Model) -> dict[str, int]:
         """Return the axes of a stage's mesh, outermost first; without those of one device.
 
-        `expert` is the inner part of the data replicas. Where a model has fewer key-value heads than `tensor`, that
+        `expert` is the inner part of the data replicas, `replica` the outer, over which nothing is dealt out but
+        sequences. Where a model has fewer key-value heads than `tensor`, that
         axis has the part of it that divides them, and `group` the rest, over which query heads of one group are dealt.
         """
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
+        shard = self.shard or self.data
         sizes = {
-            "data": self.data // self.expert,
+            "replica": self.data // shard,
+            "data": shard // self.expert,
             "expert": self.expert,
             "context": self.context,
             "tensor": tensor,
@@ -125,7 +141,7 @@ class Strategy:
         """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
         axes = self.axes(model)
         held = {name: tuple(_held(model, name, axes)) for name in model.parameters}
-        batch = [a for a in ("data", "expert") if a in axes]
+        batch = [a for a in ("replica", "data", "expert") if a in axes]
         sequence = [a for a in ("context",) if a in axes]
         zero = 3 if self.fsdp else self.zero
         stored: list[Line] = []
@@ -137,9 +153,11 @@ class Strategy:
                     cuts += [(dim, a) for dim, a in _cuts(dims, axes) if dim not in dict(cuts)]
                 stored += [Line((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
-            apart = [a for a in (*batch, *(sequence if self.fsdp else ())) if a not in dict(_axes(held[name]))]
+            taken = dict(_axes(held[name]))
+            dealt = (*batch, *(sequence if self.fsdp else ()))
+            apart = [a for a in dealt if a != "replica" and a not in taken]
             free = ((FREE, tuple(apart)),) if apart else ()
-            sums = tuple(a for a in (*batch, *sequence) if a not in dict(_axes(held[name])))
+            sums = tuple(a for a in (*batch, *sequence) if a not in taken)
             left = tuple(a for a in sums if a not in apart)
             if not sums:
                 continue
@@ -156,6 +174,7 @@ class Strategy:
         rest = (("sequence",),) if self.sequence_parallel else ()
         context = (("kv_heads",), ("sequence",)) if self.context_kind == "ulysses" else (("sequence",),)
         every = {
+            "replica": (("batch",),),
             "data": (("batch",), (FREE,)),
             "expert": ((*EXPERTS, "batch"), (FREE,)),
             "context": context,

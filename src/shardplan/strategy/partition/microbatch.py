@@ -20,12 +20,14 @@ from shardplan.core.ops.composed import differs
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
+from shardplan.core.weighted import weighted
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Block, flow
 from shardplan.strategy.partition.opening import Refused, opened
 from shardplan.strategy.training import renamed, trained
 
+WEIGHT = "weight"  # the input that says what every sequence counts
 Rows = tuple[int, int]  # of the layers of a loop, those of a stage
 Recompute = str | tuple[str, ...]
 
@@ -55,10 +57,18 @@ class Microbatch:
     dims: Mapping[str, tuple[str, ...]]
 
 
-def microbatch(model: Model, stages: int, count: int, recompute: Recompute, refused: Refused) -> Microbatch:
-    """Return the program of one of `count` microbatches, cut into stages."""
+def microbatch(
+    model: Model, stages: int, count: int, recompute: Recompute, refused: Refused, *, even: bool = True
+) -> Microbatch:
+    """Return the program of one of `count` microbatches, cut into stages.
+
+    Where they are not `even`, an input `weight` says what every sequence counts in the loss.
+    """
     program = model.forward or model.program
     dims = {name: model.dims[name] for name, _ in program.inputs}
+    if not even:
+        program = _weighted(program, dims)
+        dims[WEIGHT] = ("batch",)
     program, inside = opened(program, dims, refused)
     cuts = cut(program, stages)
     program, copies = _copied(program, cuts, model.parameters)
@@ -66,7 +76,7 @@ def microbatch(model: Model, stages: int, count: int, recompute: Recompute, refu
     if not model.fields["training"]:
         names = dim_names(program, dims)
         return Microbatch(flow(program, names), len(program.steps), cuts, (), {}, copies, dims)
-    if count > 1:
+    if count > 1 and even:
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
     wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
@@ -167,6 +177,15 @@ def _copied(program: Program, cuts: Cuts, parameters: Mapping[str, object]) -> t
         for step, stage in zip(program.steps, cuts.stages, strict=True)
     ]
     return Program(inputs, steps, program.outputs), {copy: o for (o, _), copy in copies.items()}
+
+
+def _weighted(program: Program, dims: Mapping[str, tuple[str, ...]]) -> Program:
+    """A program whose sequences have weights in its loss."""
+    mean = next(step for step in program.steps if "loss" in step.results).operands[0]
+    names = dim_names(program, dims).values[mean]
+    if ("batch",) not in names:
+        raise LayoutError(f"microbatches that are not even, of a model whose loss is no mean over a batch: {names}")
+    return weighted(program, "loss", names.index(("batch",)), WEIGHT)
 
 
 def _scaled(program: Program, count: int) -> Program:

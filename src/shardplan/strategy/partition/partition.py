@@ -22,7 +22,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
-from shardplan.strategy.partition.microbatch import microbatch
+from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.programs import SAVED, TOTAL, Writers, Written, resized
 from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
@@ -62,7 +62,8 @@ class _Partition:
         self.where = where_of("topo", topo)
         fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), [self.mesh])
         self.prices = Prices(fabric)
-        self.micro = microbatch(self.model, self.count, strategy.microbatches, strategy.recompute, self._refused)
+        even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
+        self.micro = microbatch(self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even)
         self.training = bool(self.micro.gradients)
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
@@ -95,6 +96,10 @@ class _Partition:
             whole = Layout(((),) * t.ndim)
             parameter = name if name in model.parameters else name.rpartition(".")[0]
             out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
+        if WEIGHT in self.micro.dims:
+            t = dict(self.micro.block.inputs)[WEIGHT]
+            axes = tuple(a for a in self.mesh.axes if a in ("replica", "data", "expert"))
+            out[WEIGHT] = t.with_layout(Layout((axes,)), self.mesh)
         for name in self.micro.gradients:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
             t = TensorType(self.strategy.gradient_dtype or t.dtype, t.shape, (), t.mesh)
@@ -227,7 +232,7 @@ class _Partition:
         transfers = tuple(self._transfers(written, meshes, types))
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
-        batch = tuple(n for n, dims in self.model.dims.items() if "batch" in dims and n not in self.model.replaced)
+        batch = tuple(n for n, dims in self.micro.dims.items() if "batch" in dims and n not in self.model.replaced)
         kind = self.strategy.schedule if self.count > 1 else "gpipe"
         order = schedule(kind, self.strategy.pipeline, self.strategy.microbatches, self.strategy.interleave,
                          forward_only=not self.training) if self.count > 1 else schedule(
