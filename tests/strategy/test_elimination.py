@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import rngs
 
 from shardplan.strategy.partition import elimination
 from shardplan.strategy.partition.elimination import Least, Table, TooWide, least
+from strategies import rngs
 
 CHOICES = "abcdefg"
 
@@ -64,7 +64,9 @@ def test_ties_and_what_cannot_be_leave_it_exact(rng: random.Random) -> None:
 
 
 def test_choices_that_share_no_table_are_chosen_apart() -> None:
-    found = assert_least([(("a", "b"), np.array([[3.0, 1.0], [2.0, 5.0]])), (("c",), np.array([4.0, 0.0, 0.0])), ((), np.array(7.0))])
+    found = assert_least(
+        [(("a", "b"), np.array([[3.0, 1.0], [2.0, 5.0]])), (("c",), np.array([4.0, 0.0, 0.0])), ((), np.array(7.0))]
+    )
     assert found == Least(8.0, {"a": 0, "b": 1, "c": 1}, 4)
 
 
