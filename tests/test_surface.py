@@ -16,7 +16,8 @@ NAMES = (
     "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
-    "place", "reduce", "reductions", "audit", "simulate", "Model",
+    "place", "reduce", "reductions", "audit", "simulate", "Model", "Strategy",
+    "partition", "Schedule", "Job",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -27,6 +28,7 @@ SIGNATURES = {
     "reductions": [("placement", "-"), ("axes", "-"), ("nbytes", "-"), ("limit", 5)],
     "audit": [("ids", "-"), ("mesh", None), ("topology", None), ("traffic", None)],
     "simulate": [("program", "-"), ("placement", "-"), ("algorithm", "auto")],
+    "partition": [("model", "-"), ("strategy", "-"), ("topo", None)],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }

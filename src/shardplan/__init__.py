@@ -56,22 +56,31 @@ if TYPE_CHECKING:
     from shardplan.simulation.events import simulate
     from shardplan.simulation.timeline import Timeline
     from shardplan.strategy.model import Model
+    from shardplan.strategy.partition.job import Job
+    from shardplan.strategy.partition.partition import partition
+    from shardplan.strategy.partition.tables import Layouts
+    from shardplan.strategy.schedules.schedule import Schedule
+    from shardplan.strategy.strategy import Strategy
 
 __all__ = [
     "BackendError",
     "Certificate",
     "CertificateError",
     "Infeasible",
+    "Job",
     "Layout",
     "LayoutError",
+    "Layouts",
     "Mesh",
     "Model",
     "ParseError",
     "Placement",
     "Plan",
     "Program",
+    "Schedule",
     "ScheduleError",
     "ShardplanError",
+    "Strategy",
     "TensorType",
     "TimedOut",
     "Timeline",
@@ -81,6 +90,7 @@ __all__ = [
     "audit",
     "collect",
     "distribute",
+    "partition",
     "place",
     "placements",
     "redistribute",
@@ -112,6 +122,11 @@ _ROOMS = {
     "simulation.events": ("simulate",),
     "simulation.timeline": ("Timeline",),
     "strategy.model": ("Model",),
+    "strategy.partition.job": ("Job",),
+    "strategy.partition.partition": ("partition",),
+    "strategy.partition.tables": ("Layouts",),
+    "strategy.schedules.schedule": ("Schedule",),
+    "strategy.strategy": ("Strategy",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}
 

@@ -114,7 +114,9 @@ class JobRun:
                 if kind == "OPT":
                     self.values[transfer.target] = self.moved(transfer, self.values[transfer.source])
                 else:
-                    self.own[microbatch, *transfer.target] = self.moved(transfer, self.own[microbatch, *transfer.source])
+                    self.own[microbatch, *transfer.target] = self.moved(
+                        transfer, self.own[microbatch, *transfer.source]
+                    )
 
     def moved(self, transfer: Transfer, shards: Shards) -> Shards:
         """Run the movement of a transfer."""
@@ -151,7 +153,14 @@ def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if found[name].shape != tuple(shape):
             raise LayoutError(f"run of a job: {name} has the shape {found[name].shape}; legal is {tuple(shape)}")
     for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
-        more = [(0, rows - whole if name not in found or d == batch_dim(job, name) else 0) for d in range(found[name].ndim)] if name in found else []
+        more = (
+            [
+                (0, rows - whole if name not in found or d == batch_dim(job, name) else 0)
+                for d in range(found[name].ndim)
+            ]
+            if name in found
+            else []
+        )
         found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
     if strange := sorted(arrays.keys() - wanted.keys()):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")

@@ -152,7 +152,9 @@ class Model:
         Raises `ShardplanError` naming a parameter that would change, and for a model made of a program.
         """
         if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
-            raise ShardplanError(f"resize of {self.name}: it was made of a program, of one size; legal is another program")
+            raise ShardplanError(
+                f"resize of {self.name}: it was made of a program, of one size; legal is another program"
+            )
         asked = {
             name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
         }

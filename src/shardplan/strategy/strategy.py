@@ -167,7 +167,9 @@ class Strategy:
                 continue
             if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
                 stored.append(Line((f"{name}.*",), free))
-            stored.append(Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums))
+            stored.append(
+                Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums)
+            )
         lines = [Line((name,), cuts) for name, cuts in held.items() if cuts]
         return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
 
@@ -226,5 +228,3 @@ def _joined(lines: list[Line]) -> tuple[Line, ...]:
     for line in lines:
         found.setdefault((line.dims, line.partial), []).extend(line.patterns)
     return tuple(Line(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]
-
-

@@ -1,0 +1,18 @@
+"""From a model and a strategy to a job.
+
+Reading order:
+
+- `tables`      `Layouts`: what a strategy says of a model's names
+- `opening`     composed ops as their steps, where an axis cannot serve the whole
+- `microbatch`  the program of a microbatch, forward and backward, cut into stages
+- `flow`        its lines, in blocks
+- `choices`     what a line may do with an axis
+- `prices`      what ops and movements take
+- `elimination` the least sum of tables, exactly
+- `settle`      which choice every line takes
+- `stages`      the lines of every stage, and what goes between them
+- `write`       lines as programs, with planned movements
+- `programs`    the programs of a stage: F, B, OPT
+- `job`         `Job`
+- `partition`   `partition`
+"""

@@ -86,4 +86,6 @@ def _scope(choice: Choice, having: Mapping[Choice, set[int]], left: Mapping[int,
 def _aligned(choices: tuple[Choice, ...], array: np.ndarray, order: tuple[Choice, ...]) -> np.ndarray:
     """The array of a table with its axes in an order, and axes of length 1 for choices that it does not have."""
     array = array.transpose([choices.index(c) for c in order if c in choices])
-    return array.reshape([array.shape[[x for x in order if x in choices].index(c)] if c in choices else 1 for c in order])
+    return array.reshape(
+        [array.shape[[x for x in order if x in choices].index(c)] if c in choices else 1 for c in order]
+    )

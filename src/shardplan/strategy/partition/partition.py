@@ -24,7 +24,7 @@ from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.programs import SAVED, TOTAL, Writers, Written, resized
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
 from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
 from shardplan.strategy.partition.stages import Stage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
@@ -63,7 +63,9 @@ class _Partition:
         fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), [self.mesh])
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
-        self.micro = microbatch(self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even)
+        self.micro = microbatch(
+            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even
+        )
         self._check_layouts()
         self.training = bool(self.micro.gradients)
         self.stages, self.boundaries = staged(self.micro, self.count)
@@ -187,9 +189,11 @@ class _Partition:
 
     def _leaves(self, stage: Stage, name: str, last: int) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
-        return name in self.replaced or not any(
-            name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward
-        ) or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+        return (
+            name in self.replaced
+            or not any(name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward)
+            or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+        )
 
     def _copies(self, name: str) -> list[str]:
         return [copy for copy, of in self.micro.copies.items() if of == name]
@@ -231,12 +235,11 @@ class _Partition:
         which = {key: shared.index(id(one.program)) for key, one in written.items()}
         programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
         name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
-        received = {b.target for b in self.boundaries}
         state: dict[str, TensorType] = {}
         parts: dict[str, Part] = {}
         for s, mine in enumerate(types):
             for n, t in mine.items():
-                if (s, n) in received or n.startswith(SAVED) or n in {v for v in self.stages[s].saved}:
+                if n.startswith((SAVED, RECEIVED)) or n in self.stages[s].saved:
                     continue
                 state[name(s, n)] = rebased_type(t, onto[s])
                 parts[name(s, n)] = Part(s, n, self._rows(s, n))
@@ -276,13 +279,18 @@ class _Partition:
         for b in self.boundaries:
             (s, value), (t, local) = b.source, b.target
             sent = written[s, b.kind].sent[value]
-            source, target = (rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t))
-            yield Transfer(b.kind, (s, sent), (t, local), (source, target), self.where)
+            source, target = (
+                rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t)
+            )
+            yield Transfer(b.kind, (s, sent), (t, RECEIVED + local), (source, target), self.where)
         for copy, name in self.micro.copies.items():
             away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
             if name not in self.model.gradients:
                 continue
-            for kind, s, t, n, m in (("total", away, home, TOTAL + copy, TOTAL + copy), ("OPT", home, away, name, copy)):
+            for kind, s, t, n, m in (
+                ("total", away, home, TOTAL + copy, TOTAL + copy),
+                ("OPT", home, away, name, copy),
+            ):
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]
                 source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
                 yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
@@ -298,5 +306,3 @@ def _resized(model: Model, strategy: Strategy) -> Model:
         if d == "batch"
     }
     return model if sizes <= {batch} else model.resize(batch=batch)
-
-

@@ -11,14 +11,14 @@ from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.flow import Key, Line, Loop
+from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, Stage
 from shardplan.strategy.partition.write import Movement, Planner, Writer
 from shardplan.strategy.training import OPTIMIZERS, renamed
 
-NEXT, TOTAL, SAVED = "next.", "gradient.", "saved."
+NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 Types = Mapping[str, TensorType]
 
 
@@ -46,10 +46,11 @@ class Writers:
     ends: Mapping[Key, tuple[str, TensorType]]
     add: bool  # whether gradients are added to totals
 
-    def _writer(self, lines: Sequence[Line | Loop]) -> Writer:
+    def _writer(self, stage: Stage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
         """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
         writer = Writer(self.settled, self.prices, self.plan, [])
-        for line in lines:
+        self._receive(writer, stage, kind, boundaries)
+        for line in stage.forward if kind == "F" else stage.backward:
             for k, name in enumerate(line.operands):
                 if name in self.state and name not in writer.values:
                     t = self.state[name]
@@ -60,8 +61,7 @@ class Writers:
 
     def forward(self, stage: Stage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> Written:
         """Write F: its results are results of the model, what is saved, and what goes on."""
-        writer = self._writer(stage.forward)
-        self._receive(writer, stage, "F", boundaries)
+        writer = self._writer(stage, "F", boundaries)
         writer.lines(stage.forward, {}, add=False)
         called = {writer.want(o, self._left(writer, o), "output"): o for o in outputs}
         for v in stage.saved:
@@ -73,8 +73,7 @@ class Writers:
 
     def backward(self, stage: Stage, forward: Program, boundaries: Sequence[Boundary]) -> Written:
         """Write B: its results are totals of gradients, and what goes back."""
-        writer = self._writer(stage.backward)
-        self._receive(writer, stage, "B", boundaries)
+        writer = self._writer(stage, "B", boundaries)
         for v in stage.saved:
             name = f"{SAVED}{v}" if f"{SAVED}{v}" in forward.types else v
             writer.given(name, forward.types[name])
@@ -142,7 +141,8 @@ class Writers:
         """Declare what comes from other stages."""
         for b in boundaries:
             if b.kind == kind and b.target[0] == stage.number:
-                writer.given(b.target[1], self.crossing(b.source[1]))
+                writer.given(RECEIVED + b.target[1], self.crossing(b.source[1]))
+                writer.values[b.target[1]] = writer.values.pop(RECEIVED + b.target[1])
 
     def _send(
         self, writer: Writer, stage: Stage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]
@@ -152,7 +152,7 @@ class Writers:
         for b in boundaries:
             if b.kind == kind and b.source[0] == stage.number:
                 value = writer.want(b.source[1], self.crossing(b.source[1]), "another stage")
-                sent[b.source[1]] = called.setdefault(value, f"sent.{b.source[1]}")
+                sent[b.source[1]] = called.setdefault(value, f"{SENT}{b.source[1]}")
         return sent
 
     def crossing(self, name: str) -> TensorType:
@@ -171,5 +171,3 @@ def named(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have names, which others that had them give away."""
     moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
     return renamed(program, moved | dict(names))
-
-

@@ -228,7 +228,11 @@ class Problem:
             keys = [(block.path, o) for o in line.operands]
             bounds = Bounds(
                 {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
-                {k: self.gradients[block.path, r] for k, r in enumerate(line.results) if (block.path, r) in self.gradients},
+                {
+                    k: self.gradients[block.path, r]
+                    for k, r in enumerate(line.results)
+                    if (block.path, r) in self.gradients
+                },
             )
             maker = self.lines[line] = Maker(block.path, block.times, line, bounds)
             self.makers.append(maker)
@@ -295,7 +299,15 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
             break
     seconds = totals[-1] if totals else 0.0
     return Settled(
-        problem.sources, now, problem.lines, problem.carries, problem.saves, problem.wanted, seconds, tuple(totals), widest
+        problem.sources,
+        now,
+        problem.lines,
+        problem.carries,
+        problem.saves,
+        problem.wanted,
+        seconds,
+        tuple(totals),
+        widest,
     )
 
 
@@ -382,7 +394,12 @@ def _onto(t: TensorType, axes: set[str]) -> TensorType:
 
 
 def _movements(
-    maker: Maker | None, made: Sequence[TensorType], uses: Sequence[Use], wanted: Sequence[Types], prices: Prices, name: object
+    maker: Maker | None,
+    made: Sequence[TensorType],
+    uses: Sequence[Use],
+    wanted: Sequence[Types],
+    prices: Prices,
+    name: object,
 ) -> Iterator[Table[object]]:
     """The seconds of moving one value in one block, to all types that are wanted there.
 

@@ -147,9 +147,7 @@ def _first(lines: Sequence[Line], name: str) -> Line:
     return next((line for line in lines if line.matches(name)), Line(()))
 
 
-def _layout(
-    line: Line, dims: Sequence[str], shape: Sequence[int] | None, mesh: Mesh, held: Layout
-) -> Layout:
+def _layout(line: Line, dims: Sequence[str], shape: Sequence[int] | None, mesh: Mesh, held: Layout) -> Layout:
     """The layout that a line says; a dim that the value does not have says nothing."""
     out = [list(axes) for axes in held.dims]
     for dim, axes in line.dims:
@@ -166,7 +164,9 @@ def _layout(
     return Layout(found, partial, "sum" if partial else None)
 
 
-def _free(shape: Sequence[int], dims: Sequence[str], axes: Axes, mesh: Mesh, held: Sequence[Sequence[str]]) -> int | None:
+def _free(
+    shape: Sequence[int], dims: Sequence[str], axes: Axes, mesh: Mesh, held: Sequence[Sequence[str]]
+) -> int | None:
     """The first dim that the axes divide, minor to what is held; else the largest that is longer than 1."""
     places = [d for d, name in enumerate(dims) if name != LAYER and shape[d] > 1]
     cut = {d: math.prod(mesh.span(a).size for a in (*held[d], *axes)) for d in places}
@@ -199,7 +199,9 @@ def _line(names: str, said: str) -> Line:
     while rest:
         match = _PLACE.match(rest)
         if match is None:
-            raise ParseError(f"{names}: {said!r}; legal are 'whole', or dims such as 'batch@data, free@(a,b), {{+data}}'")
+            raise ParseError(
+                f"{names}: {said!r}; legal are 'whole', or dims such as 'batch@data, free@(a,b), {{+data}}'"
+            )
         dim, several, one, sums = match.groups()
         words = [w.strip().removeprefix("+") for w in (several or one or sums).split(",")]
         if not all(w.isidentifier() for w in words):

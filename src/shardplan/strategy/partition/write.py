@@ -120,7 +120,9 @@ class Writer:
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
-        inner = Writer(self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first))
+        inner = Writer(
+            self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first)
+        )
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
         operands: list[str] = []
@@ -178,5 +180,3 @@ class Writer:
 def reads(lines: Iterable[Line | Loop]) -> set[str]:
     """Return the values of a block that some of its lines read."""
     return {o for line in lines for o in line.operands}
-
-

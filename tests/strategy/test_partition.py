@@ -1,0 +1,242 @@
+"""The law of strategies: a job computes what the model does, in every step; and what is found and not written."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardplan import Job, LayoutError, Layouts, Model, ShardplanError, Strategy, partition
+from shardplan.core.walk import program_leaves
+from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
+
+ALONE: dict[str, dict[str, Any]] = {
+    "data": {"data": 2},
+    "microbatches": {"data": 2, "global_batch": 6},
+    "uneven": {"data": 2, "global_batch": 5},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence_parallel": True},
+    "zero 1": {"data": 2, "zero": 1, "global_batch": 4},
+    "zero 2": {"data": 2, "zero": 2, "global_batch": 4},
+    "zero 3": {"data": 2, "zero": 3},
+    "fsdp": {"data": 2, "context": 2, "fsdp": True},
+    "part": {"data": 4, "shard": 2, "fsdp": True},
+    "ulysses": {"context": 2},
+    "gathered keys": {"context": 2, "context_kind": "gather"},
+    "pipeline": {"pipeline": 3, "global_batch": 4},
+    "gpipe": {"pipeline": 2, "global_batch": 3, "schedule": "gpipe"},
+    "chunks": {"pipeline": 1, "interleave": 1, "global_batch": 2},
+    "full": {"tensor": 2, "recompute": "full"},
+    "selective": {"tensor": 2, "recompute": "selective"},
+}
+THREE: dict[str, dict[str, Any]] = {
+    "tensor, data, pipeline": {"tensor": 2, "data": 2, "pipeline": 2, "global_batch": 4},
+    "sequence, data, zero 1": {"tensor": 2, "data": 3, "sequence_parallel": True, "zero": 1, "global_batch": 6},
+    "context, data, fsdp": {"context": 2, "data": 2, "fsdp": True, "tensor": 2},
+    "pipeline, zero 2, recompute": {"pipeline": 3, "data": 2, "zero": 2, "recompute": "full", "global_batch": 4},
+    "pipeline, sequence, fsdp": {
+        "pipeline": 2,
+        "tensor": 2,
+        "sequence_parallel": True,
+        "data": 2,
+        "fsdp": True,
+        "global_batch": 4,
+    },
+    "context, tensor, uneven": {"context": 2, "tensor": 2, "context_kind": "gather", "data": 2, "global_batch": 3},
+    "tensor, part, microbatches": {"tensor": 3, "data": 4, "shard": 2, "zero": 3, "global_batch": 8},
+    "context, pipeline, zero 1": {"context": 2, "pipeline": 2, "data": 2, "zero": 1, "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_strategy_alone_computes_what_the_model_does(name: str) -> None:
+    assert wrong(model("llama"), Strategy(**ALONE[name])) == []
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_together_compute_what_the_model_does(name: str) -> None:
+    assert wrong(model("llama"), Strategy(**THREE[name])) == []
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("odd", {"tensor": 2, "data": 3, "global_batch": 12}),
+    ("odd", {"tensor": 2, "data": 3, "sequence_parallel": True, "fsdp": True}),
+    ("odd", {"context": 2, "data": 3, "zero": 2, "pipeline": 2, "global_batch": 6}),
+    ("gpt", {"tensor": 2, "data": 2, "zero": 1, "global_batch": 4}),
+    ("gpt", {"pipeline": 3, "tensor": 4, "sequence_parallel": True, "global_batch": 4}),
+    ("gpt", {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
+    ("moe", {"data": 2, "expert": 2}),
+    ("moe", {"data": 4, "expert": 2, "tensor": 2, "sequence_parallel": True, "zero": 1}),
+    ("moe", {"data": 4, "expert": 4, "fsdp": True, "recompute": "selective"}),
+    ("moe", {"data": 2, "expert": 2, "context": 2, "pipeline": 2, "global_batch": 4}),
+    ("mlp", {"tensor": 2, "data": 2, "microbatch": 2}),
+    ("mlp", {"data": 2, "fsdp": True, "pipeline": 2, "global_batch": 8}),
+    ("dlrm", {"data": 4, "expert": 4}),
+    ("dlrm", {"data": 2, "tensor": 2, "zero": 1}),
+    ("dlrm", {"data": 4, "expert": 2, "fsdp": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), OTHERS, ids=str)
+def test_every_family_computes_what_its_model_does(name: str, said: dict[str, Any]) -> None:
+    assert wrong(model(name), Strategy(**said)) == []
+
+
+def test_key_value_heads_below_the_degree_leave_no_device_idle() -> None:
+    found = model("llama", heads=8, kv_heads=2, hidden=16, head_dim=2)
+    strategy = Strategy(tensor=8)
+    assert strategy.axes(found) == {"tensor": 2, "group": 4}
+    assert wrong(found, strategy) == []
+    job = partition(found, strategy)
+    for p in job.programs.values():
+        for _, op, types in program_leaves(p):
+            busy = [x for x in (op.infer(*types)) if "kv_heads" in str(x)]
+            assert not busy
+    assert str(job.state["layers.q"]) == "f64[3, 16, 2@tensor, 4@group, 2]"
+    assert str(job.state["layers.k"]) == "f64[3, 16, 2@tensor, 2]"
+
+
+def test_the_job_run_by_hand_is_the_models() -> None:
+    """One stage, programs in the order that the schedule says."""
+    from shardplan.core.reference import collect, distribute, run_program
+
+    found, strategy = model("mlp"), Strategy(data=2, global_batch=4)
+    job, big = partition(found, strategy), found.resize(batch=4)
+    given = arrays(big, big.program)
+    values = {n: distribute(given[n], t) for n, t in job.state.items() if n in given and n not in job.batch}
+    values |= {n: distribute(np.zeros(t.shape), t) for n, t in job.state.items() if n.startswith("gradient.")}
+    loss, saved = 0.0, {0: dict[str, Any](), 1: dict[str, Any]()}
+    for action in job.schedule.ranks[0]:
+        assert action is not None and action.microbatch is not None
+        k, p = action.microbatch, job.programs[0, action.kind]
+        rows = {n: distribute(given[n][2 * k : 2 * k + 2], dict(p.inputs)[n]) for n in job.batch if n in p.types}
+        out = run_program(p, [(values | saved[k] | rows)[n] for n, _ in p.inputs])
+        made = dict(zip(p.outputs, out, strict=True))
+        saved[k] |= {n: x for n, x in made.items() if n.startswith("saved.")}
+        values |= {n.removeprefix("next."): x for n, x in made.items() if n.startswith("next.")}
+        loss += float(made["loss"][0]) if "loss" in made else 0.0
+    p = job.programs[0, "OPT"]
+    out = dict(zip(p.outputs, run_program(p, [values[n] for n, _ in p.inputs]), strict=True))
+    want, whole = by_name(big.program, given), stepped(job, given)
+    got = collect(out["next.layers.weight"], p.types["next.layers.weight"])
+    assert apart(np.asarray(loss), want["loss"]) < 1e-12 and apart(got, want["next.layers.weight"]) < 1e-12
+    assert np.array_equal(got, whole["layers.weight"])
+
+
+DECODES = [
+    {"tensor": 2},
+    {"data": 2},
+    {"data": 2, "tensor": 4},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 3, "data": 2},
+    {"data": 2, "fsdp": True},
+    {"tensor": 3},
+    {"context": 2},
+]
+
+
+@pytest.mark.parametrize("said", DECODES, ids=str)
+def test_prefill_and_decode_are_the_whole_sequence(said: dict[str, Any]) -> None:
+    strategy, prompt, new = Strategy(**said), 4, 2
+    batch = {"training": False, "batch": strategy.sequences}
+    prefill, whole = model("llama", cache=prompt + new, **batch, seq=prompt), model("llama", **batch, seq=prompt + new)
+    rng = np.random.default_rng(1)
+    held = {n: rng.normal(0, 0.3, p.shape) for n, p in prefill.parameters.items()}
+    tokens = rng.integers(0, 32, (strategy.sequences, prompt + new)).astype(np.int32)
+    want = by_name(whole.program, {**held, "tokens": tokens})["logits"]
+    state, got = dict(prefill.state()), list[np.ndarray]()
+    for at, one in [(0, prefill), *((prompt + k, prefill.resize(seq=1)) for k in range(new))]:
+        part = tokens[:, at : at + (prompt if at == 0 else 1)]
+        out = stepped(partition(one, strategy), {**held, **state, "tokens": part})
+        state = {n: out[n] for n in state}
+        got.append(out["logits"])
+    assert apart(np.concatenate(got, 1), want) < 1e-9
+
+
+def moves(job: Job, kind: str, layers: bool = True) -> Counter[str]:
+    """The moves of a program, of those in the bodies of layers, or outside: names of ops."""
+    found = Counter[str]()
+    for m in job.movements[0, kind]:
+        if bool(m.path) == layers:
+            found.update(step.op.name for step in m.plan.program.steps if step.op.name != "slice")
+    return found
+
+
+def test_found_and_not_written() -> None:
+    """Counted per layer, of llama: section 3 of arXiv 1909.08053, 4.2 of 2205.05198, 2309.14509, 1910.02054."""
+    one = model("llama", layers=2)
+    tensor = partition(one, Strategy(tensor=2))
+    assert moves(tensor, "F") == moves(tensor, "B") == {"all_reduce": 2}
+    assert moves(tensor, "F", layers=False) == {"all_reduce": 4}  # of the embedding, and three of the loss
+    sequence = partition(one, Strategy(tensor=2, sequence_parallel=True))
+    assert moves(sequence, "F") == {"all_gather": 2, "reduce_scatter": 2}
+    assert moves(sequence, "B") == {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 2}  # two gains of norms
+    ulysses = partition(one, Strategy(context=2))
+    assert moves(ulysses, "F") == moves(ulysses, "B") == {"all_to_all": 4}
+    expert = partition(model("moe", dense_layers=0), Strategy(data=2, expert=2))
+    assert moves(expert, "F") == moves(expert, "B") == {"all_to_all": 2}
+    count = len([n for n in one.parameters if n.startswith("layers.")])
+    zero = {z: partition(one, Strategy(data=2, zero=z, global_batch=4)) for z in (1, 2, 3)}
+    assert not moves(zero[1], "F") and not moves(zero[1], "B") and not moves(zero[1], "B", layers=False)
+    assert moves(zero[1], "OPT", layers=False) == {"reduce_scatter": count + 3, "all_gather": count + 3}
+    assert moves(zero[2], "B") == {"reduce_scatter": count} and not moves(zero[2], "F")
+    assert moves(zero[3], "F") == {"all_gather": count}
+    assert moves(zero[3], "B") == {"all_gather": count, "reduce_scatter": count}
+
+
+def test_totals_of_zero_1_stay_sums_until_the_optimizer() -> None:
+    job = partition(model("llama"), Strategy(data=2, zero=1, global_batch=4))
+    assert str(job.state["gradient.layers.q"]) == "f64[3, 12, 2, 3, 2]{+data}"
+    assert str(job.state["layers.q.m"]) == "f64[3, 12@data, 2, 3, 2]"
+
+
+def test_tables_are_text_that_partition_takes() -> None:
+    found, strategy = model("llama"), Strategy(data=2, tensor=2, zero=1)
+    said = strategy.layouts(found)
+    assert Layouts.parse(str(said)) == said
+    edited = str(said).replace("held\n", "held\n  layers.gate, layers.up, layers.down: whole\n")
+    assert str(partition(found, strategy).state["layers.down"]) == "f64[3, 20@tensor, 12]"
+    assert str(partition(found, strategy, layouts=edited).state["layers.down"]) == "f64[3, 20, 12]"
+    assert wrong(found, strategy, steps=1, layouts=edited) == []
+
+
+def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> None:
+    sizes = set[int]()
+    for layers, devices in ((4, 2), (12, 4)):
+        job = partition(model("llama", layers=layers), Strategy(pipeline=4, data=devices, global_batch=4 * devices))
+        assert len({job.programs.which[s, "F"] for s in range(job.stages)}) <= 3
+        sizes.add(sum(len(p.steps) for p in job.programs.shared))
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"data": 3, "expert": 2}, "strategy: expert=2 does not divide data=3; legal are [1, 3]"),
+        (
+            {"data": 4, "global_batch": 3},
+            "strategy: global_batch=3 is below data * microbatch = 4 * 1; legal are 4 and more",
+        ),
+        (
+            {"data": 4, "shard": 3},
+            "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]",
+        ),
+        ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
+        ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
+    ],
+)
+def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        partition(model("llama"), Strategy(**said))
+    assert str(caught.value) == text
+
+
+def test_a_model_made_of_a_program_has_one_size() -> None:
+    plain = model("mlp", batch=4)
+    assert plain.forward is not None
+    own = Model.of(
+        plain.forward, {n: plain.dims[n] for n, _ in plain.forward.inputs}, plain.parameters, optimizer="sgd"
+    )
+    assert own.program.outputs == plain.program.outputs
+    with pytest.raises(ShardplanError, match="made of a program"):
+        own.resize(batch=8)
