@@ -1,0 +1,209 @@
+"""Settled seconds are the least: beside all options of random programs, and beside an integer programme on models."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import assume, given, settings
+
+from shardplan.core.dim_names import dim_names
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.ops import Einsum, Elementwise, ReduceDims, Repeat
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
+from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.topology import Topology
+from shardplan.strategy.partition.flow import Block, Key, flow
+from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.settle import Cut, Problem, Settled, settle
+from strategies import rngs
+from strategy.settling import Walk, all_totals, single
+
+SIZES = {"b": 6, "s": 500, "h": 768, "f": 2000, "g": 3}
+ONE = Mesh({"one": 1})
+MOST = 200_000  # combinations of options that are all tried
+
+
+class Case(NamedTuple):
+    """A program on one device, and what is asked of it."""
+
+    block: Block
+    mesh: Mesh
+    serve: dict[str, tuple[tuple[str, ...], ...]]
+    given: dict[str, TensorType]
+    wanted: dict[Key, TensorType]
+    held: dict[str, Layout]
+    gradients: dict[Key, Layout]
+    cut: Cut | None
+
+    def settled(self, prices: Prices) -> Settled:
+        problem = Problem(self.block, self.mesh, self.given, self.wanted, self.held, self.gradients, self.cut)
+        return settle(problem, self.serve, self.mesh.axes, prices)
+
+    def walk(self) -> Walk:
+        return Walk(self.block, self.given, self.wanted, self.held, self.gradients, self.cut)
+
+
+class Written:
+    """A program that grows: `dims` has the letters of its values, which are the names of their dims."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.steps = rng, list[Step]()
+        self.inputs, self.weights, self.dims = dict[str, TensorType](), set[str](), dict[str, str]()
+
+    def input(self, name: str, dims: str, rows: int = 0) -> str:
+        shape = [*([rows] if rows else []), *(SIZES[c] for c in dims)]
+        self.inputs[name] = TensorType("f32", shape, (), ONE)
+        self.dims[name] = dims
+        return name
+
+    def op(self, op: Einsum | Elementwise | ReduceDims, operands: list[str], dims: str) -> str:
+        name = f"v{len(self.steps)}"
+        self.steps.append(Step(op, tuple(operands), (name,)))
+        self.dims[name] = dims
+        return name
+
+    def product(self, x: str, old: str, new: str) -> str:
+        """A value times a weight: a dim becomes another."""
+        dims = self.dims[x]
+        weight = self.input(f"w{len(self.inputs)}", old + new)
+        self.weights.add(weight)
+        return self.op(Einsum(f"{dims},{old}{new}->{dims.replace(old, new)}"), [x, weight], dims.replace(old, new))
+
+    def any(self, values: list[str]) -> str:
+        """A step on some values."""
+        x = self.rng.choice(values)
+        dims = self.dims[x]
+        alike = [v for v in values if self.dims[v] == dims]
+        free = [c for c in "hfg" if c not in dims]
+        how = self.rng.choice(("product", "product", "both", "one", "gradient", "sum"))
+        if how == "product" and free and (old := [c for c in dims if c in "hfg"]):
+            return self.product(x, self.rng.choice(old), self.rng.choice(free))
+        if how == "both":
+            return self.op(Elementwise(self.rng.choice(("a+b", "a*b"))), [x, self.rng.choice(alike)], dims)
+        if how == "sum" and len(dims) > 1:
+            d = self.rng.randrange(len(dims))
+            return self.op(ReduceDims((d,)), [x], dims[:d] + dims[d + 1 :])
+        if how == "gradient":
+            other = self.rng.choice(values)
+            common = set(dims) & set(self.dims[other]) & set("bs")
+            result = "".join(dict.fromkeys(c for c in dims + self.dims[other] if c not in common))
+            if result:
+                return self.op(Einsum(f"{dims},{self.dims[other]}->{result}"), [x, other], result)
+        return self.op(Elementwise(self.rng.choice(("2*a", "exp(a)"))), [x], dims)
+
+    def made(self) -> list[str]:
+        return [r for step in self.steps for r in step.results]
+
+
+def body_of(rng: random.Random, dims: str, rows: bool) -> tuple[Program, str, list[str]]:
+    """A body that carries a value through a product with a row of a weight: the dims of what it stacks, and of rows."""
+    w = Written(rng)
+    x = w.input("x", dims)
+    given = [x]
+    if rows:
+        given.append(w.input("saved", dims))
+    weight = w.input("row", "hf")
+    stacked = w.op(Einsum(f"{dims},hf->{dims.replace('h', 'f')}"), [x, weight], dims.replace("h", "f"))
+    if rng.random() < 0.5:
+        stacked = w.op(Elementwise("exp(a)"), [stacked], w.dims[stacked])
+    back = w.op(Einsum(f"{w.dims[stacked]},hf->{dims}"), [stacked, weight], dims)
+    out = w.op(Elementwise("a*b" if rows else "a+b"), [back, "saved" if rows else x], dims)
+    keep = rng.choice((stacked, back))
+    return Program(w.inputs, w.steps, (out, keep)), w.dims[keep], ["hf"]
+
+
+def random_case(rng: random.Random, repeat: bool) -> Case:
+    """A program of up to eight steps, at times with a repeat and one that reads what it stacked."""
+    w, degree = Written(rng), rng.choice((2, 3, 4))
+    mesh = Mesh({"x": degree})
+    values = [w.input("i0", "".join(rng.sample("bs", rng.randint(1, 2))) + "h")]
+    cut = None
+    for _ in range(rng.randint(0, 2) if repeat else rng.randint(2, 5)):
+        values.append(w.any(values))
+    if repeat:
+        dims, n = w.dims["i0"], 3
+        body, kept, _ = body_of(rng, dims, rows=False)
+        weight = w.input("stack", "hf", n)
+        w.weights.add(weight)
+        ends = ("carried", "stacked")
+        w.steps.append(Step(Repeat(n, body, 1, 1), ("i0", weight), ends))
+        w.dims |= {"carried": dims}
+        values.append("carried")
+        if kept == dims and rng.random() < 0.7:
+            again, _, _ = body_of(rng, dims, rows=True)
+            w.steps.append(
+                Step(Repeat(n, again, 1, 2, reverse=True), ("carried", "stacked", weight), ("back", "other"))
+            )
+            w.dims |= {"back": dims}
+            cut = Cut(len(w.steps) - 1, ("carried", "stacked"))
+            values.append("back")
+    for _ in range(rng.randint(0, 2)):
+        values.append(w.any(values))
+    made = w.made()
+    assume(made)
+    if cut is None and rng.random() < 0.4:
+        number = rng.randrange(len(w.steps))
+        before = {r for step in w.steps[:number] for r in step.results}
+        later = {o for step in w.steps[number:] for o in step.operands}
+        cut = Cut(number, tuple(sorted(before & later)))
+    program = Program(w.inputs, w.steps, (values[-1],) if values[-1] in made else (made[-1],))
+    names = {n: tuple(("layer",) if t.ndim > len(w.dims[n]) else ()) + tuple(w.dims[n]) for n, t in program.inputs}
+    block = flow(program, dim_names(program, names))
+    dims = {n: len(t.shape) for n, t in program.inputs}
+
+    def layout(ndim: int, first: int = 0, sums: float = 0.0) -> Layout:
+        out: list[tuple[str, ...]] = [()] * ndim
+        if rng.random() < sums:
+            return Layout(tuple(out), ("x",), "sum")
+        if ndim > first and rng.random() < 0.5:
+            out[rng.randrange(first, ndim)] = ("x",)
+        return Layout(tuple(out))
+
+    held = {n: layout(dims[n], int(n == "stack")) for n in sorted(w.weights) if rng.random() < 0.5}
+    types = {n: t.with_layout(held.get(n) or layout(dims[n], int(n == "stack")), mesh) for n, t in program.inputs}
+    top = [r for step in w.steps if not isinstance(step.op, Repeat) for r in step.results]
+    wanted = {
+        ((), r): program.types[r].with_layout(layout(program.types[r].ndim, 0, 0.3), mesh)
+        for r in top
+        if rng.random() < 0.3
+    }
+    gradients = {((), r): layout(program.types[r].ndim) for r in top if rng.random() < 0.15}
+    letters = ["b", "s", "h", "f", "g"]
+    serve = tuple(tuple(rng.sample(letters, rng.randint(1, 2))) for _ in range(rng.randint(0, 3)))
+    return Case(block, mesh, {"x": serve}, types, wanted, held, gradients, cut)
+
+
+def assert_least(case: Case) -> None:
+    prices = Prices(Fabric(Topology.load("nominal", devices=4)))
+    walk = case.walk()
+    found = single(walk, case.mesh, "x", case.serve["x"], prices)
+    if not all(found.values()):
+        with pytest.raises(LayoutError):
+            case.settled(prices)
+        return
+    assume(math.prod(len(mine) for mine in found.values()) <= MOST)
+    least = float(all_totals(walk, found, prices).min())
+    if math.isinf(least):
+        with pytest.raises(LayoutError, match="no movement leads"):
+            case.settled(prices)
+        return
+    assert case.settled(prices).seconds == pytest.approx(least, rel=1e-12)
+
+
+@given(rngs())
+@settings(max_examples=100)
+def test_settled_seconds_are_the_least_of_all_options(rng: random.Random) -> None:
+    assert_least(random_case(rng, repeat=False))
+
+
+@given(rngs())
+@settings(max_examples=100)
+def test_settled_seconds_are_the_least_with_repeats(rng: random.Random) -> None:
+    assert_least(random_case(rng, repeat=True))
