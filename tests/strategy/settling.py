@@ -297,3 +297,83 @@ def all_totals(walk: Walk, found: Options, prices: Prices) -> np.ndarray:
             ),
         )
     return total
+
+
+def programmed(walk: Walk, found: Options, prices: Prices, seconds: float = 60.0) -> tuple[float, float]:
+    """The least seconds by an integer programme: a bound that nothing is below, and what it found.
+
+    Each option of a chooser is a variable. A type that is wanted is made, or moved into from what is made, or from a
+    type that was moved into from what is made.
+    """
+    import scipy.optimize as so
+    from scipy.sparse import coo_array
+
+    cost: list[float] = []
+    rows_: list[tuple[dict[int, float], float, float]] = []  # a sum of variables between bounds
+
+    def variable(c: float) -> int:
+        cost.append(c)
+        return len(cost) - 1
+
+    x = {}
+    for chooser in walk.choosers:
+        x[chooser] = [variable((o.seconds + TIE * o.bytes) * chooser.times) for o in found[chooser]]
+        rows_.append((dict.fromkeys(x[chooser], 1.0), 1.0, 1.0))
+    for origin, times, last in walk.ends:
+        if origin.chooser is not None:
+            for k, t in enumerate(seen(origin, found)):
+                cost[x[origin.chooser][k]] += min(times * prices.move(t, end_type(t, last)), 1e6)
+    for chooser in walk.choosers:
+        if chooser.saves is not None and chooser.saves.chooser is not None:
+            made = {
+                v: float(t.local_bytes())
+                for v, t in zip(x[chooser.saves.chooser], seen(chooser.saves, found), strict=True)
+            }
+            kept = {v: -float(o.bytes) for v, o in zip(x[chooser], found[chooser], strict=True)}
+            rows_.append((made | kept, 0.0, math.inf))
+    for wish in walk.wishes.values():
+        made: dict[TensorType, list[int]] = {}
+        for k, t in enumerate(seen(wish.origin, found)):
+            made.setdefault(t, []).extend([x[wish.origin.chooser][k]] if wish.origin.chooser is not None else [])
+        fixed = wish.origin.chooser is None
+        kinds = list(dict.fromkeys(o.wanted[k] for c, k in wish.asks for o in found[c]))
+        into: dict[TensorType, list[int]] = {t: [] for t in kinds}
+        first: dict[TensorType, list[int]] = {t: [] for t in kinds}
+        for s, makers in made.items():
+            for t in kinds:
+                if t != s and math.isfinite(c := prices.move(s, t)):
+                    v = variable(c * wish.times)
+                    first[t].append(v)
+                    if not fixed:
+                        rows_.append(({v: 1.0} | dict.fromkeys(makers, -1.0), -math.inf, 0.0))
+        for t in kinds:
+            into[t] = list(first[t])
+        for s, t in itertools.permutations(kinds, 2):
+            c = prices.move(s, t)
+            if math.isfinite(c) and any(c < prices.move(u, t) for u in made if u != t):
+                v = variable(c * wish.times)
+                into[t].append(v)
+                rows_.append(({v: 1.0} | dict.fromkeys(first[s], -1.0), -math.inf, 0.0))
+        for chooser, operand in wish.asks:
+            for t in kinds:
+                wanting = [v for v, o in zip(x[chooser], found[chooser], strict=True) if o.wanted[operand] == t]
+                if not wanting or (fixed and t in made):
+                    continue
+                line = dict.fromkeys(wanting, 1.0)
+                for v in (*made.get(t, []), *into[t]):
+                    line[v] = line.get(v, 0.0) - 1.0
+                rows_.append((line, -math.inf, 0.0))
+    data = [(k, v, a) for k, (line, _, _) in enumerate(rows_) for v, a in line.items()]
+    at, of, values = zip(*data, strict=True)
+    matrix = coo_array((values, (at, of)), shape=(len(rows_), len(cost))).tocsc()
+    bounds = so.LinearConstraint(matrix, [low for _, low, _ in rows_], [high for _, _, high in rows_])
+    scale = 1e6  # microseconds: the solver's tolerances are absolute
+    done = so.milp(
+        np.array(cost) * scale,
+        constraints=bounds,
+        integrality=np.ones(len(cost)),
+        bounds=so.Bounds(0, 1),
+        options={"mip_rel_gap": 1e-4, "time_limit": seconds},
+    )
+    assert done.x is not None, done.message
+    return done.mip_dual_bound / scale, done.fun / scale

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
 
+import shardplan.strategy.partition.partition as partition_module
+import shardplan.strategy.partition.settle as settle_module
+from shardplan import Model, Strategy, partition
 from shardplan.core.dim_names import dim_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -23,7 +26,8 @@ from shardplan.strategy.partition.flow import Block, Key, flow
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Cut, Problem, Settled, settle
 from strategies import rngs
-from strategy.settling import Walk, all_totals, single
+from strategy.jobs import model
+from strategy.settling import Walk, all_totals, every, programmed, single
 
 SIZES = {"b": 6, "s": 500, "h": 768, "f": 2000, "g": 3}
 ONE = Mesh({"one": 1})
@@ -125,7 +129,7 @@ def random_case(rng: random.Random, repeat: bool) -> Case:
     mesh = Mesh({"x": degree})
     values = [w.input("i0", "".join(rng.sample("bs", rng.randint(1, 2))) + "h")]
     cut = None
-    for _ in range(rng.randint(0, 2) if repeat else rng.randint(2, 5)):
+    for _ in range(rng.randint(0, 2) if repeat else rng.randint(3, 6)):
         values.append(w.any(values))
     if repeat:
         dims, n = w.dims["i0"], 3
@@ -207,3 +211,58 @@ def test_settled_seconds_are_the_least_of_all_options(rng: random.Random) -> Non
 @settings(max_examples=100)
 def test_settled_seconds_are_the_least_with_repeats(rng: random.Random) -> None:
     assert_least(random_case(rng, repeat=True))
+
+
+@given(rngs())
+@settings(max_examples=50)
+def test_a_value_with_many_users_goes_from_one_to_the_next(rng: random.Random) -> None:
+    """What costs one wide table otherwise is a chain of narrow ones, of the same least seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settle_module, "WIDE", rng.choice((1, 8)))
+        assert_least(random_case(rng, repeat=rng.random() < 0.5))
+
+
+# --- several axes, beside an integer programme
+
+COMPOSITIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data x tensor": ("llama", {"data": 2, "tensor": 2}),
+    "data x tensor, sequence": ("llama", {"data": 2, "tensor": 2, "sequence_parallel": True}),
+    "data x tensor, zero 1": ("gpt", {"data": 3, "tensor": 2, "zero": 1}),
+    "data x context, fsdp": ("llama", {"data": 2, "context": 2, "fsdp": True}),
+    "context x tensor, keys gathered": ("gpt", {"context": 2, "tensor": 2, "context_kind": "gather"}),
+    "data x tensor, zero 2": ("mlp", {"data": 2, "tensor": 4, "zero": 2}),
+    "data x expert": ("moe", {"data": 4, "expert": 2}),
+    "expert x tensor, zero 1": ("moe", {"data": 2, "expert": 2, "tensor": 2, "zero": 1}),
+}
+
+
+def problem_of(model: Model, strategy: Strategy) -> tuple[Case, Prices, Settled]:
+    """What `partition` settles of a model under a strategy, and how."""
+    seen: list[Any] = []
+
+    def remembered(problem: Problem, serve: Any, order: Any, prices: Prices) -> Settled:
+        found = settle(problem, serve, order, prices)
+        seen.append((serve, prices, found))
+        return found
+
+    def given(*args: Any) -> Problem:
+        seen.append(args)
+        return Problem(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_module, "settle", remembered)
+        patch.setattr(partition_module, "Problem", given)
+        partition(model, strategy)
+    (block, mesh, types, wanted, held, gradients, cut), (serve, prices, found) = seen
+    return Case(block, mesh, serve, types, wanted, held, gradients, cut), prices, found
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_several_axes_are_within_a_percent_of_an_integer_programme(name: str) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    family, degrees = COMPOSITIONS[name]
+    case, prices, found = problem_of(model(family), Strategy(**degrees))
+    walk = case.walk()
+    low, high = programmed(walk, every(walk, case.mesh, case.serve, prices), prices)
+    print(name, found.seconds, low, high)
+    assert low * (1 - 1e-6) <= found.seconds <= high * 1.01
