@@ -96,7 +96,7 @@ def sets_of(count: int) -> tuple[frozenset[int], ...]:
 
 
 def served(line: Line, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return by group of dims, in order, the factors of a line that are of one of them; groups without any are left out."""
+    """Return by group of dims, in order, the factors of a line that are of one of them; a group has one at least."""
     found = [
         [f for f, names in line.names.items() if _is(names, group) and line.links.sizes[f] > 1] for group in groups
     ]

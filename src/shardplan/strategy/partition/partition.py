@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from shardplan.core.dim_names import Names
@@ -30,6 +30,7 @@ from shardplan.strategy.partition.stages import Stage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import schedule
+from shardplan.strategy.schedules.offload import offloaded
 from shardplan.strategy.strategy import Strategy
 
 Where = Topology | Placement
@@ -68,6 +69,7 @@ class _Partition:
         )
         self._check_layouts()
         self.training = bool(self.micro.gradients)
+        self.bucket = None if strategy.bucket is None else int(strategy.bucket)
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
@@ -152,14 +154,16 @@ class _Partition:
             return (line.block.path, line.block.outputs[k]), row(t)
         return ((), value), t
 
-    def _plan(self, made: TensorType, wanted: TensorType) -> Plan:
+    def _plan(self, made: TensorType | Sequence[TensorType], wanted: TensorType | Sequence[TensorType]) -> Plan:
         return redistribute(made, wanted, self.where)
 
     def job(self) -> Job:
         """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
         settled, ends = self._settled()
         add = self.strategy.microbatches > 1
-        writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add)
+        writers = Writers(
+            self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
+        )
         written: dict[tuple[int, str], Written] = {}
         last = len(self.stages) - 1
         known: dict[object, Written] = {}
@@ -251,6 +255,8 @@ class _Partition:
         order = schedule(kind, self.strategy.pipeline, self.strategy.microbatches, self.strategy.interleave,
                          forward_only=not self.training) if self.count > 1 else schedule(
             kind, 1, self.strategy.microbatches, forward_only=not self.training)  # fmt: skip
+        if self.strategy.offload and self.training:
+            order = offloaded(order)
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
         return Job(self.model, self.strategy, self.layouts, order, programs, MappingProxyType(state),
                    MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
