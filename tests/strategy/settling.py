@@ -49,6 +49,7 @@ class Origin(NamedTuple):
     form: tuple[int, ...] = ()
     fixed: TensorType | None = None
     held: Held | None = None
+    again: bool = False  # an input that is read after the cut, where nothing moved before is there
 
     def seen(self, t: TensorType) -> TensorType:
         for count in self.form:
@@ -88,7 +89,7 @@ class Walk:
     gradients: Mapping[Key, Layout]
     cut: Cut | None
     choosers: list[Chooser] = field(default_factory=list[Chooser])
-    wishes: dict[tuple[Path, str, Chooser | None], Wish] = field(default_factory=dict)
+    wishes: dict[tuple[Path, str, Origin], Wish] = field(default_factory=dict)
     ends: list[tuple[Origin, int, TensorType]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class Walk:
         return chooser
 
     def _ask(self, block: Block, name: str, origin: Origin, chooser: Chooser, operand: int = 0) -> None:
-        wish = self.wishes.setdefault((block.path, name, origin.chooser), Wish(origin, block.times))
+        wish = self.wishes.setdefault((block.path, name, origin), Wish(origin, block.times))
         wish.asks.append((chooser, operand))
 
     def _keep(self, block: Block, name: str) -> Chooser:
@@ -121,6 +122,7 @@ class Walk:
         for line in block.lines:
             if self.cut and not block.path and not saved and line.number >= self.cut.number:
                 here |= {name: self._save(block, name, here) for name in self.cut.values}
+                here |= {name: here[name]._replace(again=True) for name, _ in block.inputs}
                 saved = True
             if isinstance(line, Loop):
                 self._loop(block, line, here)

@@ -44,6 +44,7 @@ class Source(NamedTuple):
     counts: tuple[int, ...] = ()
     fixed: TensorType | None = None
     name: str = ""  # of the input
+    again: bool = False  # read by the backward pass, which has no copy of what the forward pass moved
 
     def seen(self, t: TensorType) -> TensorType:
         """Return the type of the value, given that of what was made."""
@@ -221,6 +222,8 @@ class Problem:
             if cut is not None and line.number >= cut.number:
                 for name in cut.values:
                     self.sources[block.path, name] = self._saved(block, name)
+                for name, _ in block.inputs:
+                    self.sources[block.path, name] = self.sources[block.path, name]._replace(again=True)
                 cut = None
             if isinstance(line, Loop):
                 self._loop(block, line)
