@@ -1,7 +1,7 @@
 """What a settlement is to find, said apart from it: who chooses, what values are wanted as, and the seconds of it.
 
-A block is walked as it runs. *Choosers* are its lines, what loops carry, and what is saved for later. A *wish* is a value
-in a block, and the choosers that want it there; it costs the least way to have all types in which they want it.
+A block is walked as it runs. *Choosers* are its lines, what loops carry, and what is saved for later. A *wish* is a
+value in a block, and the choosers that want it there; it costs the least way to have all types in which they want it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import assume, given, settings
 
 import shardplan.strategy.partition.partition as partition_module
 import shardplan.strategy.partition.settle as settle_module
-from shardplan import Model, Strategy, partition
+from shardplan import Job, Model, Strategy, partition
 from shardplan.core.dim_names import dim_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -22,6 +24,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
+from shardplan.strategy.partition import elimination
 from shardplan.strategy.partition.flow import Block, Key, flow
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import TIE, Cut, Problem, Settled, settle
@@ -31,6 +34,7 @@ from strategy.settling import Walk, all_totals, every, programmed, single
 
 SIZES = {"b": 6, "s": 500, "h": 768, "f": 2000, "g": 3}
 ONE = Mesh({"one": 1})
+MACHINE = Topology.load("dgx-h100", nodes=2)  # on the nominal one ops take no time
 MOST = 200_000  # combinations of options that are all tried
 
 
@@ -185,7 +189,7 @@ def random_case(rng: random.Random, repeat: bool) -> Case:
 
 
 def assert_least(case: Case) -> None:
-    prices = Prices(Fabric(Topology.load("nominal", devices=4)))
+    prices = Prices(Fabric(MACHINE))
     walk = case.walk()
     found = single(walk, case.mesh, "x", case.serve["x"], prices)
     if not all(found.values()):
@@ -247,48 +251,58 @@ COMPOSITIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def composed(name: str, degrees: dict[str, Any]) -> tuple[Model, Strategy]:
-    """Two layers of a preset's size, with eight sequences in a microbatch; or a small model."""
-    found = Model.load(name, layers=LAYERS, batch=8, **BIG[name]) if name in BIG else model(name, layers=LAYERS)
-    return found, Strategy(**degrees, microbatch=8 // degrees.get("data", 1) if name in BIG else 1)
+class Found(NamedTuple):
+    """What `partition` settled of a model under a strategy, and what it made of it."""
+
+    case: Case
+    prices: Prices
+    job: Job
 
 
-def problem_of(model: Model, strategy: Strategy) -> tuple[Case, Prices, Settled]:
-    """What `partition` settles of a model under a strategy, and how."""
+def partitioned(model: Model, strategy: Strategy, layouts: str | None = None, *, held: bool = True) -> Found:
+    """Partition a model; at times as if nothing said how parameters are held."""
     seen: list[Any] = []
 
-    def remembered(problem: Problem, serve: Any, order: Any, prices: Prices) -> Settled:
-        found = settle(problem, serve, order, prices)
-        seen.append((serve, prices, found))
-        return found
+    def problem(*given: Any) -> Problem:
+        seen.append(given if held else (*given[:4], {}, {}, *given[6:]))
+        return Problem(*seen[0])
 
-    def given(*args: Any) -> Problem:
-        seen.append(args)
-        return Problem(*args)
+    def settled(found: Problem, serve: Any, order: Any, prices: Prices) -> Settled:
+        seen.extend((serve, prices))
+        return settle(found, serve, order, prices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition_module, "settle", remembered)
-        patch.setattr(partition_module, "Problem", given)
-        partition(model, strategy)
-    (block, mesh, types, wanted, held, gradients, cut), (serve, prices, found) = seen
-    return Case(block, mesh, serve, types, wanted, held, gradients, cut), prices, found
+        patch.setattr(partition_module, "Problem", problem)
+        patch.setattr(partition_module, "settle", settled)
+        job = partition(model, strategy, MACHINE, layouts=layouts)
+    (block, mesh, *rest), serve, prices = seen
+    return Found(Case(block, mesh, serve, *rest), prices, job)
 
 
-@pytest.mark.parametrize(("name", "degrees"), COMPOSITIONS)
-def test_several_axes_are_within_a_percent_of_an_integer_programme(name: str, degrees: dict[str, Any]) -> None:
+@cache
+def composed(k: int) -> Found:
+    """Two layers of a preset's size, with eight sequences in a microbatch; or a small model."""
+    name, degrees = COMPOSITIONS[k]
+    found = Model.load(name, layers=LAYERS, batch=8, **BIG[name]) if name in BIG else model(name, layers=LAYERS)
+    return partitioned(found, Strategy(**degrees, microbatch=8 // degrees.get("data", 1) if name in BIG else 1))
+
+
+NAMED = [pytest.param(k, id=f"{name} {degrees}") for k, (name, degrees) in enumerate(COMPOSITIONS)]
+
+
+@pytest.mark.parametrize("k", NAMED)
+def test_several_axes_are_within_a_percent_of_an_integer_programme(k: int) -> None:
     pytest.importorskip("scipy", reason="scipy is not installed")
-    case, prices, found = problem_of(*composed(name, degrees))
+    case, prices, job = composed(k)
     walk = case.walk()
     low, high = programmed(walk, every(walk, case.mesh, case.serve, prices), prices)
     assert high <= low * 1.001
-    assert low * (1 - 1e-6) <= found.seconds <= high * 1.01
+    assert low * (1 - 1e-6) <= job.settled.seconds <= high * 1.01
 
 
-@pytest.mark.parametrize(("name", "degrees"), COMPOSITIONS)
-def test_what_is_written_costs_what_was_settled(name: str, degrees: dict[str, Any]) -> None:
-    whole, strategy = composed(name, degrees)
-    _, prices, _ = problem_of(whole, strategy)
-    job = partition(whole, strategy)
+@pytest.mark.parametrize("k", NAMED)
+def test_what_is_written_costs_what_was_settled(k: int) -> None:
+    _, prices, job = composed(k)
     options = job.settled.options.items()
     seconds = sum((o.seconds + TIE * sum(t.local_bytes() for t in o.made)) * maker.times for maker, o in options)
     for (_, kind), movements in job.movements.items():
@@ -296,3 +310,27 @@ def test_what_is_written_costs_what_was_settled(name: str, degrees: dict[str, An
             (given,), (made,) = one.plan.program.input_types, one.plan.program.output_types
             seconds += prices.move(given, made) * one.times
     assert seconds == pytest.approx(job.settled.seconds, rel=1e-9)
+
+
+def movements(tokens: int, *, strict: bool) -> Counter[tuple[str, tuple[str, ...]]]:
+    """The movements of FSDP over 8 devices, by value and names of ops; where it is not strict any dim is served."""
+    whole, strategy = Model.load("llama3-8b", layers=2, batch=8, seq=tokens // 8), Strategy(data=8, fsdp=True)
+    text = str(strategy.layouts(whole))
+    if not strict:
+        text = text.replace("batch > free", "[batch, sequence, hidden, kv_heads, ratio, head, ffn, vocab]")
+    job = partitioned(whole, strategy, text, held=strict).job
+    every = [one for found in job.movements.values() for one in found]
+    return Counter((one.value, tuple(step.op.name for step in one.plan.program.steps)) for one in every)
+
+
+def test_strict_fsdp_moves_the_same_however_many_tokens_come() -> None:
+    few, many = 512, 32_768
+    assert movements(few, strict=True) == movements(many, strict=True)
+    assert movements(few, strict=False) != movements(many, strict=False)
+
+
+def test_what_hangs_together_too_widely_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elimination, "MOST", 100)
+    with pytest.raises(LayoutError) as error:
+        partition(model("llama"), Strategy(tensor=2))
+    assert str(error.value) == "serve, tensor: too many options hang together; legal are fewer dims"

@@ -21,7 +21,7 @@ from shardplan.core.nested import row, rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.strategy.partition.choices import Bounds, Choice, Held, Laid, Layer, options
-from shardplan.strategy.partition.elimination import Table, least
+from shardplan.strategy.partition.elimination import Table, TooWide, least
 from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
 from shardplan.strategy.partition.prices import Prices
 
@@ -292,7 +292,10 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
                 found[m] = list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices))
                 if m in saves:
                     found[m] += _as_made(saves[m].types(found, laid), found[m])
-            best = least(list(tables(problem, found, prices, laid)))
+            try:
+                best = least(list(tables(problem, found, prices, laid)))
+            except TooWide:
+                raise LayoutError(f"serve, {axis}: too many options hang together; legal are fewer dims") from None
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
             widest = max(widest, best.widest)
