@@ -24,7 +24,8 @@ from shardplan.errors import ShardplanError
 from shardplan.strategy.partition.choices import Bounds, Choice, Held, Layer, options
 from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.settle import TIE, Cut
+from shardplan.strategy.partition.problem import Cut
+from shardplan.strategy.partition.settle import TIE
 
 ROW = 0  # in a form: a row of a stack; other numbers are stacks of so many
 

@@ -27,7 +27,8 @@ from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition import elimination
 from shardplan.strategy.partition.flow import Block, Key, flow
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.settle import TIE, Cut, Problem, Settled, settle
+from shardplan.strategy.partition.problem import Cut, Problem
+from shardplan.strategy.partition.settle import TIE, Settled, settle
 from strategies import rngs
 from strategy.jobs import model
 from strategy.settling import Walk, all_totals, every, programmed, single

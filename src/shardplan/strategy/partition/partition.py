@@ -24,8 +24,9 @@ from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Cut, Problem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
-from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
+from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import Stage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
