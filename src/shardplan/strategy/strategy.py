@@ -171,7 +171,9 @@ class Strategy:
                 continue
             if zero >= 3 and free:
                 stored.append(Line((name,), free))
-            if zero >= 1 and free:
+            if name not in model.gradients:
+                continue
+            if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
                 stored.append(Line((f"{name}.*",), free))
             stored.append(
                 Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums)
@@ -222,9 +224,10 @@ def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
     return ((a, dim) for dim, axes in cuts for a in axes)
 
 
-def _state_of(model: Model, name: str) -> bool:
-    """Say whether an input is what an optimizer keeps of a parameter."""
-    return name.rpartition(".")[0] in model.parameters and name not in model.parameters
+def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
+    """Say whether an input is what an optimizer keeps of a parameter, or of one of them."""
+    of = name.rpartition(".")[0]
+    return of in model.parameters and name not in model.parameters and parameter in (None, of)
 
 
 def _joined(lines: list[Line]) -> tuple[Line, ...]:

@@ -154,7 +154,8 @@ def options(
 
     free = True
     for factors in served(line, groups):
-        taken = [f for f in factors if any(offer(choice) for choice in rest.serving(axis, f))]
+        offered = {f: [offer(choice) for choice in rest.serving(axis, f)] for f in factors}
+        taken = [f for f, places in offered.items() if any(places)]
         if taken:
             # Ids and masks, and what has only these dims in its results, every device may make.
             free = all(f in line.made for f in taken) or not any(map(differs, line.types))

@@ -32,7 +32,7 @@ class Least(NamedTuple):
 
 
 def least(tables: Sequence[Table[Choice]]) -> Least:
-    """Return the least sum of `tables` over the options of every choice, and of equal ones the first options.
+    """Return the least sum of `tables` over the options of every choice; no choice alone could have an earlier option.
 
     Raises `TooWide`.
 
