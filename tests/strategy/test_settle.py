@@ -25,9 +25,9 @@ from shardplan.errors import LayoutError
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition import elimination
-from shardplan.strategy.partition.flow import Block, Key, flow
+from shardplan.strategy.partition.flow import Key, LineBlock, flow
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.problem import Cut, Problem
+from shardplan.strategy.partition.problem import Cut, SettleProblem
 from shardplan.strategy.partition.settle import TIE, Settled, settle
 from strategies import rngs
 from strategy.jobs import model
@@ -42,7 +42,7 @@ MOST = 200_000  # combinations of options that are all tried
 class Case(NamedTuple):
     """A program on one device, and what is asked of it."""
 
-    block: Block
+    block: LineBlock
     mesh: Mesh
     serve: dict[str, tuple[tuple[str, ...], ...]]
     given: dict[str, TensorType]
@@ -52,14 +52,14 @@ class Case(NamedTuple):
     cut: Cut | None
 
     def settled(self, prices: Prices) -> Settled:
-        problem = Problem(self.block, self.mesh, self.given, self.wanted, self.held, self.gradients, self.cut)
+        problem = SettleProblem(self.block, self.mesh, self.given, self.wanted, self.held, self.gradients, self.cut)
         return settle(problem, self.serve, self.mesh.axes, prices)
 
     def walk(self) -> Walk:
         return Walk(self.block, self.given, self.wanted, self.held, self.gradients, self.cut)
 
 
-class Written:
+class WrittenProgram:
     """A program that grows: `dims` has the letters of its values, which are the names of their dims."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -113,7 +113,7 @@ class Written:
 
 def body_of(rng: random.Random, dims: str, rows: bool) -> tuple[Program, str, list[str]]:
     """A body that carries a value through a product with a row of a weight: the dims of what it stacks, and of rows."""
-    w = Written(rng)
+    w = WrittenProgram(rng)
     x = w.input("x", dims)
     given = [x]
     if rows:
@@ -130,7 +130,7 @@ def body_of(rng: random.Random, dims: str, rows: bool) -> tuple[Program, str, li
 
 def random_case(rng: random.Random, repeat: bool) -> Case:
     """A program of up to eight steps, at times with a repeat and one that reads what it stacked."""
-    w, degree = Written(rng), rng.choice((2, 3, 4))
+    w, degree = WrittenProgram(rng), rng.choice((2, 3, 4))
     mesh = Mesh({"x": degree})
     values = [w.input("i0", "".join(rng.sample("bs", rng.randint(1, 2))) + "h")]
     cut = None
@@ -264,11 +264,11 @@ def partitioned(model: Model, strategy: Strategy, layouts: str | None = None, *,
     """Partition a model; at times as if nothing said how parameters are held."""
     seen: list[Any] = []
 
-    def problem(*given: Any) -> Problem:
+    def problem(*given: Any) -> SettleProblem:
         seen.append(given if held else (*given[:4], {}, {}, *given[6:]))
-        return Problem(*seen[0])
+        return SettleProblem(*seen[0])
 
-    def settled(found: Problem, serve: Any, order: Any, prices: Prices) -> Settled:
+    def settled(found: SettleProblem, serve: Any, order: Any, prices: Prices) -> Settled:
         seen.extend((serve, prices))
         return settle(found, serve, order, prices)
 
