@@ -9,7 +9,7 @@ process that stands first in the order waits for nobody who waits for it, and th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,40 +20,19 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, run_program
+from shardplan.core.reference import collect
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, shown
 from shardplan.execution.drive import Running, finish
+from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
 from shardplan.strategy.partition.programs import NEXT, TOTAL
-from shardplan.strategy.training import renamed
 
-Shards = list[Any]
 Action = tuple[int, str, int]  # stage, kind and microbatch
 Values = dict[str, Shards]  # by name
-Start = Callable[[Program, Sequence[Shards], int, "Record | None"], Running]
-
-
-def on_reference(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
-    """Run a program on all devices, in this process."""
-    yield from ()
-    return run_program(program, inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """What a backend brings: how it starts a program, the devices of this process (None: all), shards as arrays.
-
-    What is started yields while messages travel. Its turn, a number, is the same on all its processes, and no other
-    that they may run at the same time has it.
-    """
-
-    start: Start = on_reference
-    devices: frozenset[int] | None = None
-    array: Callable[[Any], np.ndarray] = np.asarray
 
 
 class Move(NamedTuple):
@@ -100,13 +79,21 @@ def _move(transfer: Transfer) -> Move:
     return Move(before, Program([(n, types[n]) for n in sent], program.steps[leaves:], program.outputs), at_once=False)
 
 
-def programs(job: Job) -> Iterator[Program]:
-    """Yield every program that a job runs where no process has all devices, in one order."""
+def offer(job: Job, problem: LayoutError | None) -> Offer:
+    """Return what backends are asked to run together."""
+    found = parts(job)
+    streams = not all(move.at_once for move in found.moves)
+    return Offer(found.devices, found.digest, lambda whole: programs(job, whole), streams, problem)
+
+
+def programs(job: Job, whole: bool) -> Iterator[Program]:
+    """Yield every program that a job runs, in one order: `whole` those too that give every device all results."""
     yield from (job.programs[key] for key in sorted(job.programs))
     for move in parts(job).moves:
         yield from (p for p in move[:2] if p is not None)
-    yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
-    yield everywhere(tuple(t for *_, t in left(job)), parts(job).devices)
+    if whole:
+        yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
+        yield everywhere(tuple(t for *_, t in left(job)), parts(job).devices)
 
 
 def kept(job: Job) -> Iterator[str]:
@@ -137,10 +124,12 @@ def everywhere(types: tuple[TensorType, ...], devices: tuple[int, ...]) -> Progr
     for k, t in enumerate(types):
         mesh = t.mesh if set(t.mesh.devices) == set(devices) else Mesh(device=len(devices), devices=devices)
         program = redistribute(t, TensorType(t.dtype, t.shape, Layout(((),) * t.ndim).dims, mesh)).program
-        program = renamed(program, {name: f"{k}.{name}" for name in program.types})
-        inputs += program.inputs
-        steps += program.steps
-        outputs += program.outputs
+        called = {name: f"{k}.{name}" for name in program.types}
+        inputs += ((called[name], u) for name, u in program.inputs)
+        for step in program.steps:
+            operands, results = (tuple(called[n] for n in names) for names in (step.operands, step.results))
+            steps.append(Step(step.op, operands, results))
+        outputs += (called[o] for o in program.outputs)
     return Program(inputs, steps, outputs)
 
 
