@@ -97,11 +97,10 @@ def programs(job: Job, whole: bool) -> Iterator[Program]:
 
 
 def kept(job: Job) -> Iterator[str]:
-    """Yield which of the state a step returns: gradients, and what takes the place of inputs; of copies none."""
+    """Yield which of the state a step returns: gradients, those of copies too, and what takes the place of inputs."""
     seen: set[str] = set()
     for key, (_, name, rows) in job.parts.items():
-        plain = name.removeprefix(TOTAL)
-        if ".copy" not in plain and (plain != name or name in job.model.replaced) and (rows or name not in seen):
+        if (name.startswith(TOTAL) or name in job.model.replaced) and (rows or name not in seen):
             seen.add(name)
             yield key
 
@@ -217,7 +216,11 @@ class JobRun:
         stacks: dict[str, list[np.ndarray]] = {}
         for key, array in zip(keys, self.whole(shards, [job.state[key] for key in keys], place + count), strict=True):
             stacks.setdefault(job.parts[key].name, []).append(array)
-        return out | {name: np.concatenate(rows) if len(rows) > 1 else rows[0] for name, rows in stacks.items()}
+        for name, rows in stacks.items():
+            of, copy, _ = name.partition(".copy")
+            array = np.concatenate(rows) if len(rows) > 1 else rows[0]
+            out[of] = out[of] + array if copy else array  # a copy's gradient is a part of its parameter's
+        return out
 
     def action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
         """Take what others send for an action, run its program, and send on what others need of it."""
