@@ -22,24 +22,34 @@ from shardplan.execution.run import run_recorded
 from strategy.jobs import arrays, by_name, model
 
 STEPS = 3
-LEAST = 1e-6  # key biases have gradients of zero, but for rounding; what is smaller than this is not compared with itself
+LEAST = (
+    1e-6  # key biases have gradients of zero, but for rounding; what is smaller than this is not compared with itself
+)
 SGD = {"optimizer": "sgd"}  # has less state, so that there is less to bring to every process
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama tensor data": ("llama", SGD, dict(tensor=2, data=2)),
-    "llama fsdp sequence": ("llama", SGD, dict(data=2, tensor=2, fsdp=True, sequence_parallel=True)),
-    "llama 1f1b": ("llama", SGD, dict(pipeline=2, data=2, global_batch=6)),
-    "llama context": ("llama", {}, dict(context=2, data=2, zero=1)),
-    "gpt tensor data": ("gpt", SGD, dict(tensor=2, data=2)),
-    "gpt 1f1b": ("gpt", SGD, dict(pipeline=2, data=2, global_batch=5)),
-    "gpt gpipe": ("gpt", SGD, dict(pipeline=2, tensor=2, global_batch=3, schedule="gpipe")),
-    "moe expert": ("moe", SGD, dict(data=2, expert=2, global_batch=4)),  # two of four processes have none of its devices
-    "moe expert tensor": ("moe", SGD, dict(data=2, expert=2, tensor=2, global_batch=4)),
-    "moe expert 1f1b": ("moe", {}, dict(pipeline=2, data=2, expert=2, global_batch=4)),
-    "dlrm data": ("dlrm", {}, dict(data=4, zero=1, global_batch=8)),
-    "dlrm tensor data": ("dlrm", SGD, dict(data=2, tensor=2)),
-    "mlp tensor data": ("mlp", SGD, dict(tensor=2, data=2)),
-    "mlp fsdp": ("mlp", SGD, dict(data=4, fsdp=True)),
-    "mlp interleaved": ("mlp", SGD, dict(pipeline=2, data=2, global_batch=4, interleave=2, schedule="interleaved")),
+    "llama tensor data": ("llama", SGD, {"tensor": 2, "data": 2}),
+    "llama fsdp sequence": ("llama", SGD, {"data": 2, "tensor": 2, "fsdp": True, "sequence_parallel": True}),
+    "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
+    "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
+    "gpt tensor data": ("gpt", SGD, {"tensor": 2, "data": 2}),
+    "gpt 1f1b": ("gpt", SGD, {"pipeline": 2, "data": 2, "global_batch": 5}),
+    "gpt gpipe": ("gpt", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 3, "schedule": "gpipe"}),
+    "moe expert": (
+        "moe",
+        SGD,
+        {"data": 2, "expert": 2, "global_batch": 4},
+    ),  # two of four processes have none of its devices
+    "moe expert tensor": ("moe", SGD, {"data": 2, "expert": 2, "tensor": 2, "global_batch": 4}),
+    "moe expert 1f1b": ("moe", {}, {"pipeline": 2, "data": 2, "expert": 2, "global_batch": 4}),
+    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8}),
+    "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
+    "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
+    "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
+    "mlp interleaved": (
+        "mlp",
+        SGD,
+        {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
+    ),
 }
 MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved")
 JAX = ("llama tensor data", "llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")

@@ -9,10 +9,9 @@ from execution.jax_child import QUICK
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import shardplan as sp  # noqa: E402
-from execution.job_cases import JAX, read, wrong  # noqa: E402
-from strategy.jobs import arrays, model  # noqa: E402
-
+import shardplan as sp
+from execution.job_cases import JAX, read, wrong
+from strategy.jobs import arrays, model
 
 
 def refused() -> str:

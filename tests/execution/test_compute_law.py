@@ -17,8 +17,8 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Cast, Compute
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
-from shardplan.execution.mpi import steps
 from shardplan.execution.drive import finish
+from shardplan.execution.mpi import steps
 from shardplan.execution.mpi.binding import Binding
 
 

@@ -13,7 +13,11 @@ import shardplan as sp
 from execution import job_cases as jobs
 from execution.jax_child import said
 from execution.mpi_launch import launched, run
-from shardplan.execution.jobs import order
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.program import Program
+from shardplan.execution.drive import Running
+from shardplan.execution.hand import Hand
+from shardplan.execution.jobs import JobRun, checked, order, parts
 from strategy.jobs import arrays, model
 
 HERE = Path(__file__).parent
@@ -38,7 +42,7 @@ def same_bytes(report: dict[str, Any], names: Any) -> None:
 
 @with_torch
 def test_on_torch(cases: str) -> None:
-    """All cases, also their bytes; a wrong array or another job on one rank is an error on all, and then all is well."""
+    """All cases, also their bytes; before that a wrong array, and another job, on one rank: an error on all."""
     from execution.torch_launch import printed
 
     report = printed(RANKS, HERE / "job_child.py", "torch", cases)
@@ -46,8 +50,8 @@ def test_on_torch(cases: str) -> None:
     same_bytes(report, jobs.CASES)
     for array, other in report["said"]:
         assert re.fullmatch(
-            r"LayoutError: job \w{8}: run of a job: inputs is of dtype float64 and shape \(0, 8\); legal is float64 and "
-            r"\(4, 8\); nothing was sent",
+            r"LayoutError: job \w{8}: run of a job: inputs is of dtype float64 and shape \(0, 8\); legal is float64 "
+            r"and \(4, 8\); nothing was sent",
             array,
         )
         assert re.fullmatch(
@@ -63,7 +67,10 @@ def test_on_mpi(cases: str) -> None:
     assert report["wrong"] == []
     same_bytes(report, jobs.MPI)
     for (array,) in report["said"]:
-        assert "LayoutError: run of a job: inputs is of dtype float64 and shape (0, 8); legal is float64 and (4, 8)" in array
+        assert (
+            "LayoutError: run of a job: inputs is of dtype float64 and shape (0, 8); legal is float64 and (4, 8)"
+            in array
+        )
 
 
 @with_jax
@@ -72,8 +79,8 @@ def test_on_jax(cases: str) -> None:
     report = said("execution/job_jax_child.py", cases)
     assert report["wrong"] == {name: [] for name in jobs.JAX}
     assert report["refused"] == (
-        "jax: %head has the type f64[13@tensor, 10] on tensor=2, which is unevenly tiled; JAX gives every device a shard "
-        "of one size: legal are dims that the product of their axes divides"
+        "jax: %head has the type f64[13@tensor, 10] on tensor=2, which is unevenly tiled; JAX gives every device a "
+        "shard of one size: legal are dims that the product of their axes divides"
     )
 
 
@@ -102,7 +109,9 @@ def test_a_rank_that_ends_or_stops_is_named_on_torch(cases: str, fault: str, tex
 
 
 @launched
-@pytest.mark.parametrize(("fault", "text"), [("killed", ""), ("hangs", r"TimedOut: .*rank 3 did not arrive within 4 s")])
+@pytest.mark.parametrize(
+    ("fault", "text"), [("killed", ""), ("hangs", r"TimedOut: .*rank 3 did not arrive within 4 s")]
+)
 def test_a_rank_that_ends_or_hangs_ends_all_on_mpi(cases: str, fault: str, text: str) -> None:
     """`Launch.wait` fails where a process is left behind."""
     job = run("job_fault_child.py", RANKS, "mpi", cases, fault, "4")
@@ -121,7 +130,10 @@ def test_what_is_no_job_and_what_are_no_arrays() -> None:
     name, first = next(iter(given.items()))
     wrong: list[tuple[Any, str]] = [
         ([], r"run of a job: \[\]; legal are global arrays by name"),
-        ({k: x for k, x in given.items() if k != name}, rf"run of a job: no array {name}, .*; legal are arrays of {more}"),
+        (
+            {k: x for k, x in given.items() if k != name},
+            rf"run of a job: no array {name}, .*; legal are arrays of {more}",
+        ),
         (given | {"x": first}, rf"run of a job: no input is called x; legal are {more}"),
         (
             given | {name: first.astype("f4")},
@@ -157,3 +169,47 @@ def test_the_order_is_each_rank_s_own() -> None:
     for place, (stage, kind, k) in enumerate(found):
         near = stage - 1 if kind == "F" else stage + 1
         assert not 0 <= near < 3 or (near, kind, k) in found[:place]
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stage", range(3))
+def test_what_is_sent_is_waited_for_once_it_was_taken(kind: str, stage: int) -> None:
+    """One rank alone, whose messages are never there: what it starts and what it waits for, in its order."""
+    strategy = sp.Strategy(pipeline=3, global_batch=5, schedule=kind)
+    job = sp.partition(model("mlp"), strategy)
+    found = parts(job)
+    places = {action: place for place, action in enumerate(found.order)}
+    said: list[tuple[str, int, int]] = []
+
+    def start(program: Program, inputs: Any, turn: int, record: Any) -> Running:
+        place, part = divmod(turn, 1 + len(job.transfers))
+        said.append(("begun", place, part))
+        yield
+        said.append(("done", place, part))
+        mine = [[t for d in t.mesh.devices if d == stage] for t in program.output_types]
+        return [[np.zeros(t.local_shape(0), numpy_dtype(t.dtype)) for t in types] for types in mine]
+
+    big = model("mlp").resize(batch=5)
+    JobRun(job, Hand(start, frozenset({stage})), checked(job, arrays(big, big.program))).step()
+    acted = [place for what, place, part in said if what == "begun" and not part and place < len(found.order)]
+    assert acted == [place for place, action in enumerate(found.order) if action[0] == stage]
+    sends = 0
+    for k, transfer in enumerate(job.transfers):
+        for micro in range(5):
+            if transfer.source[0] == stage:
+                at, taken = (places[end[0], transfer.kind, micro] for end in (transfer.source, transfer.target))
+                done = said.index(("done", at, 1 + k))
+                left = [p for p in acted if ("begun", p, 0) in said[done:]]
+                assert all(p > taken for p in left)
+                sends += 1
+    assert sends == 5 * {0: 1, 1: 2, 2: 1}[stage]
+
+
+@with_torch
+def test_tags_of_turns_differ() -> None:
+    from shardplan.execution.torch.faults import TorchWatch
+    from shardplan.execution.torch.group_state import GroupState
+
+    state = GroupState(None, None, (0, 1))
+    runs = [TorchWatch((0, 1), 0, "a job", "5a" * 32, (), 1.0, state) for _ in range(3)]
+    assert len({run.tag_of(turn) for run in runs for turn in range(500)}) == 3 * 500

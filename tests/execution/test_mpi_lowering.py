@@ -19,10 +19,10 @@ from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import Box
+from shardplan.execution.drive import finish
 from shardplan.execution.lower import group_of
 from shardplan.execution.mpi import native
 from shardplan.execution.mpi import run as backend
-from shardplan.execution.drive import finish
 from shardplan.execution.mpi.binding import Binding
 from shardplan.execution.mpi.wire import Buffers, Messages, MpiPiece
 

@@ -145,14 +145,14 @@ def finish(running: Running) -> list[Any]:
         return stop.value
 
 
-class Watched(Protocol):
+class Stepping(Protocol):
     """A watch, as far as it matters here: the step that runs, and the texts of all, for messages."""
 
     step: int
     steps: Sequence[str]
 
 
-def watched(running: Running, watch: Watched, steps: Sequence[str]) -> Running:
+def watched(running: Running, watch: Stepping, steps: Sequence[str]) -> Running:
     """Run under a watch that others share: whenever it goes on, the watch says its step."""
     step = -1
     while True:

@@ -216,9 +216,9 @@ class JobRun:
         stacks: dict[str, list[np.ndarray]] = {}
         for key, array in zip(keys, self.whole(shards, [job.state[key] for key in keys], place + count), strict=True):
             stacks.setdefault(job.parts[key].name, []).append(array)
-        for name, rows in stacks.items():
+        for name, found_rows in stacks.items():
             of, copy, _ = name.partition(".copy")
-            array = np.concatenate(rows) if len(rows) > 1 else rows[0]
+            array = np.concatenate(found_rows) if len(found_rows) > 1 else found_rows[0]
             out[of] = out[of] + array if copy else array  # a copy's gradient is a part of its parameter's
         return out
 
@@ -350,7 +350,14 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
             )
         found[name] = x
     for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
-        more = [(0, rows - whole if name not in found or d == batch_dim(job, name) else 0) for d in range(found[name].ndim)] if name in found else []
+        more = (
+            [
+                (0, rows - whole if name not in found or d == batch_dim(job, name) else 0)
+                for d in range(found[name].ndim)
+            ]
+            if name in found
+            else []
+        )
         found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
     if strange := sorted(map(str, given.keys() - wanted.keys())):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")

@@ -90,12 +90,14 @@ def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", 
     >>> job = sp.partition(model, sp.Strategy(tensor=2))
     >>> found = run(job, {name: np.ones(t.shape) for name, t in model.program.inputs})
     >>> print(found["loss"], *sorted(found))
-    9.0 gradient.layers.w layers.w loss
+    18.0 gradient.layers.weight layers.weight loss
     """
     return run_recorded(program, shards, backend, timeout, None)
 
 
-def run_recorded(program: Program | Plan | Job, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+def run_recorded(
+    program: Program | Plan | Job, shards: Any, backend: str, timeout: float, record: Record | None
+) -> Any:
     """Run as `run` does, with what the processes saw of it in `record`."""
     if isinstance(program, Plan):
         program = program.program

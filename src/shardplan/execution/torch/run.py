@@ -114,7 +114,7 @@ def executable(program: Program, device: int) -> TorchExecutable:
     return TorchExecutable(program, device)
 
 
-class Together(NamedTuple):
+class JobTurn(NamedTuple):
     """What a program is a part of: the watch that all parts share, and its turn among them."""
 
     watch: TorchWatch
@@ -155,7 +155,7 @@ def launch(
     *,
     problem: str = "",
     record: Record | None = None,
-    together: Together | None = None,
+    of_job: JobTurn | None = None,
 ) -> Running:
     """Run a program, or a move, on the shards of this rank; every rank of it launches it, in one order.
 
@@ -168,7 +168,7 @@ def launch(
         timeout: Seconds that any wait for other ranks may take.
         problem: What is wrong already, a line: the run is refused on every rank.
         record: Takes the start and the end of every step.
-        together: What it is a part of, where the ranks have agreed on more than this program.
+        of_job: What it is a part of, where the ranks have agreed on more than this program.
 
     Returns:
         A generator that yields while messages travel; its value is the results.
@@ -179,8 +179,8 @@ def launch(
     """
     watch = (
         TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
-        if together is None
-        else together.watch
+        if of_job is None
+        else of_job.watch
     )
     if strange := sorted(set(bound.ranks) - set(watch.state.ranks)):
         raise BackendError(
@@ -193,18 +193,18 @@ def launch(
     shift = 0.0
     try:
         running = bound.drive(values, wire, watch, record)
-        if together is None:
+        if of_job is None:
             watch.begin(problem)
             shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
         else:
-            wire.tag = watch.tag_of(together.turn)
+            wire.tag = watch.tag_of(of_job.turn)
             running = watched(running, watch, bound.texts)
         results = yield from (on_stream(running) if wire.streamed else running)
-        if record is not None and together is None:
+        if record is not None and of_job is None:
             record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
         return results
     except GeneratorExit:  # never finished: the process group was destroyed before the process ended, or a job failed
-        if together is not None:
+        if of_job is not None:
             wire.abandon()
         raise
     except BaseException as error:
@@ -314,8 +314,7 @@ def own_values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
     """Return the inputs by name; empty tensors stand for those on meshes without this rank."""
     given = zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True)
     return {
-        name: torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1])
-        for (name, t), own in given
+        name: torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1]) for (name, t), own in given
     }
 
 
@@ -342,7 +341,7 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
     def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
         bound = executable(program, rank)
         values = {name: x.to(device) for name, x in own_values(program, inputs, rank).items()}
-        results = yield from launch(bound, values, timeout, record=record, together=Together(watch, turn))
+        results = yield from launch(bound, values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
     return Hand(start, frozenset((rank,)), to_numpy)
