@@ -16,10 +16,12 @@ from shardplan.core.box_table import Box, BoxRow, BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import rows
 from shardplan.core.ops import (
+    AdamW,
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
+    Einsum,
     Elementwise,
     Exchange,
     Op,
@@ -27,10 +29,13 @@ from shardplan.core.ops import (
     Reduce,
     ReduceScatter,
     Repeat,
+    Reshape,
     Send,
+    Sgd,
     Slice,
     Together,
     ToPartial,
+    Write,
 )
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -270,6 +275,89 @@ def repeats(draw: st.DrawFn, most: int = 8, kinds: tuple[str, ...] = ("even", "u
     results = tuple(f"r{k}" for k in range(len(op.body.outputs)))
     kept = draw(st.sampled_from(((), ("i0",))))
     return Program(given, [Step(op, tuple(given), results)], (*results, *kept))
+
+
+def sharing_steps(rng: random.Random, t: TensorType, inputs: dict[str, TensorType], count: int) -> list[Step]:
+    """Steps on inputs of type `t`, f32, and some more that are added; of most a result may share storage."""
+    types, steps = dict(inputs), list[Step]()
+    there = Mesh({"line": t.mesh.size}, devices=t.mesh.devices)
+    whole = TensorType(t.dtype, t.shape, (), there)  # renames what is replicated
+    letters = "abcdefgh"[: t.ndim]
+    longer = Reshape(f"{' '.join(letters)} -> {' '.join(letters)} z=1")
+
+    def given(u: TensorType) -> str:
+        name = f"i{len(inputs)}"
+        inputs[name] = types[name] = u
+        return name
+
+    def add(op: Op, *operands: str) -> None:
+        found = op.infer(*(types[o] for o in operands))
+        steps.append(Step(op, operands, tuple(f"{len(steps)}.{k}" for k in range(len(found)))))
+        types.update(zip(steps[-1].results, found, strict=True))
+
+    for _ in range(count):
+        x = rng.choice(list(dict.fromkeys(s.results[0] for s in steps)) or [n for n in types if types[n] == t])
+        x = x if rng.random() < 0.6 else rng.choice([n for n in types if types[n].shape[: t.ndim] == t.shape])
+        y, z, w = rng.choices([n for n in types if types[n] == types[x]], k=3)
+        match rng.randrange(9):
+            case 0 | 1:
+                add(Elementwise("a+b"), x, y)
+            case 2:
+                add(Elementwise("2*a"), x)
+            case 3:
+                add(Elementwise("a*b"), given(TensorType(t.dtype, (), (), types[x].mesh)), x)
+            case 4:
+                add(Sgd(0.5), x, y)
+            case 5:
+                add(AdamW(0.5), x, y, z, w, given(TensorType("i32", (), (), types[x].mesh)))
+            case 6 if types[x].ndim == t.ndim:
+                add(longer, x)
+            case 7 if types[x] == t and not t.layout.used:
+                add(Send(whole.layout, there), x)
+            case 8 if types[x] == t and t.ndim:
+                values = TensorType(t.dtype, (1, *t.shape[1:]), (None, *t.layout.dims[1:]), t.mesh)
+                add(Write(0), x, given(values), given(TensorType("i32", (1,), (), t.mesh)))
+            case _:
+                dims = "abcdefghi"[: types[x].ndim]
+                add(Einsum(f"{dims}->{dims}"), x)
+    return steps
+
+
+@st.composite
+def sharing(draw: st.DrawFn, most: int = 6) -> Program:
+    """Programs of which many results may share storage: with operands listed twice, kept inputs, views, renames."""
+    rng, t = draw(rngs()), draw(types(("even", "uneven"), most, ("f32",)))
+    inputs = dict.fromkeys(("x", "y", "z", "w"), t)
+    steps = sharing_steps(rng, t, inputs, rng.randint(1, 9))
+    values = [*(r for step in steps for r in step.results), *inputs]
+    return Program(inputs, steps, [steps[-1].results[0], *rng.sample(values, rng.randint(0, 3))])
+
+
+@st.composite
+def sharing_repeats(draw: st.DrawFn, most: int = 4) -> Program:
+    """Programs around a repeat of which results may share storage; an operand may be listed twice, or kept."""
+    rng, t = draw(rngs()), draw(types(("even", "uneven"), most, ("f32",)))
+    extra = dict.fromkeys(("c", "d", "v", "s", "r"), t)
+    steps = sharing_steps(rng, t, extra, rng.randint(1, 6))
+    cut, fixed = ("s", "r"), [n for n in extra if n not in ("c", "d", "s", "r")]
+    fitting = ["c", "d", "s", "r", *(r for s in steps for r in s.results if t == _type_in(steps, extra, r))]
+    fitting += fitting[4:] * 2  # mostly what a step made
+    outputs = rng.choices(fitting, k=2 + rng.randint(0, 2))
+    n = rng.randint(1, 3)
+    body = Program([(k, extra[k]) for k in ("c", "d", *fixed, *cut)], steps, outputs)
+    op = Repeat(n, body, 2, 2, reverse=rng.random() < 0.5)
+    given = {f"i{k}": u for k, u in enumerate(operand_types(op))}
+    operands = list(given)
+    if rng.random() < 0.3:
+        operands[-1] = operands[-2]
+    results = [f"r{k}" for k in range(len(outputs))]
+    return Program(
+        given, [Step(op, tuple(operands), tuple(results))], [*results, *rng.sample(operands, rng.randint(0, 1))]
+    )
+
+
+def _type_in(steps: Sequence[Step], inputs: dict[str, TensorType], name: str) -> TensorType:
+    return Program(inputs, steps, [name]).types[name]
 
 
 def random_program(rng: random.Random, devices: int, together: bool, repeat: bool) -> Program:

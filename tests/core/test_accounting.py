@@ -8,7 +8,7 @@ import oracle
 import shardplan as sp
 import strategies as some
 from shardplan.core.accounting import account, bound_bytes, lower_bound
-from shardplan.core.ops import AllGather, Send, Slice
+from shardplan.core.ops import AllGather, Einsum, Elementwise, Reshape, Send, Sgd, Slice
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.step import Step
@@ -129,3 +129,77 @@ def test_a_kept_plan_is_booked_right(pair: Pair) -> None:
     shards = oracle.spread(oracle.content(s), s, np.random.default_rng(0))
     *_, source = run_program(program, [shards])
     assert all((x == y).all() for x, y in zip(source, shards, strict=True))
+
+
+PAIRS = {"sgd": [(0, 0)], "adamw": [(0, 0), (1, 2), (2, 3)], "write": [(0, 0)], "reshape": [(0, 0)], "send": [(0, 0)]}
+
+
+def held(program: Program, device: int) -> list[int]:
+    """Bytes on a device before the first step, and during and after each, with every storage as a set of values."""
+    size = {name: shard(t, device) for name, t in program.types.items()}
+    everywhere = {name: [shard(t, d) for d in program.devices] for name, t in program.types.items()}
+    stores = [({name}, size[name]) for name, _ in program.inputs]
+
+    def total() -> int:
+        return sum(n for _, n in stores)
+
+    def later(number: int) -> set[str]:
+        return {o for s in program.steps[number:] for o in s.operands} | set(program.outputs)
+
+    def sweep(number: int) -> None:
+        for values, _ in stores:
+            values &= later(number)
+        stores[:] = [(values, n) for values, n in stores if values]
+
+    found = [total()]
+    sweep(0)
+    for number, step in enumerate(program.steps):
+        pairs = PAIRS.get(step.op.name, [(0, k) for k in range(len(step.operands))])
+        for r, o in [] if step.op.name == "einsum" else pairs:
+            result, operand = step.results[r], step.operands[o]
+            values, _ = next(store for store in stores if operand in store[0])
+            alone = values == {operand} and operand not in later(number + 1) and step.operands.count(operand) == 1
+            if step.op.name == "send":
+                fits = operand not in later(number + 1) and result in later(number + 1)
+            else:
+                fits = (alone or step.op.name == "reshape") and everywhere[result] == everywhere[operand]
+            if fits and not any(result in store[0] for store in stores):
+                values.add(result)
+        stores += [({r}, size[r]) for r in step.results if not any(r in values for values, _ in stores)]
+        found.append(total())
+        sweep(number + 1)
+        found.append(total())
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(some.sharing())
+def test_what_shares_storage_counts_once(program: Program) -> None:
+    books, all_held = account(program), [held(program, d) for d in program.devices]
+    most = [max(each) for each in zip(*all_held, strict=True)]
+    assert books.input_bytes == most[0] and books.peak_bytes == max(most[::2])
+    staged = [s.op.staging(*program.step_types(s)[0]) for s in program.steps]
+    assert list(books.step_workspaces) == [n + k for n, k in zip(most[1::2], staged, strict=True)]
+
+
+def test_an_update_takes_the_place_of_what_nobody_reads_again() -> None:
+    t = sp.TensorType("f32", (8,), ("x",), sp.Mesh(x=2))
+    given = {"w": t, "g": t}
+
+    def held(steps: list[Step], *outputs: str) -> list[int]:
+        return [n // 16 for n in account(Program(given, steps, outputs)).step_workspaces]
+
+    once = [Step(Sgd(0.5), ("w", "g"), ("new",))]
+    assert held(once, "new") == [2]
+    assert held(once, "new", "w") == [3]  # kept
+    assert held([Step(Sgd(0.5), ("w", "w"), ("new",))], "new") == [2]  # read while it is written
+    assert held([*once, Step(Elementwise("a+b"), ("w", "new"), ("sum",))], "sum") == [3, 2]
+    seen = [Step(Reshape("a -> a b=1"), ("w",), ("view",)), *once]
+    assert held(seen, "new") == [2, 2]  # the view is never read
+    assert held(seen, "new", "view") == [2, 3]  # it would see the update
+    assert held([*seen[:1], Step(Elementwise("-a"), ("view",), ("b",))], "b", "w", "g") == [2, 3]
+    assert held([*seen[:1], Step(Elementwise("-a"), ("view",), ("b",))], "b", "g") == [2, 2]
+    sums = [Step(Elementwise("a+b"), ("w", "g"), ("1",)), Step(Einsum("a->a"), ("1",), ("2",))]
+    assert held(sums, "2") == [2, 2]
+    assert held([Step(Elementwise("a+b"), ("w", "g"), ("1",))], "1", "w") == [2]  # the other operand's
+    assert held([Step(Elementwise("a+b"), ("w", "g"), ("1",))], "1", "w", "g") == [3]

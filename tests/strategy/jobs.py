@@ -16,15 +16,40 @@ from shardplan.execution.jobs import JobRun, checked
 
 # Key biases have gradients that are zero but for rounding, which adamw makes as large as any: so sgd for gpt.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", dict(layers=3, hidden=12, heads=6, kv_heads=2, ffn=20, seq=8, vocab=32)),
-    "odd": ("llama", dict(layers=3, hidden=10, heads=3, kv_heads=3, head_dim=4, ffn=7, seq=5, vocab=13)),
-    "gpt": ("gpt", dict(layers=3, hidden=12, heads=4, seq=6, vocab=17, optimizer="sgd")),
-    "moe": ("moe", dict(layers=3, hidden=16, heads=4, kv_heads=2, ffn=10, experts=4, experts_per_token=2, seq=6,
-                        vocab=17, dense_layers=1)),
-    "mlp": ("mlp", dict(layers=4, hidden=8, optimizer="sgd")),
-    "dlrm": ("dlrm", dict(table_rows=(30, 50, 7), embedding_dim=8, dense_features=5, bottom=(16, 8), top=(12, 1),
-                          bag=3)),
-}  # fmt: skip
+    "llama": ("llama", {"layers": 3, "hidden": 12, "heads": 6, "kv_heads": 2, "ffn": 20, "seq": 8, "vocab": 32}),
+    "odd": (
+        "llama",
+        {"layers": 3, "hidden": 10, "heads": 3, "kv_heads": 3, "head_dim": 4, "ffn": 7, "seq": 5, "vocab": 13},
+    ),
+    "gpt": ("gpt", {"layers": 3, "hidden": 12, "heads": 4, "seq": 6, "vocab": 17, "optimizer": "sgd"}),
+    "moe": (
+        "moe",
+        {
+            "layers": 3,
+            "hidden": 16,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn": 10,
+            "experts": 4,
+            "experts_per_token": 2,
+            "seq": 6,
+            "vocab": 17,
+            "dense_layers": 1,
+        },
+    ),
+    "mlp": ("mlp", {"layers": 4, "hidden": 8, "optimizer": "sgd"}),
+    "dlrm": (
+        "dlrm",
+        {
+            "table_rows": (30, 50, 7),
+            "embedding_dim": 8,
+            "dense_features": 5,
+            "bottom": (16, 8),
+            "top": (12, 1),
+            "bag": 3,
+        },
+    ),
+}
 
 
 def model(name: str, **fields: Any) -> Model:
@@ -75,5 +100,8 @@ def wrong(found: Model, strategy: Strategy, steps: int = 3, **more: Any) -> list
         want, got = by_name(big.program, there), stepped(job, here)
         pairs = {"loss": "loss", **big.replaced}
         out += [f"step {step}: {n} by {e:.1e}" for n, o in pairs.items() if (e := apart(got[n], want[o])) > 1e-9]
-        here, there = {**here, **{n: got[n] for n in big.replaced}}, {**there, **{n: want[o] for n, o in big.replaced.items()}}
+        here, there = (
+            {**here, **{n: got[n] for n in big.replaced}},
+            {**there, **{n: want[o] for n, o in big.replaced.items()}},
+        )
     return out

@@ -11,33 +11,40 @@ from shardplan.core.walk import program_leaves
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
 ALONE: dict[str, dict[str, Any]] = {
-    "data": dict(data=2),
-    "microbatches": dict(data=2, global_batch=6),
-    "uneven": dict(data=2, global_batch=5),
-    "tensor": dict(tensor=2),
-    "sequence": dict(tensor=2, sequence_parallel=True),
-    "zero 1": dict(data=2, zero=1, global_batch=4),
-    "zero 2": dict(data=2, zero=2, global_batch=4),
-    "zero 3": dict(data=2, zero=3),
-    "fsdp": dict(data=2, context=2, fsdp=True),
-    "part": dict(data=4, shard=2, fsdp=True),
-    "ulysses": dict(context=2),
-    "gathered keys": dict(context=2, context_kind="gather"),
-    "pipeline": dict(pipeline=3, global_batch=4),
-    "gpipe": dict(pipeline=2, global_batch=3, schedule="gpipe"),
-    "chunks": dict(pipeline=1, interleave=1, global_batch=2),
-    "full": dict(tensor=2, recompute="full"),
-    "selective": dict(tensor=2, recompute="selective"),
+    "data": {"data": 2},
+    "microbatches": {"data": 2, "global_batch": 6},
+    "uneven": {"data": 2, "global_batch": 5},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence_parallel": True},
+    "zero 1": {"data": 2, "zero": 1, "global_batch": 4},
+    "zero 2": {"data": 2, "zero": 2, "global_batch": 4},
+    "zero 3": {"data": 2, "zero": 3},
+    "fsdp": {"data": 2, "context": 2, "fsdp": True},
+    "part": {"data": 4, "shard": 2, "fsdp": True},
+    "ulysses": {"context": 2},
+    "gathered keys": {"context": 2, "context_kind": "gather"},
+    "pipeline": {"pipeline": 3, "global_batch": 4},
+    "gpipe": {"pipeline": 2, "global_batch": 3, "schedule": "gpipe"},
+    "chunks": {"pipeline": 1, "interleave": 1, "global_batch": 2},
+    "full": {"tensor": 2, "recompute": "full"},
+    "selective": {"tensor": 2, "recompute": "selective"},
 }
 THREE: dict[str, dict[str, Any]] = {
-    "tensor, data, pipeline": dict(tensor=2, data=2, pipeline=2, global_batch=4),
-    "sequence, data, zero 1": dict(tensor=2, data=3, sequence_parallel=True, zero=1, global_batch=6),
-    "context, data, fsdp": dict(context=2, data=2, fsdp=True, tensor=2),
-    "pipeline, zero 2, recompute": dict(pipeline=3, data=2, zero=2, recompute="full", global_batch=4),
-    "pipeline, sequence, fsdp": dict(pipeline=2, tensor=2, sequence_parallel=True, data=2, fsdp=True, global_batch=4),
-    "context, tensor, uneven": dict(context=2, tensor=2, context_kind="gather", data=2, global_batch=3),
-    "tensor, part, microbatches": dict(tensor=3, data=4, shard=2, zero=3, global_batch=8),
-    "context, pipeline, zero 1": dict(context=2, pipeline=2, data=2, zero=1, global_batch=4),
+    "tensor, data, pipeline": {"tensor": 2, "data": 2, "pipeline": 2, "global_batch": 4},
+    "sequence, data, zero 1": {"tensor": 2, "data": 3, "sequence_parallel": True, "zero": 1, "global_batch": 6},
+    "context, data, fsdp": {"context": 2, "data": 2, "fsdp": True, "tensor": 2},
+    "pipeline, zero 2, recompute": {"pipeline": 3, "data": 2, "zero": 2, "recompute": "full", "global_batch": 4},
+    "pipeline, sequence, fsdp": {
+        "pipeline": 2,
+        "tensor": 2,
+        "sequence_parallel": True,
+        "data": 2,
+        "fsdp": True,
+        "global_batch": 4,
+    },
+    "context, tensor, uneven": {"context": 2, "tensor": 2, "context_kind": "gather", "data": 2, "global_batch": 3},
+    "tensor, part, microbatches": {"tensor": 3, "data": 4, "shard": 2, "zero": 3, "global_batch": 8},
+    "context, pipeline, zero 1": {"context": 2, "pipeline": 2, "data": 2, "zero": 1, "global_batch": 4},
 }
 
 
@@ -52,22 +59,22 @@ def test_three_together_compute_what_the_model_does(name: str) -> None:
 
 
 OTHERS: list[tuple[str, dict[str, Any]]] = [
-    ("odd", dict(tensor=2, data=3, global_batch=12)),
-    ("odd", dict(tensor=2, data=3, sequence_parallel=True, fsdp=True)),
-    ("odd", dict(context=2, data=3, zero=2, pipeline=2, global_batch=6)),
-    ("gpt", dict(tensor=2, data=2, zero=1, global_batch=4)),
-    ("gpt", dict(pipeline=3, tensor=4, sequence_parallel=True, global_batch=4)),
-    ("gpt", dict(pipeline=2, data=2, zero=2, global_batch=4)),
-    ("moe", dict(data=2, expert=2)),
-    ("moe", dict(data=4, expert=2, tensor=2, sequence_parallel=True, zero=1)),
-    ("moe", dict(data=4, expert=4, fsdp=True, recompute="selective")),
-    ("moe", dict(data=2, expert=2, context=2, pipeline=2, global_batch=4)),
-    ("mlp", dict(tensor=2, data=2, microbatch=2)),
-    ("mlp", dict(data=2, fsdp=True, pipeline=2, global_batch=8)),
-    ("dlrm", dict(data=4, expert=4)),
-    ("dlrm", dict(data=2, tensor=2, zero=1)),
-    ("dlrm", dict(data=4, expert=2, fsdp=True)),
-]  # fmt: skip
+    ("odd", {"tensor": 2, "data": 3, "global_batch": 12}),
+    ("odd", {"tensor": 2, "data": 3, "sequence_parallel": True, "fsdp": True}),
+    ("odd", {"context": 2, "data": 3, "zero": 2, "pipeline": 2, "global_batch": 6}),
+    ("gpt", {"tensor": 2, "data": 2, "zero": 1, "global_batch": 4}),
+    ("gpt", {"pipeline": 3, "tensor": 4, "sequence_parallel": True, "global_batch": 4}),
+    ("gpt", {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
+    ("moe", {"data": 2, "expert": 2}),
+    ("moe", {"data": 4, "expert": 2, "tensor": 2, "sequence_parallel": True, "zero": 1}),
+    ("moe", {"data": 4, "expert": 4, "fsdp": True, "recompute": "selective"}),
+    ("moe", {"data": 2, "expert": 2, "context": 2, "pipeline": 2, "global_batch": 4}),
+    ("mlp", {"tensor": 2, "data": 2, "microbatch": 2}),
+    ("mlp", {"data": 2, "fsdp": True, "pipeline": 2, "global_batch": 8}),
+    ("dlrm", {"data": 4, "expert": 4}),
+    ("dlrm", {"data": 2, "tensor": 2, "zero": 1}),
+    ("dlrm", {"data": 4, "expert": 2, "fsdp": True}),
+]
 
 
 @pytest.mark.parametrize(("name", "said"), OTHERS, ids=str)
@@ -116,8 +123,16 @@ def test_the_job_run_by_hand_is_the_models() -> None:
     assert np.array_equal(got, whole["layers.weight"])
 
 
-DECODES = [dict(tensor=2), dict(data=2), dict(data=2, tensor=4), dict(pipeline=2), dict(tensor=2, pipeline=3, data=2),
-           dict(data=2, fsdp=True), dict(tensor=3), dict(context=2)]  # fmt: skip
+DECODES = [
+    {"tensor": 2},
+    {"data": 2},
+    {"data": 2, "tensor": 4},
+    {"pipeline": 2},
+    {"tensor": 2, "pipeline": 3, "data": 2},
+    {"data": 2, "fsdp": True},
+    {"tensor": 3},
+    {"context": 2},
+]
 
 
 @pytest.mark.parametrize("said", DECODES, ids=str)
@@ -197,13 +212,19 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (dict(data=3, expert=2), "strategy: expert=2 does not divide data=3; legal are [1, 3]"),
-        (dict(data=4, global_batch=3), "strategy: global_batch=3 is below data * microbatch = 4 * 1; legal are 4 and more"),
-        (dict(data=4, shard=3), "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]"),
-        (dict(zero=4), "strategy: zero is 4; legal is a whole number from 0 to 3"),
-        (dict(pipeline=9), "9 stages of a model of 3 layers; legal are 1 to 3"),
+        ({"data": 3, "expert": 2}, "strategy: expert=2 does not divide data=3; legal are [1, 3]"),
+        (
+            {"data": 4, "global_batch": 3},
+            "strategy: global_batch=3 is below data * microbatch = 4 * 1; legal are 4 and more",
+        ),
+        (
+            {"data": 4, "shard": 3},
+            "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]",
+        ),
+        ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
+        ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         partition(model("llama"), Strategy(**said))
@@ -213,7 +234,9 @@ def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) ->
 def test_a_model_made_of_a_program_has_one_size() -> None:
     plain = model("mlp", batch=4)
     assert plain.forward is not None
-    own = Model.of(plain.forward, {n: plain.dims[n] for n, _ in plain.forward.inputs}, plain.parameters, optimizer="sgd")
+    own = Model.of(
+        plain.forward, {n: plain.dims[n] for n, _ in plain.forward.inputs}, plain.parameters, optimizer="sgd"
+    )
     assert own.program.outputs == plain.program.outputs
     with pytest.raises(ShardplanError, match="made of a program"):
         own.resize(batch=8)

@@ -1,14 +1,15 @@
 """Bytes of a program: live, staged and received, per device; derived from the types alone.
 
-A value is live from its definition (inputs: from the start) to its last use, outputs to the end. During a step its
-operands, its results, every other live value and its staging exist at once: that is the workspace. An input that is
-an output too is *kept*: its storage belongs to the caller, and counts to the end. A body's invariants and slices are
-storage of the operands of the op that it is in, which live as long as that step.
+A value is live from its definition (inputs: from the start) to its last use, outputs to the end, and its storage as
+long as a value in it: see `storages`. During a step the storage of its operands, of its results, of every other live
+value and its staging exist at once: that is the workspace. An input that is an output too is *kept*: its storage
+belongs to the caller, and counts to the end. A body's invariants and slices are storage of the operands of the op that
+it is in, which live as long as that step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -68,9 +69,55 @@ class _Ledger:
             return t.local_bytes()
         return self.spread(t.mesh.ids, t.elements() * t.itemsize)
 
+    def sizes(self, program: Program) -> dict[str, Bytes]:
+        return {name: self.size(t) for name, t in program.types.items()}
+
 
 def _worst(value: Bytes) -> int:
     return value if isinstance(value, int) else int(value.max())
+
+
+class Storages(NamedTuple):
+    """In whose storage every value is, the one's that brought it; and which storages end with each step."""
+
+    of: dict[str, str]
+    ended: list[list[str]]
+
+
+def storages(
+    program: Program, sizes: Mapping[str, Bytes], fixed: Collection[str] = (), relabel: bool = True
+) -> Storages:
+    """Say which values of a program share storage.
+
+    A result takes the storage of an operand that it may share (`Op.aliases`) where this step is the last to use any
+    value in it, and uses it once; the storage of the inputs `fixed` it never takes. The result of a view is in its
+    operand's storage, whoever else is. Either has the bytes of its operand on every device. A step that relabels
+    leaves its operands where they are, unless `relabel` says that it moves them.
+    """
+    of = {name: name for name, _ in program.inputs}
+    living = dict.fromkeys(of, 1)  # by storage how many values in it are live
+    ended: list[list[str]] = []
+    for visit in walk(program):
+        step, freed = visit.step, visit.freed
+        moved = visit.relabels and relabel
+        for result, operand in ((k, k) for k in range(len(step.results))) if moved else step.op.aliases:
+            made, o = step.results[result], step.operands[operand]
+            last = o in freed and step.operands.count(o) == 1 and living[of[o]] == 1 and of[o] not in fixed
+            if made not in of and (moved or step.op.view or last) and bool(np.all(sizes[made] == sizes[o])):
+                of[made] = of[o]
+                living[of[o]] += 1
+        for made in step.results:
+            if made not in of:
+                of[made], living[made] = made, 1
+        for name in freed:
+            living[of[name]] -= 1
+        ended.append([s for s in dict.fromkeys(of[name] for name in freed) if not living[s]])
+    return Storages(of, ended)
+
+
+def shared_values(program: Program) -> dict[str, str]:
+    """Return in whose storage every value of a program is, where its inputs are others' and never written."""
+    return storages(program, _Ledger(program.devices).sizes(program), dict(program.inputs)).of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +133,8 @@ def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = (
 
     The inputs named in `outside` are not counted.
     """
-    ledger = _Ledger(devices)
-    sizes: dict[str, Bytes] = {name: ledger.size(t) for name, t in program.types.items()}
+    sizes = _Ledger(devices).sizes(program)
+    of, ended = storages(program, sizes, outside)
     sizes |= dict.fromkeys(outside, 0)
     used = {o for step in program.steps for o in step.operands} | set(program.outputs)
     start: Bytes = sum((sizes[name] for name, _ in program.inputs), 0)
@@ -96,16 +143,12 @@ def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = (
         if name not in used:
             live = live - sizes[name]
     found: list[Hold] = []
-    for visit in walk(program):
-        step, freed = visit.step, visit.freed
-        if visit.relabels:  # the result is the operand's storage
-            freed = freed - set(step.operands)
-            sizes |= zip(step.results, [sizes[o] for o in step.operands], strict=True)
-        else:
-            for name in step.results:
+    for step, ends in zip(program.steps, ended, strict=True):
+        for name in step.results:
+            if of[name] == name:
                 live = live + sizes[name]
         during = live
-        for name in freed:
+        for name in ends:
             live = live - sizes[name]
         found.append(Hold(during, live))
     return start, found
@@ -188,7 +231,8 @@ def held_inside(body: Program, carried: int) -> int:
     """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
 
     Operands are its invariants and slices; what it carries is its own from the second run on. Of the results, those
-    carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied.
+    carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied,
+    also where the stack takes the storage of a sliced operand.
     """
     ledger = _Ledger(body.devices)
     start, found = holds(body, body.devices, [name for name, _ in body.inputs[carried:]])
@@ -196,6 +240,21 @@ def held_inside(body: Program, carried: int) -> int:
     results = sum((ledger.size(t) for t in body.output_types[:carried]), 0)
     moments = [start, *(hold.during + n for hold, n in zip(found, staged, strict=True))]
     return max(0, *(_worst(moment - results) for moment in moments))
+
+
+@lru_cache(maxsize=256)
+def shared_around(body: Program, carried: int, cut: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs (result, operand) of an op that runs a body again and again that may share storage.
+
+    A carried result may be where it entered, a stack where the rows are that it was made of: each run leaves the value
+    in the storage in which it entered, which no other result leaves in. What only moves leaves in another.
+    """
+    names = [name for name, _ in body.inputs]
+    whole = len(names) - cut
+    of = storages(body, _Ledger(body.devices).sizes(body), names[carried:whole], relabel=False).of
+    homes = [of[name] for name in body.outputs]
+    pairs = ((k, names.index(home)) for k, home in enumerate(homes) if home in names and homes.count(home) == 1)
+    return tuple((k, j) for k, j in pairs if (j == k if k < carried else j >= whole and body.outputs[k] != names[j]))
 
 
 def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -> int:

@@ -34,6 +34,8 @@ class Op(abc.ABC):
     peers: ClassVar[int] = 0  # on one mesh, outside groups: 1 where a device has one each way, 2 where any number
     # Unannotated, so that they are no fields before an op's own.
     chunks = 1  # parts that it runs in one after another
+    aliases = tuple[tuple[int, int], ...]()  # pairs (result, operand): it may take the storage, where nobody reads on
+    view = False  # whether its results are its operands' storage, read on or not
     algorithm = ""  # by which it is composed of messages, whatever a library has; empty where nobody chose
 
     @property

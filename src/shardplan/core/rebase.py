@@ -40,5 +40,7 @@ def rebased_type(t: TensorType, meshes: Meshes) -> TensorType:
 def _op(op: Op, meshes: Meshes) -> Op:
     if isinstance(op, Nested):
         return replace(op, body=rebased(op.body, meshes))
-    changed = {f.name: meshes[value] for f in fields(op) if isinstance(value := getattr(op, f.name), Mesh) and value in meshes}
+    changed = {
+        f.name: meshes[value] for f in fields(op) if isinstance(value := getattr(op, f.name), Mesh) and value in meshes
+    }
     return replace(op, **changed) if changed else op

@@ -2,16 +2,18 @@
 
 A backend says how an op without a body is bound to its device (`bind`) and how a shard is allocated (`make`). What is
 bound is a generator, which yields while messages travel; `plain` makes one of a function that blocks. Bodies are bound
-once; one that runs at once is bound like an op without.
+once; one that runs at once is bound like an op without. Every result is made anew, but for those of a relabel, of a
+view, and of a loop that takes an operand's place, which the account says; an input is never written.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from shardplan.core.accounting import shared_values
 from shardplan.core.nested import Nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
@@ -54,23 +56,38 @@ class Hands(Generic[Wire]):
     def steps(self, program: Program) -> tuple[BoundStep[Wire], ...]:
         """Bind the steps of a program; an error names its step."""
         found: list[BoundStep[Wire]] = []
+        of = shared_values(program)
         for visit in walk(program):
             step, run = visit.step, None
             if not visit.relabels:
+                homes = [of[o] for o in step.operands]
+                places = {k: homes.index(of[r]) for k, r in enumerate(step.results) if of[r] in homes}
                 try:
-                    run = (
-                        self.bind(step.op, visit.operands, visit.results)
-                        if visit.nested is None or visit.nested.at_once
-                        else self.looped(visit.nested, visit.results)
-                    )
+                    if step.op.view and len(places) == len(step.results):
+                        run = self.viewed(visit.results, places)
+                    elif visit.nested is None or visit.nested.at_once:
+                        run = self.bind(step.op, visit.operands, visit.results)
+                    else:
+                        run = self.looped(visit.nested, visit.results, places)
                 except ShardplanError as error:
                     text = op_text(step.op, step.operands)
                     raise type(error)(f"step {visit.number} ({text}): {error}") from None
             found.append(BoundStep(run, step.operands, step.results, tuple(visit.freed)))
         return tuple(found)
 
-    def looped(self, op: Nested, results: Types) -> Bound[Wire]:
-        """Bind an op that runs its body again and again."""
+    def viewed(self, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
+        """Bind an op whose results are operands under another shape; `places` says which."""
+        at = [place_of(t, self.device) for t in results]
+        shapes = [None if k is None else t.local_shape(k) for t, k in zip(results, at, strict=True)]
+
+        def run(arrays: list[Any], wire: Wire) -> list[Any]:
+            taken = (arrays[places[k]] for k in range(len(shapes)))
+            return [x if shape is None else x.reshape(shape) for x, shape in zip(taken, shapes, strict=True)]
+
+        return plain(run)
+
+    def looped(self, op: Nested, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
+        """Bind an op that runs its body again and again; `places` says which results take which operands' place."""
         body, steps, carried = op.body, self.steps(op.body), op.kept
         names = [name for name, _ in body.inputs]
         whole = len(names) - op.cut
@@ -79,10 +96,17 @@ class Hands(Generic[Wire]):
             for types in (body.input_types[whole:], body.output_types[carried:])
         )
         makers = [self.make(u) for u in results[carried:]]
+        of = shared_values(body)
+        lent = {  # carried results that would lie where another value does, which may be written later
+            k: self.make(u)
+            for k, u in enumerate(results[:carried])
+            if k not in places and (not op.times or of[body.outputs[k]] in names)
+            if place_of(u, self.device) is not None
+        }
 
         def run(arrays: list[Any], wire: Wire) -> Running:
             state = list(arrays[:carried])
-            stacks = [make(wire) for make in makers]
+            stacks = [arrays[places[k]] if k in places else make(wire) for k, make in enumerate(makers, carried)]
             for k in op.order:
                 rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
                 values = dict(zip(names, [*state, *arrays[carried:whole], *rows], strict=True))
@@ -93,6 +117,10 @@ class Hands(Generic[Wire]):
                     if here:
                         stack[k, ...] = row
                     del row
+            for k, make in lent.items():
+                own = make(wire)
+                own[...] = state[k]
+                state[k] = own
             return [*state, *stacks]
 
         return run

@@ -293,8 +293,8 @@ class JobRun:
 
     def put(self, array: np.ndarray, t: TensorType) -> Shards:
         """Return this process's shards of an array."""
-        boxes = (t.box(k) for k in self.own_places(t))
-        return [array[tuple(slice(a, b) for a, b in box)].copy() for box in boxes]
+        boxes, dtype = (t.box(k) for k in self.own_places(t)), numpy_dtype(t.dtype)
+        return [array[tuple(slice(a, b) for a, b in box)].astype(dtype) for box in boxes]
 
     def zeros(self, t: TensorType) -> Shards:
         """Return this process's shards of a total of nothing."""

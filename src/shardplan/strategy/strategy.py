@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError
+from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Line
 
@@ -39,6 +40,8 @@ class Strategy:
         fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
+        bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
+        offload: Whether what a microbatch saves goes to the host until shortly before its backward pass.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
     Raises `LayoutError` for a value that is not legal.
@@ -63,6 +66,8 @@ class Strategy:
     context_kind: ContextKind = "ulysses"
     gradient_dtype: str | None = None
     shard: int | None = None
+    bucket: float | str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
@@ -79,8 +84,8 @@ class Strategy:
         batch = border.whole("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
-                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; legal are "
-                f"{replicas} and more"
+                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
+                f"legal are {replicas} and more"
             )
         group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
         if self.data % group or group % self.expert:
@@ -89,6 +94,9 @@ class Strategy:
                 f"strategy: shard={group} does not divide data={self.data}, or is no multiple of expert={self.expert}; "
                 f"legal are {legal}"
             )
+        border.flag("strategy: offload", self.offload)
+        if self.bucket is not None:
+            object.__setattr__(self, "bucket", limit_of("strategy: bucket", self.bucket))
         if self.fsdp and self.zero not in (0, 2, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal are 2 and 3 (by default)")
 
@@ -163,9 +171,13 @@ class Strategy:
                 continue
             if zero >= 3 and free:
                 stored.append(Line((name,), free))
-            if zero >= 1 and free:
+            if name not in model.gradients:
+                continue
+            if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
                 stored.append(Line((f"{name}.*",), free))
-            stored.append(Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums))
+            stored.append(
+                Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums)
+            )
         lines = [Line((name,), cuts) for name, cuts in held.items() if cuts]
         return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
 
@@ -212,9 +224,10 @@ def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
     return ((a, dim) for dim, axes in cuts for a in axes)
 
 
-def _state_of(model: Model, name: str) -> bool:
-    """Say whether an input is what an optimizer keeps of a parameter."""
-    return name.rpartition(".")[0] in model.parameters and name not in model.parameters
+def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
+    """Say whether an input is what an optimizer keeps of a parameter, or of one of them."""
+    of = name.rpartition(".")[0]
+    return of in model.parameters and name not in model.parameters and parameter in (None, of)
 
 
 def _joined(lines: list[Line]) -> tuple[Line, ...]:
@@ -223,5 +236,3 @@ def _joined(lines: list[Line]) -> tuple[Line, ...]:
     for line in lines:
         found.setdefault((line.dims, line.partial), []).extend(line.patterns)
     return tuple(Line(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]
-
-

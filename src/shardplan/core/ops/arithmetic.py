@@ -51,6 +51,11 @@ class Elementwise(Ruled):
         """The parsed expression."""
         return Expression.parse(self.expr)
 
+    @property
+    def aliases(self) -> tuple[tuple[int, int], ...]:
+        """Any operand as large as the result: each element is read before its place is written."""
+        return tuple((0, k) for k in range(self.expression.arity))
+
     def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
         """Return the common dtype of the operands that are no condition."""
         expression = self.expression

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from shardplan.core import border
-from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.accounting import books_of, held_inside, shared_around
 from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
 from shardplan.core.op import Array, Shards
@@ -90,6 +90,11 @@ class Repeat(Nested):
     def cut(self) -> int:
         """How many operands are sliced."""
         return self.sliced
+
+    @property
+    def aliases(self) -> tuple[tuple[int, int], ...]:
+        """What leaves every run of the body in the storage in which it entered."""
+        return shared_around(self.body, self.carried, self.sliced)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the body again and again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -49,9 +49,6 @@ class Size(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
     """An op that computes on every device alone."""
-
-    # An alias is a (result, operand) that may share its storage.
-    aliases: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     @abc.abstractmethod
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
@@ -99,11 +96,8 @@ class Compute(Op):
         return self.gradient(draft, operands, results, cotangents)
 
     def touched(self, *operands: TensorType) -> int:
-        """Return the bytes that the worst device reads and writes; what shares storage is not touched."""
-        shared, results = self.aliases, self.infer(*operands)
-        read = (t for k, t in enumerate(operands) if k not in {a for _, a in shared})
-        written = (t for k, t in enumerate(results) if k not in {a for a, _ in shared})
-        return sum(t.local_bytes() for t in (*read, *written))
+        """Return the bytes that the worst device reads and writes; a view touches none."""
+        return 0 if self.view else sum(t.local_bytes() for t in (*operands, *self.infer(*operands)))
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Compute on every device that holds the value."""

@@ -157,7 +157,7 @@ class Write(Ruled):
     """
 
     name: ClassVar[str] = "write"
-    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    aliases = ((0, 0),)
     dim: int = 0
 
     def rule(self, *operands: TensorType) -> FactorRule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
@@ -187,12 +187,13 @@ class Rotary(Composed):
     """Pairs of the last dim of `[b s .. d]` turned by their position, i32 `[s]`: arXiv 2104.09864.
 
     A pair are elements i and i + d/2, or 2i and 2i + 1 where they are `interleaved`; the i-th turns by position /
-    theta**(2i/d).
+    theta**(2i/d), or `back` by as much.
     """
 
     name: ClassVar[str] = "rotary"
     theta: float = 10000.0
     interleaved: bool = False
+    back: bool = False
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """x cos + J x sin, where J turns a pair by a quarter."""
@@ -213,8 +214,19 @@ class Rotary(Composed):
         letters = ("ht", "hu") if self.interleaved else ("th", "uh")
         turn = Einsum(f"bs{between}{letters[0]},tu->bs{between}{letters[1]}")
         turned = d(turn, x, d(Elementwise("a - b"), *quarter))
-        y = d(Elementwise("a * cos(c) + b * sin(c)"), x, turned, angle)
+        y = d(Elementwise(f"a * cos(c) {'-' if self.back else '+'} b * sin(c)"), x, turned, angle)
         return [_as(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t)]
+
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
+    ) -> Sequence[str | None]:
+        """The other way round, which reads the positions alone."""
+        return [draft(replace(self, back=not self.back), cotangents[0], operands[1]), None]
 
 
 @dataclass(frozen=True, slots=True)

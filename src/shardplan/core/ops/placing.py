@@ -32,7 +32,8 @@ class Reshape(Ruled):
     """
 
     name: ClassVar[str] = "reshape"
-    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    aliases = ((0, 0),)
+    view = True
     spec: str
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class Sgd(Composed):
     """A parameter less `lr` times its gradient."""
 
     name: ClassVar[str] = "sgd"
-    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0),)
+    aliases = ((0, 0),)
     lr: float
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
@@ -38,7 +38,7 @@ class AdamW(Composed):
     """
 
     name: ClassVar[str] = "adamw"
-    aliases: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (1, 2), (2, 3))
+    aliases = ((0, 0), (1, 2), (2, 3))
     lr: float
     beta1: float = 0.9
     beta2: float = 0.999

@@ -196,6 +196,8 @@ def launch(
         if of_job is None:
             watch.begin(problem)
             shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
+        elif problem:
+            raise LayoutError(f"{bound.name}: {problem}")
         else:
             wire.tag = watch.tag_of(of_job.turn)
             running = watched(running, watch, bound.texts)

@@ -1,9 +1,9 @@
 """The least sum of tables over choices, exactly: one choice after another is eliminated.
 
 A *table* is an array with an axis for each of some choices; the sum of all tables at one option of every choice is to
-be least. A choice is eliminated by adding the tables that have it and taking the minimum along its axis, in order of the
-table that this makes; so the work grows with the widest such table, not with the number of choices (bucket elimination,
-Dechter 1999).
+be least. A choice is eliminated by adding the tables that have it and taking the minimum along its axis, in order of
+the table that this makes; so the work grows with the widest such table, not with the number of choices (bucket
+elimination, Dechter 1999).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Least(NamedTuple):
 
 
 def least(tables: Sequence[Table[Choice]]) -> Least:
-    """Return the least sum of `tables` over the options of every choice, and of equal ones the first options.
+    """Return the least sum of `tables` over the options of every choice; no choice alone could have an earlier option.
 
     Raises `TooWide`.
 
@@ -86,4 +86,6 @@ def _scope(choice: Choice, having: Mapping[Choice, set[int]], left: Mapping[int,
 def _aligned(choices: tuple[Choice, ...], array: np.ndarray, order: tuple[Choice, ...]) -> np.ndarray:
     """The array of a table with its axes in an order, and axes of length 1 for choices that it does not have."""
     array = array.transpose([choices.index(c) for c in order if c in choices])
-    return array.reshape([array.shape[[x for x in order if x in choices].index(c)] if c in choices else 1 for c in order])
+    return array.reshape(
+        [array.shape[[x for x in order if x in choices].index(c)] if c in choices else 1 for c in order]
+    )

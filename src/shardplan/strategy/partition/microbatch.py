@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.core.dim_names import dim_names
 from shardplan.core.gradients import Keep, Origin
-from shardplan.core.nested import nested
-from shardplan.core.op import Op
+from shardplan.core.nested import Nested, nested
 from shardplan.core.ops import Elementwise
 from shardplan.core.ops.composed import differs
 from shardplan.core.ops.compute import computing
@@ -34,7 +33,7 @@ Recompute = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Of the steps of a forward program the stage of each, None where every stage that reads it makes it; of loops rows."""
+    """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows."""
 
     stages: tuple[int | None, ...]
     rows: Mapping[int, tuple[Rows, ...]]
@@ -96,7 +95,7 @@ def cut(program: Program, stages: int) -> Cuts:
     if stages == 1:
         return Cuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)})
     loops = _loops(program)
-    weights = [w for k, op in loops for w in [_flops(op.body)] * op.times]
+    weights = [w for _, op in loops for w in [_flops(op.body)] * op.times]
     if len(weights) < stages:
         raise LayoutError(f"{stages} stages of a model of {len(weights)} layers; legal are 1 to {len(weights)}")
     first, last = (loops[0][0], loops[-1][0]) if loops else (0, 0)
@@ -118,7 +117,7 @@ def cut(program: Program, stages: int) -> Cuts:
     return Cuts(tuple(where), rows)
 
 
-def _loops(program: Program) -> list[tuple[int, Op]]:
+def _loops(program: Program) -> list[tuple[int, Nested]]:
     return [(k, op) for k, step in enumerate(program.steps) if (op := nested(step.op)) is not None]
 
 
@@ -148,7 +147,9 @@ def _balanced(weights: Sequence[float], stages: int) -> list[int]:
                 starts.append(k)
                 if len(starts) > stages:
                     return None
-        heaviest = max(b - a for a, b in zip([sums[s] for s in starts], [*(sums[s] for s in starts[1:]), sums[-1]], strict=True))
+        heaviest = max(
+            b - a for a, b in zip([sums[s] for s in starts], [*(sums[s] for s in starts[1:]), sums[-1]], strict=True)
+        )
         return starts if len(starts) == stages and heaviest <= most else None
 
     low, high = max(weights), sums[-1]
@@ -164,7 +165,9 @@ def _copied(program: Program, cuts: Cuts, parameters: Mapping[str, object]) -> t
     """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
     readers: dict[str, set[int]] = {}
     for step, stage in zip(program.steps, cuts.stages, strict=True):
-        for o in step.operands if nested(step.op) is None and stage is not None else ():
+        if stage is None or nested(step.op) is not None:
+            continue
+        for o in step.operands:
             if o in parameters:
                 readers.setdefault(o, set()).add(stage)
     copies = {(o, s): f"{o}.copy{s}" for o, found in readers.items() for s in sorted(found)[1:]}
@@ -216,5 +219,3 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
 
 def _size(program: Program, names: Sequence[str]) -> int:
     return max((math.prod(program.types[n].shape) for n in names), default=0)
-
-

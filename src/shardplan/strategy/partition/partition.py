@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from shardplan.core.dim_names import Names
@@ -20,16 +20,18 @@ from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
-from shardplan.strategy.partition.flow import Key, Loop, line_of
+from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Cut, Problem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
-from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
+from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import Stage, staged
-from shardplan.strategy.partition.tables import Layouts
+from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import schedule
+from shardplan.strategy.schedules.offload import offloaded
 from shardplan.strategy.strategy import Strategy
 
 Where = Topology | Placement
@@ -63,12 +65,26 @@ class _Partition:
         fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), [self.mesh])
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
-        self.micro = microbatch(self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even)
+        self.micro = microbatch(
+            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even
+        )
+        self._check_layouts()
         self.training = bool(self.micro.gradients)
+        self.bucket = None if strategy.bucket is None else int(strategy.bucket)
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
         self.replaced = {new: old for old, new in self.model.replaced.items() if old in self.micro.dims}
+
+    def _check_layouts(self) -> None:
+        """Refuse tables that say what there is not; dims that the strategy's own serve are legal in any model."""
+        dims = {name: [d for d in mine if d != LAYER] for name, mine in self.model.dims.items()}
+        gradients = {f"{TOTAL}{name}": dims[name] for name in self.micro.gradients if name in self.model.parameters}
+        lines = [line for block in self.micro.block.every() for line in block.lines if isinstance(line, Line)]
+        served = {name: None for line in lines for names in line.names.values() for name in names}
+        own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
+        held = {name: dims[name] for name in self.model.parameters}
+        self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
 
     def _of(self, name: str) -> str:
         """The model's name of an input: a copy's parameter."""
@@ -139,14 +155,16 @@ class _Partition:
             return (line.block.path, line.block.outputs[k]), row(t)
         return ((), value), t
 
-    def _plan(self, made: TensorType, wanted: TensorType) -> Plan:
+    def _plan(self, made: TensorType | Sequence[TensorType], wanted: TensorType | Sequence[TensorType]) -> Plan:
         return redistribute(made, wanted, self.where)
 
     def job(self) -> Job:
         """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
         settled, ends = self._settled()
         add = self.strategy.microbatches > 1
-        writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add)
+        writers = Writers(
+            self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
+        )
         written: dict[tuple[int, str], Written] = {}
         last = len(self.stages) - 1
         known: dict[object, Written] = {}
@@ -176,9 +194,11 @@ class _Partition:
 
     def _leaves(self, stage: Stage, name: str, last: int) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
-        return name in self.replaced or not any(
-            name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward
-        ) or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+        return (
+            name in self.replaced
+            or not any(name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward)
+            or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+        )
 
     def _copies(self, name: str) -> list[str]:
         return [copy for copy, of in self.micro.copies.items() if of == name]
@@ -236,6 +256,8 @@ class _Partition:
         order = schedule(kind, self.strategy.pipeline, self.strategy.microbatches, self.strategy.interleave,
                          forward_only=not self.training) if self.count > 1 else schedule(
             kind, 1, self.strategy.microbatches, forward_only=not self.training)  # fmt: skip
+        if self.strategy.offload and self.training:
+            order = offloaded(order)
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
         return Job(self.model, self.strategy, self.layouts, order, programs, MappingProxyType(state),
                    MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
@@ -264,13 +286,18 @@ class _Partition:
         for b in self.boundaries:
             (s, value), (t, local) = b.source, b.target
             sent = written[s, b.kind].sent[value]
-            source, target = (rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t))
+            source, target = (
+                rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t)
+            )
             yield Transfer(b.kind, (s, sent), (t, RECEIVED + local), (source, target), self.where)
         for copy, name in self.micro.copies.items():
             away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
             if name not in self.model.gradients:
                 continue
-            for kind, s, t, n, m in (("total", away, home, TOTAL + copy, TOTAL + copy), ("OPT", home, away, name, copy)):
+            for kind, s, t, n, m in (
+                ("total", away, home, TOTAL + copy, TOTAL + copy),
+                ("OPT", home, away, name, copy),
+            ):
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]
                 source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
                 yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
@@ -286,5 +313,3 @@ def _resized(model: Model, strategy: Strategy) -> Model:
         if d == "batch"
     }
     return model if sizes <= {batch} else model.resize(batch=batch)
-
-

@@ -22,7 +22,9 @@ class Prices:
 
     fabric: Fabric
     ops: dict[tuple[Op, Types], float] = field(default_factory=dict[tuple[Op, Types], float])
-    moves: dict[tuple[TensorType, TensorType], float] = field(default_factory=dict[tuple[TensorType, TensorType], float])
+    moves: dict[tuple[TensorType, TensorType], float] = field(
+        default_factory=dict[tuple[TensorType, TensorType], float]
+    )
 
     def op(self, op: Op, operands: Types) -> float:
         """Return the seconds of one op."""
@@ -66,7 +68,9 @@ def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:
     name = draft.reduced(name, mesh.fold(tuple(sorted(set(mesh.expand(draft.types[name].layout.partial)) - keeps))))
     t = draft.types[name]
     changed = [d for d in range(t.ndim) if t.atoms[d] != wanted.atoms[d]]
-    lost = {d: t.atoms[d][len(wanted.atoms[d]) :] for d in changed if t.atoms[d][: len(wanted.atoms[d])] == wanted.atoms[d]}
+    lost = {
+        d: t.atoms[d][len(wanted.atoms[d]) :] for d in changed if t.atoms[d][: len(wanted.atoms[d])] == wanted.atoms[d]
+    }
     new = {d: wanted.atoms[d][len(t.atoms[d]) :] for d in changed if wanted.atoms[d][: len(t.atoms[d])] == t.atoms[d]}
     if len(lost) + len(new) < len(changed):
         return draft(Exchange(Layout(wanted.layout.dims, t.layout.partial, t.layout.reduction)), name)
@@ -84,5 +88,3 @@ def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:
     for d, run in lost.items():
         name = draft(AllGather(d, mesh.fold(run)), name)
     return name
-
-

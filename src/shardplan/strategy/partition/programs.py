@@ -11,7 +11,7 @@ from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.flow import Key, Line, Loop
+from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, Stage
@@ -45,6 +45,7 @@ class Writers:
     replaced: Mapping[str, str]  # by output the input whose place it takes
     ends: Mapping[Key, tuple[str, TensorType]]
     add: bool  # whether gradients are added to totals
+    bucket: int | None = None  # bytes of gradients that are reduced together
 
     def _writer(self, stage: Stage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
         """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
@@ -112,10 +113,12 @@ class Writers:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
             called[now[0]] = f"{NEXT}step"
+        self._bucketed(writer, parameters, types, rule.state)
         for name, copies in parameters.items():
             mine = [f"{name}.{part}" for part in rule.state]
             for n in (name, TOTAL + name, *mine):
-                writer.given(n, types[n])
+                if n not in writer.values:
+                    writer.given(n, types[n])
             for copy in copies:
                 writer.given(TOTAL + copy, types[TOTAL + name])
                 both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
@@ -129,6 +132,29 @@ class Writers:
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
         return Written(program, tuple(writer.movements), {})
+
+    def _bucketed(
+        self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str]
+    ) -> None:
+        """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
+        bucket: list[tuple[str, TensorType]] = []
+        for name in [n for n, copies in reversed([*parameters.items()]) if not copies] if self.bucket else ():
+            total = types[TOTAL + name]
+            t = total.with_layout(types[f"{name}.{state[0]}" if state else name].layout)
+            if t == total:
+                continue
+            writer.given(TOTAL + name, total)
+            size = sum(u.local_bytes() for _, u in bucket) + total.local_bytes()
+            if bucket and size > (self.bucket or 0):
+                self._reduced(writer, bucket)
+                bucket = []
+            bucket.append((name, t))
+        if bucket:
+            self._reduced(writer, bucket)
+
+    def _reduced(self, writer: Writer, bucket: Sequence[tuple[str, TensorType]]) -> None:
+        names = [TOTAL + name for name, _ in bucket]
+        writer.want_together(names, [t for _, t in bucket], "a bucket of gradients")
 
     def _left(self, writer: Writer, name: str) -> TensorType:
         """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""
@@ -171,5 +197,3 @@ def named(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have names, which others that had them give away."""
     moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
     return renamed(program, moved | dict(names))
-
-

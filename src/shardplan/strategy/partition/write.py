@@ -18,7 +18,7 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 
 Totals = Mapping[Key, tuple[str, TensorType]]
-Planner = Callable[[TensorType, TensorType], Plan]
+Planner = Callable[[Any, Any], Plan]  # of a type and another, or as many of each
 
 
 class Movement(NamedTuple):
@@ -82,21 +82,30 @@ class Writer:
         if t not in have:
             source = min(have, key=lambda u: self.prices.move(u, t))  # the first of equal ones: as it was made
             plan = self.plan(source, t)
-            have[t] = self.inline(plan.program, have[source])
+            (have[t],) = self.inline(plan.program, [have[source]])
             self.movements.append(Movement(self.path, name, by, plan, self.times))
         return have[t]
 
-    def inline(self, program: Program, operand: str) -> str:
-        """Write the steps of a plan of one value."""
-        names = {program.inputs[0][0]: operand}
+    def want_together(self, names: Sequence[str], types: Sequence[TensorType], by: str) -> None:
+        """Move several values at once."""
+        plan = self.plan([self.made(n) for n in names], types)
+        found = self.inline(plan.program, [self.values[n][self.made(n)] for n in names])
+        for name, t, value in zip(names, types, found, strict=True):
+            self.values[name][t] = value
+        self.movements.append(Movement(self.path, ", ".join(names), by, plan, self.times))
+
+    def inline(self, program: Program, operands: Sequence[str]) -> list[str]:
+        """Write the steps of a plan, and return what its outputs are called."""
+        names = dict(zip((name for name, _ in program.inputs), operands, strict=True))
         for step in program.steps:
-            fresh = []
+            stem = names[step.operands[0]]
+            fresh: list[str] = []
             for r in step.results:
-                names[r] = self.free(operand)
+                names[r] = self.free(stem)
                 self.types[names[r]] = program.types[r]
                 fresh.append(names[r])
             self.steps.append(Step(step.op, tuple(names[o] for o in step.operands), tuple(fresh)))
-        return names[program.outputs[0]]
+        return [names[o] for o in program.outputs]
 
     def line(self, line: Line) -> None:
         """Write a line as it was laid."""
@@ -114,13 +123,15 @@ class Writer:
         return self.op(Elementwise("a + b"), [total, name]) if total else name
 
     def loop(self, loop: Loop, totals: Totals, add: bool) -> list[str]:
-        """Write a repeat; `totals` has of rows that are gradients the name and the row's type of what they are added to.
+        """Write a repeat; `totals` has of rows that are gradients the name and a row's type of what they are added to.
 
         Returns the names of the totals that enter, where `add` says that there are any.
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
-        inner = Writer(self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first))
+        inner = Writer(
+            self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first)
+        )
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
         operands: list[str] = []
@@ -178,5 +189,3 @@ class Writer:
 def reads(lines: Iterable[Line | Loop]) -> set[str]:
     """Return the values of a block that some of its lines read."""
     return {o for line in lines for o in line.operands}
-
-

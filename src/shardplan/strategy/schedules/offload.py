@@ -1,0 +1,38 @@
+"""`offloaded`: a schedule in which what a forward pass saves is on the host until shortly before its backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardplan.strategy.schedules.action import Action
+from shardplan.strategy.schedules.schedule import Schedule
+
+
+def offloaded(found: Schedule) -> Schedule:
+    r"""Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
+
+    Where nothing would run between the two nothing leaves.
+
+    >>> print(offloaded(Schedule.parse("schedule gpipe, 3 microbatches\n0: 0F0 0F1 0F2 0B0 0B1 0B2")))
+    schedule gpipe, 3 microbatches
+    0: 0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2
+    """
+    return replace(found, ranks=tuple(tuple(_row(row)) for row in found.ranks))
+
+
+def _row(row: tuple[Action | None, ...]) -> list[Action | None]:
+    actions = [a for a in row if a is not None]
+    back = {(a.stage, a.microbatch): k for k, a in reversed(list(enumerate(actions))) if a.kind in ("B", "I")}
+    out: list[Action | None] = []
+    reloads = {
+        back[a.stage, a.microbatch] - 1: a
+        for k, a in enumerate(actions)
+        if a.kind == "F" and back.get((a.stage, a.microbatch), 0) > k + 2
+    }
+    for k, a in enumerate(actions):
+        if k in reloads:
+            out.append(Action(reloads[k].stage, "RELOAD", reloads[k].microbatch))
+        out.append(a)
+        if a in reloads.values():
+            out.append(Action(a.stage, "OFFLOAD", a.microbatch))
+    return out

@@ -1,0 +1,149 @@
+"""Closed forms of what a job holds and computes: nothing passes by being replicated, and what leaves is gone."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from shardplan import CertificateError, Job, Model, Strategy, partition
+from shardplan.core.ops.compute import computing
+from shardplan.core.walk import program_leaves
+from shardplan.strategy.partition.memory import certify, moments, saved_bytes, state_bytes
+
+H, F, HEADS, KV, D, V, L, S = 1024, 2816, 16, 8, 64, 512, 8, 512  # hidden, ffn, heads and so on
+
+
+def llama(**more: Any) -> Model:
+    return Model.load("llama", **{"layers": L, "hidden": H, "heads": HEADS, "kv_heads": KV, "ffn": F, "vocab": V,
+                                  "seq": S, "dtype": "bf16", **more})  # fmt: skip
+
+
+def job(**said: Any) -> Job:
+    return partition(llama(), Strategy(**said))
+
+
+LAYER = {"cut": 2 * H * HEADS * D + 2 * H * KV * D + 3 * H * F, "whole": 2 * H}  # elements of a layer's parameters
+ENDS = {"cut": 2 * V * H, "whole": H}
+
+
+def parameters(tensor: int = 1, layers: float = L) -> float:
+    return (layers * LAYER["cut"] + ENDS["cut"]) / tensor + layers * LAYER["whole"] + ENDS["whole"]
+
+
+def near(got: float, want: float, by: float = 0.01) -> bool:
+    return abs(got - want) <= by * want
+
+
+@pytest.mark.parametrize(
+    ("said", "a_parameter"),
+    [  # bytes: parameters and totals in bf16, two moments in f32
+        ({"tensor": 4}, 12.0),
+        ({"data": 4}, 12.0),
+        ({"data": 4, "zero": 1}, 2 + 2 + 8 / 4),
+        ({"data": 4, "zero": 2}, 2 + 2 / 4 + 8 / 4),
+        ({"data": 4, "zero": 3}, 12 / 4),
+        ({"data": 2, "context": 2, "fsdp": True}, 12 / 4),
+        ({"data": 4, "shard": 2, "zero": 3}, 12 / 2),
+        ({"data": 4, "gradient_dtype": "f32", "zero": 1}, 2 + 4 + 8 / 4),
+        ({"tensor": 2, "sequence_parallel": True, "data": 2, "zero": 1}, 2 + 2 + 8 / 2),
+    ],
+    ids=str,
+)
+def test_state_is_dealt_out(said: dict[str, Any], a_parameter: float) -> None:
+    assert near(state_bytes(job(**said), 0), a_parameter * parameters(said.get("tensor", 1)))
+
+
+def saved(tensor: int = 1, sequence: bool = False, context: int = 1, microbatch: int = 1) -> float:
+    """Bytes of a layer and microbatch: the residual stream, what is behind norms, q k v, attention, the MLP."""
+    rows = microbatch * S / context
+    stream = 4 * H / (tensor if sequence else 1)
+    return 2 * rows * (stream + (2 * HEADS * D + 2 * KV * D + 3 * F) / tensor)
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [
+        ({"tensor": 4}, {"tensor": 4}),
+        ({"tensor": 4, "sequence_parallel": True}, {"tensor": 4, "sequence": True}),
+        ({"context": 4}, {"context": 4}),
+        ({"data": 4, "zero": 3, "microbatch": 2}, {"microbatch": 2}),
+        ({"tensor": 2, "context": 2}, {"tensor": 2, "context": 2}),
+    ],
+    ids=str,
+)
+def test_what_a_microbatch_saves(said: dict[str, Any], more: dict[str, Any]) -> None:
+    rows = said.get("microbatch", 1) * S / said.get("context", 1)
+    parts = said.get("tensor", 1)
+    ends = 2 * rows * (2 * H / (parts if said.get("sequence_parallel") else 1) + V / parts)  # last layer, norm, logits
+    assert near(saved_bytes(job(**said), 0), L * saved(**more) + ends, 0.02)
+
+
+def test_what_is_made_again_is_not_kept() -> None:
+    whole, full = job(tensor=2), job(tensor=2, recompute="full")
+    ends = 2 * S * (2 * H + V / 2)
+    assert near(saved_bytes(full, 0), L * 2 * S * H + ends, 0.02)
+    most = [max(m.during for m in moments(j, 0)) - state_bytes(j, 0) for j in (whole, full)]
+    assert most[1] < 0.45 * most[0]
+    # All of a layer's products are made again but the last one, which nothing reads.
+    again = L * (2 * S * (LAYER["cut"] - H * F) + 2 * HEADS * D * S * S) / 2
+    assert near(passes(full), passes(whole) + again)
+
+
+def passes(found: Job) -> float:
+    """The operations of a device of every stage, forward and backward."""
+    return found.strategy.microbatches * sum(
+        times * op.flops(*types)
+        for (_, kind), p in found.programs.items()
+        for times, one, types in program_leaves(p)
+        if kind != "OPT" and (op := computing(one))
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"tensor": 4}, {"data": 4}, {"context": 4}, {"tensor": 2, "data": 2, "zero": 1}, {"data": 4, "fsdp": True},
+     {"tensor": 2, "context": 2, "sequence_parallel": True}, {"pipeline": 4, "global_batch": 4}],
+    ids=str,
+)  # fmt: skip
+def test_operations_are_dealt_out(said: dict[str, Any]) -> None:
+    """Products of a step: 6 a parameter and token; attention's of half the pairs, and of its backward once more."""
+    found = job(**said)
+    sequences = found.strategy.sequences
+    products = 6 * (L * LAYER["cut"] + V * H) * S * sequences
+    attention = L * (2 + 5) * HEADS * D * S * S * sequences
+    share = found.strategy.devices // found.strategy.pipeline
+    assert near(passes(found) * share, products + attention, 0.02)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_schedule_says_how_many_microbatches_are_in_flight(name: str) -> None:
+    found = job(pipeline=4, global_batch=8, schedule=name)
+    for rank in range(4):
+        many = 4 - rank if name == "1f1b" else 8
+        after = max(m.after for m in moments(found, rank))
+        assert after == state_bytes(found, rank) + many * saved_bytes(found, rank)
+    assert [m.after for m in moments(found, 3)][-1] == state_bytes(found, 3)
+
+
+def test_what_is_offloaded_leaves_and_returns() -> None:
+    said = {"global_batch": 4, "schedule": "gpipe", "pipeline": 2}
+    plain, away = job(**said), job(**said, offload=True)
+    one, state = saved_bytes(away, 0), state_bytes(away, 0)
+    curve = {m.action: m for m in moments(away, 0)}
+    before = [*curve]
+    for k in range(3):
+        at = before.index(f"0OFFLOAD{k}")
+        assert curve[f"0OFFLOAD{k}"].after == curve[before[at - 1]].after - one
+        assert curve[f"0RELOAD{k}"].after == curve[before[before.index(f"0RELOAD{k}") - 1]].after + one
+    assert max(m.after for m in curve.values()) <= state + 2 * one
+    assert max(m.after for m in moments(plain, 0)) == state + 4 * one
+
+
+def test_a_certificate_is_derived_again() -> None:
+    found = certify(job(tensor=2, data=2, zero=1, global_batch=4))
+    found.check()
+    assert set(found.axis_bytes) == {("tensor",), ("data",)}
+    with pytest.raises(CertificateError, match="does not say"):
+        dataclasses.replace(found, peak_bytes=(1,)).check()
+    with pytest.raises(CertificateError, match="rank 0 of the job holds"):
+        certify(found.job, limit=found.peak_bytes[0] - 1).check()
