@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved")
-JAX = ("llama tensor data", "llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
+JAX = ("llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
 
 
 class Case(NamedTuple):
