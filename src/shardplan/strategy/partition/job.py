@@ -76,7 +76,7 @@ class Programs(Mapping[tuple[int, str], Program]):
         return len(self.which)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Job:
     """Programs on the meshes of stages, which run in the order of a schedule.
 
