@@ -22,7 +22,7 @@ from shardplan.strategy.schedules import Schedule
 from shardplan.strategy.strategy import Strategy
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Of a value on a stage: the model's name of it, and which of its rows are there, None for all."""
 
     stage: int
@@ -91,7 +91,7 @@ class Job:
     schedule: Schedule
     programs: Programs
     state: Mapping[str, TensorType]
-    parts: Mapping[str, Part]  # by name of `state`
+    parts: Mapping[str, StatePart]  # by name of `state`
     transfers: tuple[Transfer, ...]
     batch: tuple[str, ...]
     results: Mapping[str, int | None]
