@@ -1,0 +1,316 @@
+"""What a training step moves under strategies, ours beside GSPMD's, by the bytes of compiled programs.
+
+`python -m benchmarks.strategy_gspmd`. A small Llama in plain `jax.numpy`, with the same weights and products, compiled
+for 8 virtual CPU devices with the layouts of our tables: parameters and inputs as `stored`, and the residual stream
+constrained to what its axes serve. The peer computes our loss and our next parameters to 1e-4, once for each row.
+
+XLA for CPU has no pass that makes a reduce-scatter of an all-reduce and the slice behind it, which it has for
+accelerators. `scattered` counts an all-reduce whose every use is a slice, `1/q` of it kept, as that reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from benchmarks.common import ROOT, arguments, record, table, write
+from benchmarks.strategy_ours import (
+    DEVICES,
+    LAYERS,
+    RATE,
+    SIZES,
+    TOPOLOGY,
+    Moved,
+    far,
+    filled,
+    job_of,
+    load,
+    moved,
+    per_layer,
+    stepped,
+    told,
+    total,
+)
+
+from shardplan import Job
+from shardplan.core.mesh import Mesh
+from shardplan.core.op import Op
+from shardplan.core.ops import AllGather, AllReduce, AllToAll, ReduceScatter
+from shardplan.core.tensor import TensorType
+from shardplan.interop.hlo import HloCollective, parse_hlo
+from shardplan.interop.hlo_groups import parse_groups
+
+TIMEOUT = 3600.0
+# Of each row: the strategy; where the residual stream lies; what is constrained beside it; more of the model.
+Row = tuple[dict[str, Any], tuple[str | None, str | None], str, dict[str, Any]]
+TENSOR: dict[str, Any] = {"data": 2, "tensor": 4}
+SEQUENCE, CONTEXT = TENSOR | {"sequence_parallel": True}, {"data": 2, "context": 4}
+ROWS: dict[str, Row] = {
+    "data 8": ({"data": 8}, ("data", None), "", {}),
+    "tensor 4 x data 2": (TENSOR, ("data", None), "", {}),
+    "tensor 4 x data 2, 4 kv heads": (TENSOR, ("data", None), "", {"kv_heads": 4}),
+    "sequence 4 x data 2": (SEQUENCE, ("data", "tensor"), "", {}),
+    "sequence 4 x data 2, inside too": (SEQUENCE, ("data", "tensor"), "inside", {}),
+    "fsdp 8": ({"data": 8, "fsdp": True}, ("data", None), "", {}),
+    "fsdp 8, weights too": ({"data": 8, "fsdp": True}, ("data", None), "weights", {}),
+    "context 4 x data 2": (CONTEXT, ("data", "context"), "", {}),
+    "context 4 x data 2, heads too": (CONTEXT, ("data", "context"), "heads", {}),
+    "gathered keys 4 x data 2": (CONTEXT | {"context_kind": "gather"}, ("data", "context"), "", {}),
+}
+SLICED_THROUGH = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose")
+
+
+def llama(stream: Any, weight: Any, heads: Any, wide: Any) -> Any:
+    """The loss of parameters and a batch; the arguments constrain what they are given."""
+    import jax
+    import jax.numpy as jnp
+
+    def norm(x: Any, gain: Any) -> Any:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * gain
+
+    def turned(x: Any) -> Any:
+        half = x.shape[-1] // 2
+        angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+        angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+
+    def layer(x: Any, row: dict[str, Any]) -> tuple[Any, None]:
+        w = {name: weight(f"layers.{name}", value) for name, value in row.items()}
+        y = norm(x, w["attention_norm"])
+        q = heads(turned(jnp.einsum("bsh,hgrd->bsgrd", y, w["q"])))
+        k, v = heads(turned(jnp.einsum("bsh,hgd->bsgd", y, w["k"]))), heads(jnp.einsum("bsh,hgd->bsgd", y, w["v"]))
+        scores = jnp.einsum("bsgrd,btgd->bgrst", q, k) * q.shape[-1] ** -0.5
+        at = jnp.arange(x.shape[1])
+        scores = jnp.where(at[:, None] >= at[None, :], scores, -1e30)
+        mixed = heads(jnp.einsum("bgrst,btgd->bsgrd", jax.nn.softmax(scores, -1), v))
+        x = stream(x + jnp.einsum("bsgrd,grdh->bsh", mixed, w["o"]))
+        y = norm(x, w["mlp_norm"])
+        gate, up = (wide(jnp.einsum("bsh,hf->bsf", y, w[name])) for name in ("gate", "up"))
+        inside = wide(jax.nn.silu(gate) * up)
+        return stream(x + jnp.einsum("bsf,fh->bsh", inside, w["down"])), None
+
+    def loss(parameters: dict[str, Any], tokens: Any, targets: Any) -> Any:
+        w = {name: value for name, value in parameters.items() if name.startswith("layers.")}
+        x = stream(weight("embed", parameters["embed"])[tokens])
+        x, _ = jax.lax.scan(layer, x, {name.removeprefix("layers."): value for name, value in w.items()})
+        y = norm(x, weight("norm", parameters["norm"]))
+        logits = wide(jnp.einsum("bsh,vh->bsv", y, weight("head", parameters["head"])))
+        hit = targets[..., None] == jnp.arange(logits.shape[-1])
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(hit, logits, 0.0), -1))
+
+    return loss
+
+
+def compiled(layers: int, name: str) -> tuple[Job, Any, dict[str, Any]]:
+    """Our job of a row; GSPMD's step, compiled, and the shardings of its inputs."""
+    import jax
+    from jax.lax import with_sharding_constraint
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    strategy, residual, beside, more = ROWS[name]
+    job = job_of(layers, strategy, **more)
+    ours = job.strategy.mesh(job.model)
+    mesh = Mesh(np.array(jax.devices()).reshape(ours.sizes), ours.axes)
+
+    def laid(x: Any, *spec: Any) -> Any:
+        return with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def weight(name: str, value: Any) -> Any:
+        dims = [d for d in job.model.dims[name] if d != "layer"]
+        return laid(value, *job.layouts.held_layout(name, dims, ours).spec) if beside == "weights" else value
+
+    axis = {"inside": "tensor", "heads": "context"}.get(beside)
+    loss = llama(
+        lambda x: laid(x, *residual),
+        weight,
+        (lambda x: laid(x, "data", None, axis)) if axis else lambda x: x,
+        (lambda x: laid(x, "data", None, axis)) if beside == "inside" else lambda x: x,
+    )
+    shardings = {n: NamedSharding(mesh, PartitionSpec(*t.layout.spec)) for n, t in job.state.items()
+                 if n in job.model.parameters or n in job.batch}  # fmt: skip
+
+    def step(given: dict[str, Any]) -> Any:
+        parameters = {n: given[n] for n in job.model.parameters}
+        found, gradients = jax.value_and_grad(loss)(parameters, given["tokens"], given["targets"])
+        return found, {n: value - RATE * gradients[n] for n, value in parameters.items()}
+
+    after = {n: shardings[n] for n in job.model.parameters}
+    f = jax.jit(step, in_shardings=(shardings,), out_shardings=(None, after))
+    types = job.model.program.types
+    given = {n: jax.ShapeDtypeStruct(types[n].shape, "f4" if n in after else "i4") for n in shardings}
+    return job, f.lower(given).compile(), shardings
+
+
+class Text:
+    """The instructions of a compiled module, and who uses them."""
+
+    def __init__(self, text: str) -> None:
+        self.found: dict[str, tuple[str, str, list[str], str]] = {}  # by name: shape, opcode, operands, attributes
+        self.users: dict[str, list[str]] = {}
+        self.parameters: dict[tuple[str, int], str] = {}
+        self.roots: set[str] = set()
+        inside = ""
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            if header := re.match(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
+                inside = header[1]
+            elif one := re.match(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)$", line):
+                root, name, shape, opcode, said, attributes = one.groups()
+                operands = re.findall(r"%([\w.\-]+)", said)
+                self.found[name] = shape, opcode, operands, attributes
+                for operand in dict.fromkeys(operands):
+                    self.users.setdefault(operand, []).append(name)
+                if opcode == "parameter":
+                    self.parameters[inside, int(said)] = name
+                if root:
+                    self.roots.add(name)
+
+    def elements(self, name: str) -> list[tuple[str, int]]:
+        """The results of an instruction, one or a tuple of them, each with its bytes."""
+        if self.found[name][0].startswith("("):
+            return [(user, size(self.found[user][0])) for user in self.users.get(name, ())]
+        return [(name, size(self.found[name][0]))]
+
+    def sliced(self, name: str, kept: int) -> bool:
+        """Say whether every use of a value cuts it down to some bytes."""
+        if name in self.roots:
+            return False
+        return bool(self.users.get(name)) and all(self._cut(user, name, kept) for user in self.users[name])
+
+    def _cut(self, user: str, name: str, kept: int) -> bool:
+        shape, opcode, operands, attributes = self.found[user]
+        if opcode == "dynamic-slice":
+            return operands[0] == name and size(shape) <= kept
+        if opcode in SLICED_THROUGH:
+            return self.sliced(user, kept)
+        called = re.search(r"(?:calls|to_apply)=%([\w.\-]+)", attributes)
+        if opcode not in ("fusion", "call") or not called:
+            return False
+        return all(self.sliced(self.parameters[called[1], k], kept) for k, o in enumerate(operands) if o == name)
+
+
+def size(shape: str) -> int:
+    """The bytes of an array in text; no other is reduced here."""
+    found = re.match(r"f32\[([\d,]*)\]", shape)
+    return 4 * math.prod(int(n) for n in found[1].split(",") if n) if found else 0
+
+
+def scattered(text: str) -> dict[str, int]:
+    """By the name of an all-reduce the bytes of what is only sliced after it."""
+    module, out = Text(text), dict[str, int]()
+    for name, (_, opcode, _, attributes) in module.found.items():
+        if opcode == "all-reduce":
+            q = len(parse_groups(attributes, DEVICES)[0])
+            out[name] = sum(n for element, n in module.elements(name) if module.sliced(element, -(-n // q)))
+    return out
+
+
+def theirs(text: str) -> tuple[Moved, Moved]:
+    """What a compiled module moves: as it is, and with reduce-scatters where all is sliced."""
+    cut, found = scattered(text), parse_hlo(text, DEVICES)
+    plain = [(c, c.kind, c.operand_bytes, c.output_bytes) for c in found]
+    better = [
+        (c, kind, n, c.output_bytes)
+        for c in found
+        for kind, n in ((c.kind, c.operand_bytes - cut.get(c.name, 0)), ("reduce-scatter", cut.get(c.name, 0)))
+        if n or kind == c.kind != "all-reduce"
+    ]
+    return total(map(typed, plain)), total(map(typed, better))
+
+
+def typed(one: tuple[HloCollective, str, int, int]) -> tuple[int, Op, tuple[TensorType, ...]]:
+    """A collective as an op on bytes, all its groups at once."""
+    c, kind, n, _ = one
+    if not c.groups:
+        raise ValueError(f"{c}: permutes are not counted here")
+    q = len(c.groups[0])
+    op, text = {
+        "all-gather": (AllGather(0, ("x",)), f"u8[{n * q}@x]"),
+        "reduce-scatter": (ReduceScatter(0, ("x",)), f"u8[{n}]{{+x}}"),
+        "all-reduce": (AllReduce(("x",)), f"u8[{n}]{{+x}}"),
+        "all-to-all": (AllToAll(0, 1, ("x",)), f"u8[{q}@x, {n}]"),
+    }[kind]
+    mesh = Mesh({"g": len(c.groups), "x": q}, devices=[d for group in c.groups for d in group])
+    return 1, op, (TensorType.parse(text, mesh),)
+
+
+def row(name: str) -> dict[str, Any]:
+    """A row: ours and theirs, of two depths and a layer."""
+    import jax
+
+    sides: dict[str, list[Moved]] = {"ours": [], "gspmd": [], "gspmd, scattered": []}
+    off = []
+    for layers in LAYERS:
+        job, f, shardings = compiled(layers, name)
+        given = filled(load(layers, **ROWS[name][3]))
+        loss, after = f({n: jax.device_put(given[n], s) for n, s in shardings.items()})
+        want = stepped(load(layers, **ROWS[name][3]), given)
+        off.append(far(float(loss), {n: np.asarray(value) for n, value in after.items()}, want))
+        assert off[-1] < 1e-4, f"{name}: the peer is {off[-1]} off"
+        for side, found in zip(sides, (moved(job), *theirs(f.as_text())), strict=True):
+            sides[side].append(found)
+    out: dict[str, Any] = {"strategy": name, "off": max(off), "serve": dict(job.layouts.serve)}
+    for side, (less, more) in sides.items():
+        out[side] = {"step": asdict(less), "layer": asdict(per_layer(less, more))}
+    ours, plain, better = (out[side]["layer"]["received"] for side in sides)
+    return out | {"ratio": plain / ours, "ratio, scattered": better / ours}
+
+
+def child(count: int) -> list[dict[str, Any]]:
+    """The rows, from a process with eight devices."""
+    environment = dict(os.environ)
+    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
+    environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES}"])
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    command = [sys.executable, "-m", "benchmarks.strategy_gspmd", "--child", "--count", str(count)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"the process with {DEVICES} devices ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = arguments("strategy_gspmd", "What strategies move, ours beside GSPMD's.", len(ROWS), of="rows")
+    parser.add_argument("--child", action="store_true", help="run in this process, and print JSON")
+    options = parser.parse_args()
+    names = list(ROWS)[: options.count]
+    if options.child:
+        found = []
+        for name in names:
+            found.append(row(name))
+            print(name, file=sys.stderr, flush=True)
+        print(json.dumps(found))
+        return
+    found = child(options.count)
+    sides = ("ours", "gspmd", "gspmd, scattered")
+    shown = [
+        [r["strategy"], *(r[s]["layer"]["received"] for s in sides), r["ratio"], r["ratio, scattered"],
+         *(r[s]["step"]["received"] for s in sides), *(told(r[s]["layer"]["counts"]) for s in sides[:2])]
+        for r in found
+    ]  # fmt: skip
+    heads = (
+        "strategy",
+        *(f"{s}, a layer" for s in sides),
+        "ratio",
+        "scattered",
+        *(f"{s}, a step of {LAYERS[0]}" for s in sides),
+        "ours, a layer",
+        "gspmd, a layer",
+    )
+    print(table(heads, shown, f"bytes that the worst of {DEVICES} devices receives, f32"))
+    write(
+        options.out,
+        record({"count": options.count, "sizes": SIZES, "layers": LAYERS, "priced on": TOPOLOGY.name}, {"rows": found}),
+    )
+
+
+if __name__ == "__main__":
+    main()
