@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TIMEOUT = 1800.0
@@ -100,7 +100,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -219,10 +219,10 @@ def theirs(name: str, layers: int) -> tuple[Moved, float]:
     with Counting() as counting:
         if tensor > 1:
             with loss_parallel():
-                loss = F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
+                loss = cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
                 loss.backward()
         else:
-            loss = F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
+            loss = cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
         if plan not in ("fsdp", "kept"):
             for p in net.parameters():

@@ -39,38 +39,51 @@ from benchmarks.strategy_ours import (
     total,
 )
 
-from shardplan import Job
+from shardplan import Job, LayoutError, Layouts
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, ReduceScatter
 from shardplan.core.tensor import TensorType
 from shardplan.interop.hlo import HloCollective, parse_hlo
 from shardplan.interop.hlo_groups import parse_groups
+from shardplan.strategy.partition.memory import certify
 
 TIMEOUT = 3600.0
-# Of each row: the strategy; where the residual stream lies; what is constrained beside it; more of the model.
-Row = tuple[dict[str, Any], tuple[str | None, str | None], str, dict[str, Any]]
+# Of each row: the strategy; where the residual stream lies; points of a layer that are constrained beside it, each with
+# the axes of its dims; more of the model; why it differs.
+Row = tuple[dict[str, Any], tuple[str | None, str | None], dict[str, tuple[str | None, ...]], dict[str, Any], str]
 TENSOR: dict[str, Any] = {"data": 2, "tensor": 4}
 SEQUENCE, CONTEXT = TENSOR | {"sequence_parallel": True}, {"data": 2, "context": 4}
+FSDP, KEYS = {"data": 8, "fsdp": True}, CONTEXT | {"context_kind": "gather"}
+WIDE, ROWS_OF, WHOLE = ("data", None, "tensor"), ("data", "context"), ("data", None)
+INSIDE = {"normed": WHOLE, "made": WIDE, "mixed": WIDE, "wide": WIDE}
+HEADS = {"made": ROWS_OF, **dict.fromkeys(("queries", "keys", "mixed"), ("data", None, "context")), "joined": ROWS_OF}
+KEPT = {"made": ROWS_OF, "queries": ROWS_OF, "keys": WHOLE, "mixed": ROWS_OF}
 ROWS: dict[str, Row] = {
-    "data 8": ({"data": 8}, ("data", None), "", {}),
-    "tensor 4 x data 2": (TENSOR, ("data", None), "", {}),
-    "tensor 4 x data 2, 4 kv heads": (TENSOR, ("data", None), "", {"kv_heads": 4}),
-    "sequence 4 x data 2": (SEQUENCE, ("data", "tensor"), "", {}),
-    "sequence 4 x data 2, inside too": (SEQUENCE, ("data", "tensor"), "inside", {}),
-    "fsdp 8": ({"data": 8, "fsdp": True}, ("data", None), "", {}),
-    "fsdp 8, weights too": ({"data": 8, "fsdp": True}, ("data", None), "weights", {}),
-    "context 4 x data 2": (CONTEXT, ("data", "context"), "", {}),
-    "context 4 x data 2, heads too": (CONTEXT, ("data", "context"), "heads", {}),
-    "gathered keys 4 x data 2": (CONTEXT | {"context_kind": "gather"}, ("data", "context"), "", {}),
+    "data 8": ({"data": 8}, WHOLE, {}, {}, ""),
+    "tensor 4 x data 2": (TENSOR, WHOLE, {}, {}, ""),
+    "tensor 4 x data 2, 4 kv heads": (TENSOR, WHOLE, {}, {"kv_heads": 4}, ""),
+    "sequence 4 x data 2": (SEQUENCE, ("data", "tensor"), {}, {}, ""),
+    "sequence 4 x data 2, inside too": (SEQUENCE, ("data", "tensor"), INSIDE, {}, ""),
+    "fsdp 8": (FSDP, WHOLE, {}, {}, ""),
+    "fsdp 8, weights too": (FSDP, WHOLE, {"weights": ()}, {}, ""),
+    "fsdp 8, weights too, made again": (FSDP, WHOLE, {"weights": (), "again": ()}, {}, ""),
+    "context 4 x data 2": (CONTEXT, ROWS_OF, {}, {}, ""),
+    "context 4 x data 2, heads too": (CONTEXT, ROWS_OF, HEADS, {}, ""),
+    "gathered keys 4 x data 2": (KEYS, ROWS_OF, {}, {}, ""),
+    "gathered keys 4 x data 2, keys too": (KEYS, ROWS_OF, KEPT, {}, ""),
 }
 SLICED_THROUGH = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose")
 
 
-def llama(stream: Any, weight: Any, heads: Any, wide: Any) -> Any:
-    """The loss of parameters and a batch; the arguments constrain what they are given."""
+def llama(lay: Any, weight: Any, again: bool) -> Any:
+    """The loss of parameters and a batch; `lay` constrains a value at a point, `weight` a parameter by its name.
+
+    `again`: weights as they are used are not kept for the backward pass.
+    """
     import jax
     import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
 
     def norm(x: Any, gain: Any) -> Any:
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * gain
@@ -82,27 +95,34 @@ def llama(stream: Any, weight: Any, heads: Any, wide: Any) -> Any:
         a, b = x[..., :half], x[..., half:]
         return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
 
+    def product(point: str, spec: str, x: Any, w: Any) -> Any:
+        return lay(point, jnp.einsum(spec, x, w))
+
     def layer(x: Any, row: dict[str, Any]) -> tuple[Any, None]:
-        w = {name: weight(f"layers.{name}", value) for name, value in row.items()}
-        y = norm(x, w["attention_norm"])
-        q = heads(turned(jnp.einsum("bsh,hgrd->bsgrd", y, w["q"])))
-        k, v = heads(turned(jnp.einsum("bsh,hgd->bsgd", y, w["k"]))), heads(jnp.einsum("bsh,hgd->bsgd", y, w["v"]))
+        w = {name: checkpoint_name(weight(f"layers.{name}", value), "gathered") for name, value in row.items()}
+        y = lay("normed", norm(x, w["attention_norm"]))
+        q = lay("queries", turned(product("made", "bsh,hgrd->bsgrd", y, w["q"])))
+        k = lay("keys", turned(product("made", "bsh,hgd->bsgd", y, w["k"])))
+        v = lay("keys", product("made", "bsh,hgd->bsgd", y, w["v"]))
         scores = jnp.einsum("bsgrd,btgd->bgrst", q, k) * q.shape[-1] ** -0.5
         at = jnp.arange(x.shape[1])
         scores = jnp.where(at[:, None] >= at[None, :], scores, -1e30)
-        mixed = heads(jnp.einsum("bgrst,btgd->bsgrd", jax.nn.softmax(scores, -1), v))
-        x = stream(x + jnp.einsum("bsgrd,grdh->bsh", mixed, w["o"]))
-        y = norm(x, w["mlp_norm"])
-        gate, up = (wide(jnp.einsum("bsh,hf->bsf", y, w[name])) for name in ("gate", "up"))
-        inside = wide(jax.nn.silu(gate) * up)
-        return stream(x + jnp.einsum("bsf,fh->bsh", inside, w["down"])), None
+        mixed = lay("joined", product("mixed", "bgrst,btgd->bsgrd", jax.nn.softmax(scores, -1), v))
+        x = lay("stream", x + product("added", "bsgrd,grdh->bsh", mixed, w["o"]))
+        y = lay("normed", norm(x, w["mlp_norm"]))
+        gate, up = (product("wide", "bsh,hf->bsf", y, w[name]) for name in ("gate", "up"))
+        inside = lay("wide", jax.nn.silu(gate) * up)
+        return lay("stream", x + product("added", "bsf,fh->bsh", inside, w["down"])), None
+
+    if again:
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_anything_except_these_names("gathered"))
 
     def loss(parameters: dict[str, Any], tokens: Any, targets: Any) -> Any:
-        w = {name: value for name, value in parameters.items() if name.startswith("layers.")}
-        x = stream(weight("embed", parameters["embed"])[tokens])
-        x, _ = jax.lax.scan(layer, x, {name.removeprefix("layers."): value for name, value in w.items()})
-        y = norm(x, weight("norm", parameters["norm"]))
-        logits = wide(jnp.einsum("bsh,vh->bsv", y, weight("head", parameters["head"])))
+        stacks = {n.removeprefix("layers."): value for n, value in parameters.items() if n.startswith("layers.")}
+        x = lay("stream", weight("embed", parameters["embed"])[tokens])
+        x, _ = jax.lax.scan(layer, x, stacks)
+        y = lay("normed", norm(x, weight("norm", parameters["norm"])))
+        logits = product("wide", "bsh,vh->bsv", y, weight("head", parameters["head"]))
         hit = targets[..., None] == jnp.arange(logits.shape[-1])
         return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(hit, logits, 0.0), -1))
 
@@ -115,25 +135,23 @@ def compiled(layers: int, name: str) -> tuple[Job, Any, dict[str, Any]]:
     from jax.lax import with_sharding_constraint
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    strategy, residual, beside, more = ROWS[name]
+    strategy, residual, points, more, _ = ROWS[name]
     job = job_of(layers, strategy, **more)
     ours = job.strategy.mesh(job.model)
     mesh = Mesh(np.array(jax.devices()).reshape(ours.sizes), ours.axes)
+    places = {**points, "stream": residual, "added": points.get("added", residual if points else ())}
 
-    def laid(x: Any, *spec: Any) -> Any:
+    def laid(x: Any, spec: Any) -> Any:
         return with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def lay(point: str, x: Any) -> Any:
+        return laid(x, places[point]) if places.get(point) else x
 
     def weight(name: str, value: Any) -> Any:
         dims = [d for d in job.model.dims[name] if d != "layer"]
-        return laid(value, *job.layouts.held_layout(name, dims, ours).spec) if beside == "weights" else value
+        return laid(value, job.layouts.held_layout(name, dims, ours).spec) if "weights" in points else value
 
-    axis = {"inside": "tensor", "heads": "context"}.get(beside)
-    loss = llama(
-        lambda x: laid(x, *residual),
-        weight,
-        (lambda x: laid(x, "data", None, axis)) if axis else lambda x: x,
-        (lambda x: laid(x, "data", None, axis)) if beside == "inside" else lambda x: x,
-    )
+    loss = llama(lay, weight, "again" in points)
     shardings = {n: NamedSharding(mesh, PartitionSpec(*t.layout.spec)) for n, t in job.state.items()
                  if n in job.model.parameters or n in job.batch}  # fmt: skip
 
@@ -256,11 +274,25 @@ def row(name: str) -> dict[str, Any]:
         assert off[-1] < 1e-4, f"{name}: the peer is {off[-1]} off"
         for side, found in zip(sides, (moved(job), *theirs(f.as_text())), strict=True):
             sides[side].append(found)
-    out: dict[str, Any] = {"strategy": name, "off": max(off), "serve": dict(job.layouts.serve)}
+    out: dict[str, Any] = {"strategy": name, "off": max(off), "tables": str(job.layouts)}
+    out["ours without serve"] = free(*ROWS[name][::3])
     for side, (less, more) in sides.items():
         out[side] = {"step": asdict(less), "layer": asdict(per_layer(less, more))}
     ours, plain, better = (out[side]["layer"]["received"] for side in sides)
     return out | {"ratio": plain / ours, "ratio, scattered": better / ours}
+
+
+def free(strategy: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """What a layer of ours moves and computes on the worst device where the tables do not say what axes serve."""
+    tables = job_of(LAYERS[0], strategy, **more).layouts
+    tables = Layouts(tuple((axis, ()) for axis, _ in tables.serve), tables.stored, tables.held)
+    try:
+        jobs = [job_of(layers, strategy, tables, **more) for layers in LAYERS]
+    except LayoutError as e:
+        return {"refused": str(e)}
+    flops = [certify(j).flops[0] for j in (*jobs, *(job_of(layers, strategy, **more) for layers in LAYERS))]
+    times = (flops[1] - flops[0]) / (flops[3] - flops[2])
+    return {"layer": asdict(per_layer(*map(moved, jobs))), "flops, times those with serve": times}
 
 
 def child(count: int) -> list[dict[str, Any]]:
