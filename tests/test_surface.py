@@ -17,7 +17,7 @@ NAMES = (
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
     "place", "reduce", "reductions", "audit", "simulate", "Model", "Strategy",
-    "partition", "Schedule", "Job",
+    "partition", "Schedule", "Job", "load",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],

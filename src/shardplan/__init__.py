@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardplan.execution.run import run
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.topology import Topology
+    from shardplan.interop.importers import load
     from shardplan.launches.audit import audit
     from shardplan.movement.placing.place import place
     from shardplan.movement.redistribute import redistribute
@@ -90,6 +91,7 @@ __all__ = [
     "audit",
     "collect",
     "distribute",
+    "load",
     "partition",
     "place",
     "placements",
@@ -112,6 +114,7 @@ _ROOMS = {
     "execution.run": ("run",),
     "hardware.placement": ("Placement", "placements"),
     "hardware.topology": ("Topology",),
+    "interop.importers": ("load",),
     "launches.audit": ("audit",),
     "movement.placing.place": ("place",),
     "movement.redistribute": ("redistribute",),

@@ -16,14 +16,39 @@ from shardplan.execution.jobs import Hand, JobRun, checked
 # Key biases have gradients that are zero but for rounding, which adamw makes as large as any: so sgd for gpt.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"layers": 3, "hidden": 12, "heads": 6, "kv_heads": 2, "ffn": 20, "seq": 8, "vocab": 32}),
-    "odd": ("llama", {"layers": 3, "hidden": 10, "heads": 3, "kv_heads": 3, "head_dim": 4, "ffn": 7, "seq": 5, "vocab": 13}),
+    "odd": (
+        "llama",
+        {"layers": 3, "hidden": 10, "heads": 3, "kv_heads": 3, "head_dim": 4, "ffn": 7, "seq": 5, "vocab": 13},
+    ),
     "gpt": ("gpt", {"layers": 3, "hidden": 12, "heads": 4, "seq": 6, "vocab": 17, "optimizer": "sgd"}),
-    "moe": ("moe", {"layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 10, "experts": 4, "experts_per_token": 2, "seq": 6,
-                        "vocab": 17, "dense_layers": 1}),
+    "moe": (
+        "moe",
+        {
+            "layers": 3,
+            "hidden": 16,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn": 10,
+            "experts": 4,
+            "experts_per_token": 2,
+            "seq": 6,
+            "vocab": 17,
+            "dense_layers": 1,
+        },
+    ),
     "mlp": ("mlp", {"layers": 4, "hidden": 8, "optimizer": "sgd"}),
-    "dlrm": ("dlrm", {"table_rows": (30, 50, 7), "embedding_dim": 8, "dense_features": 5, "bottom": (16, 8), "top": (12, 1),
-                          "bag": 3}),
-}  # fmt: skip
+    "dlrm": (
+        "dlrm",
+        {
+            "table_rows": (30, 50, 7),
+            "embedding_dim": 8,
+            "dense_features": 5,
+            "bottom": (16, 8),
+            "top": (12, 1),
+            "bag": 3,
+        },
+    ),
+}
 
 
 def model(name: str, **fields: Any) -> Model:

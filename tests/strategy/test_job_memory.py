@@ -54,7 +54,7 @@ def test_state_is_dealt_out(said: dict[str, Any], a_parameter: float) -> None:
 
 
 def saved(tensor: int = 1, sequence: bool = False, context: int = 1, microbatch: int = 1) -> float:
-    """Bytes of a layer and microbatch: what stands in the residual stream and behind norms, q k v, attention, the MLP."""
+    """Bytes of a layer and microbatch: the residual stream, what is behind norms, q k v, attention, the MLP."""
     rows = microbatch * S / context
     stream = 4 * H / (tensor if sequence else 1)
     return 2 * rows * (stream + (2 * HEADS * D + 2 * KV * D + 3 * F) / tensor)

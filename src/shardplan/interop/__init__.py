@@ -8,6 +8,7 @@ Reading order:
 - `safetensors_header` what a file says it holds, and what is checked of that
 - `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes
 - `hlo_groups`         the devices that such a collective names
+- `importers`          a folder: models of torch, JAX and ONNX as a `Model`
 - `exports`            a folder: reduction programs for torch, JAX, MPI and MSCCL
 
 Nothing is imported here: a module that needs a framework is imported by the one who has it.

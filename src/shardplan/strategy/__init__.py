@@ -10,6 +10,8 @@ Reading order:
 - `decoders`   GPT-2 and GPT-3; Llama 3, Qwen3, Mixtral, DeepSeek-V3
 - `others`     DistIR's perceptron, DLRM
 - `training`   gradients and updates: from a loss to a training step
+- `periods`    where a list of steps may repeat itself
+- `repeats`    layers that are written out, as the body of a `repeat`
 - `model`      `Model`: a program with names, from a preset of `presets/*.toml` or a family
 
 This room imports `core` and the errors, and numpy.

@@ -54,7 +54,8 @@ class Model:
     `dims` has the names of every input's dims, `gradients` the value that is a parameter's gradient, `replaced` the
     output that takes an input's place in the next run: parameters, state and step of an optimizer, caches and position.
     `origins` says of the first steps of a training program which forward step they are the gradient of (None: they are
-    forward steps); those behind are the optimizer's.
+    forward steps); those behind are the optimizer's. `constants` are the values of inputs that an import's source has,
+    `constraints` the axes that it asks for, by value and dim.
     """
 
     name: str
@@ -66,6 +67,8 @@ class Model:
     replaced: Mapping[str, str] = field(hash=False)
     origins: tuple[Origin | None, ...] = ()
     forward: Program | None = field(default=None, compare=False)  # what it was trained from
+    constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
+    constraints: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict[str, Any], hash=False)
 
     @staticmethod
     def load(
@@ -144,7 +147,7 @@ class Model:
             for key in border.names("Model.of: parameters", tuple(parameters))
         }
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
-        return _model(name, program, found, owned, {}, fields, settings)
+        return modelled(name, program, found, owned, {}, fields, settings)
 
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
@@ -279,10 +282,10 @@ def _built(
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
-    return _model(name, program, dims, scope.parameters, replaced, said, settings)
+    return modelled(name, program, dims, scope.parameters, replaced, said, settings)
 
 
-def _model(
+def modelled(
     name: str,
     program: Program,
     dims: Mapping[str, tuple[str, ...]],

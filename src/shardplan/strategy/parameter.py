@@ -37,7 +37,8 @@ class Within(NamedTuple):
 class Parameter:
     """A value's dims with their sizes; the checkpoint's names and dims.
 
-    `first` is the number of the first layer; `trained` says whether an optimizer updates it.
+    `first` is the number of the first layer; `trained` says whether an optimizer updates it. `rows` are the names of
+    the layers' tensors where they follow no pattern.
 
     >>> p = Parameter((("layer", 2), ("hidden", 6), ("heads", 3), ("head", 4)), "h.{layer}.q", "(heads head) hidden")
     >>> p.shape, p.stored_shape, [name for _, name in p.names()]
@@ -50,6 +51,7 @@ class Parameter:
     part: Within | None = None
     first: int = 0
     trained: bool = True
+    rows: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +79,9 @@ class Parameter:
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the names in the checkpoint, each with its index along the first dims of our value."""
+        if self.rows:
+            yield from (((k,), name) for k, name in enumerate(self.rows))
+            return
         along = _BRACES.findall(self.file)
         for index in itertools.product(*(range(n) for _, n in self.dims[: len(along)])):
             shift = (self.first if name == "layer" else 0 for name in along)

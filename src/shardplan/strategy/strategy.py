@@ -40,7 +40,7 @@ class Strategy:
         fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
-        bucket: Bytes up to which gradients are reduced together before the update; by default each alone.
+        bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
@@ -84,8 +84,8 @@ class Strategy:
         batch = border.whole("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
-                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; legal are "
-                f"{replicas} and more"
+                f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
+                f"legal are {replicas} and more"
             )
         group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
         if self.data % group or group % self.expert:
@@ -171,7 +171,9 @@ class Strategy:
                 continue
             if zero >= 3 and free:
                 stored.append(Line((name,), free))
-            if zero >= 1 and free:
+            if name not in model.gradients:
+                continue
+            if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
                 stored.append(Line((f"{name}.*",), free))
             stored.append(
                 Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums)
@@ -222,9 +224,10 @@ def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
     return ((a, dim) for dim, axes in cuts for a in axes)
 
 
-def _state_of(model: Model, name: str) -> bool:
-    """Say whether an input is what an optimizer keeps of a parameter."""
-    return name.rpartition(".")[0] in model.parameters and name not in model.parameters
+def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
+    """Say whether an input is what an optimizer keeps of a parameter, or of one of them."""
+    of = name.rpartition(".")[0]
+    return of in model.parameters and name not in model.parameters and parameter in (None, of)
 
 
 def _joined(lines: list[Line]) -> tuple[Line, ...]:

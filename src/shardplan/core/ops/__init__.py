@@ -13,6 +13,7 @@
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
 - `updates`   updates of parameters: Sgd, AdamW
+- `opaque`    what an import keeps without knowing it: Opaque
 - `bodies`    those with a program in them: Repeat, Together
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
@@ -41,6 +42,7 @@ from shardplan.core.ops.layers import (
     Split,
 )
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
+from shardplan.core.ops.opaque import Opaque
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
@@ -94,6 +96,7 @@ OPS.update(
         Sgd,
         AdamW,
         Backward,
+        Opaque,
         Repeat,
         Together,
     )
@@ -136,6 +139,7 @@ __all__ = [
     "Gather",
     "Iota",
     "Op",
+    "Opaque",
     "Pad",
     "Permute",
     "Reduce",

@@ -9,6 +9,7 @@ Reading order:
 - `choices`     what a line may do with an axis
 - `prices`      what ops and movements take
 - `elimination` the least sum of tables, exactly
+- `problem`     who makes and who wants every value
 - `settle`      which choice every line takes
 - `stages`      the lines of every stage, and what goes between them
 - `write`       lines as programs, with planned movements

@@ -96,7 +96,7 @@ def sets_of(count: int) -> tuple[frozenset[int], ...]:
 
 
 def served(line: Line, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return by group of dims, in order, the factors of a line that are of one of them; groups without any are left out."""
+    """Return by group of dims, in order, the factors of a line that are of one of them; a group has one at least."""
     found = [
         [f for f, names in line.names.items() if _is(names, group) and line.links.sizes[f] > 1] for group in groups
     ]
@@ -154,7 +154,8 @@ def options(
 
     free = True
     for factors in served(line, groups):
-        taken = [f for f in factors if any(offer(choice) for choice in rest.serving(axis, f))]
+        offered = {f: [offer(choice) for choice in rest.serving(axis, f)] for f in factors}
+        taken = [f for f, places in offered.items() if any(places)]
         if taken:
             # Ids and masks, and what has only these dims in its results, every device may make.
             free = all(f in line.made for f in taken) or not any(map(differs, line.types))

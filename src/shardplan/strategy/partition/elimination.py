@@ -1,9 +1,9 @@
 """The least sum of tables over choices, exactly: one choice after another is eliminated.
 
 A *table* is an array with an axis for each of some choices; the sum of all tables at one option of every choice is to
-be least. A choice is eliminated by adding the tables that have it and taking the minimum along its axis, in order of the
-table that this makes; so the work grows with the widest such table, not with the number of choices (bucket elimination,
-Dechter 1999).
+be least. A choice is eliminated by adding the tables that have it and taking the minimum along its axis, in order of
+the table that this makes; so the work grows with the widest such table, not with the number of choices (bucket
+elimination, Dechter 1999).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Least(NamedTuple):
 
 
 def least(tables: Sequence[Table[Choice]]) -> Least:
-    """Return the least sum of `tables` over the options of every choice, and of equal ones the first options.
+    """Return the least sum of `tables` over the options of every choice; no choice alone could have an earlier option.
 
     Raises `TooWide`.
 

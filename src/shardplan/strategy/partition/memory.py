@@ -32,9 +32,9 @@ class Moment(NamedTuple):
 class JobCertificate:
     """What is proved of a job.
 
-    `peak_bytes` is the most that a device of each rank holds, `state_bytes` what of it lives between steps, `saved_bytes`
-    what one microbatch saves on each stage; `axis_bytes` what the worst device receives in a step over the groups of
-    each axes; `flops` the operations of the worst device in a step, by stage.
+    `peak_bytes` is the most that a device of each rank holds, `state_bytes` what of it lives between steps,
+    `saved_bytes` what one microbatch saves on each stage; `axis_bytes` what the worst device receives in a step over
+    the groups of each axes; `flops` the operations of the worst device in a step, by stage.
     """
 
     job: Job

@@ -33,7 +33,7 @@ Recompute = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Of the steps of a forward program the stage of each, None where every stage that reads it makes it; of loops rows."""
+    """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows."""
 
     stages: tuple[int | None, ...]
     rows: Mapping[int, tuple[Rows, ...]]

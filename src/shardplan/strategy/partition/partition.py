@@ -20,14 +20,15 @@ from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
-from shardplan.strategy.partition.flow import Key, Loop, line_of
+from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Cut, Problem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
-from shardplan.strategy.partition.settle import Cut, Problem, Settled, at_most, settle
+from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import Stage, staged
-from shardplan.strategy.partition.tables import Layouts
+from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import schedule
 from shardplan.strategy.schedules.offload import offloaded
@@ -67,12 +68,23 @@ class _Partition:
         self.micro = microbatch(
             self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even
         )
+        self._check_layouts()
         self.training = bool(self.micro.gradients)
         self.bucket = None if strategy.bucket is None else int(strategy.bucket)
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
         self.replaced = {new: old for old, new in self.model.replaced.items() if old in self.micro.dims}
+
+    def _check_layouts(self) -> None:
+        """Refuse tables that say what there is not; dims that the strategy's own serve are legal in any model."""
+        dims = {name: [d for d in mine if d != LAYER] for name, mine in self.model.dims.items()}
+        gradients = {f"{TOTAL}{name}": dims[name] for name in self.micro.gradients if name in self.model.parameters}
+        lines = [line for block in self.micro.block.every() for line in block.lines if isinstance(line, Line)]
+        served = {name: None for line in lines for names in line.names.values() for name in names}
+        own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
+        held = {name: dims[name] for name in self.model.parameters}
+        self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
 
     def _of(self, name: str) -> str:
         """The model's name of an input: a copy's parameter."""
@@ -150,8 +162,9 @@ class _Partition:
         """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
         settled, ends = self._settled()
         add = self.strategy.microbatches > 1
-        writers = Writers(self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add,
-                          self.bucket)
+        writers = Writers(
+            self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
+        )
         written: dict[tuple[int, str], Written] = {}
         last = len(self.stages) - 1
         known: dict[object, Written] = {}

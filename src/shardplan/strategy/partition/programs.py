@@ -138,7 +138,7 @@ class Writers:
     ) -> None:
         """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
         bucket: list[tuple[str, TensorType]] = []
-        for name in [n for n, copies in reversed(parameters.items()) if not copies] if self.bucket else ():
+        for name in [n for n, copies in reversed([*parameters.items()]) if not copies] if self.bucket else ():
             total = types[TOTAL + name]
             t = total.with_layout(types[f"{name}.{state[0]}" if state else name].layout)
             if t == total:

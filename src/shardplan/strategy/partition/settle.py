@@ -9,104 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
-from shardplan.core.mesh import Mesh
-from shardplan.core.nested import row, rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Bounds, Choice, Held, Laid, Layer, options
-from shardplan.strategy.partition.elimination import Table, least
-from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
+from shardplan.strategy.partition.choices import Choice, Laid, options
+from shardplan.strategy.partition.elimination import Table, TooWide, least
+from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Maker, Option, Problem, Source, Types, Use, at_most, onto
 
 Groups = Mapping[str, tuple[tuple[str, ...], ...]]
-Types = tuple[TensorType | None, ...]  # by option of a choice; None where there is no such type
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
 SWEEPS = 8
-MEMORY = 1e-6  # seconds a byte that is saved beyond those that were made
 TIE = 1e-18  # seconds a byte that is made: of options that take as long the one that holds less
-
-
-class Source(NamedTuple):
-    """Who makes a value: a choice and the number of its result, or None and the type of an input.
-
-    `lead` says how the value stands to it: 1 a stack of `many` rows of it, -1 a row of the stack that it is.
-    """
-
-    maker: Maker | None
-    result: int
-    lead: int = 0
-    many: int = 0
-    fixed: TensorType | None = None
-    name: str = ""  # of the input
-
-    def seen(self, t: TensorType) -> TensorType:
-        """Return the type of the value, given that of what was made."""
-        return row(t) if self.lead < 0 else rows(t, self.many) if self.lead else t
-
-    def asked(self, t: TensorType) -> TensorType | None:
-        """Return the type to be made for the value to have a type, None where there is none."""
-        try:
-            return rows(t, self.many) if self.lead < 0 else row(t) if self.lead else t
-        except ShardplanError:
-            return None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Maker:
-    """What chooses: a line; or the type of a value that a loop carries, or that is saved for the backward pass.
-
-    Of such a value `kept` is its type on one device and `dims` the names of its dims; the type is never partial.
-    """
-
-    path: Path
-    times: int
-    line: Line | None
-    bounds: Bounds
-    kept: TensorType | None = None
-    dims: tuple[Names, ...] = ()
-
-
-class Use(NamedTuple):
-    """Who wants a value: operand `operand` of a choice, in a block that runs `times` times."""
-
-    maker: Maker
-    operand: int
-    path: Path
-    times: int
-    source: Source
-
-
-class End(NamedTuple):
-    """A type that a value must come to in a block that runs `times` times; a sum where it is made as one."""
-
-    source: Source
-    times: int
-    t: TensorType
-
-
-def at_most(t: TensorType, made: TensorType) -> TensorType:
-    """Return a type that is partial only over axes that `made` is partial over."""
-    both = set(t.mesh.expand(t.layout.partial)) & set(t.mesh.expand(made.layout.partial))
-    partial = t.mesh.fold(tuple(sorted(both)))
-    return t.with_layout(Layout(t.layout.dims, partial, t.layout.reduction if partial else None))
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What a choice may be: of a line its `choice`; the types wanted and made; the seconds of the op, once."""
-
-    wanted: tuple[TensorType, ...]
-    made: tuple[TensorType, ...]
-    seconds: float
-    choice: Choice = field(default_factory=Choice)
-    laid: Laid | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,132 +60,6 @@ class Settled:
         return found
 
 
-class Cut(NamedTuple):
-    """From which line on the backward pass is, and the values that it reads of those before."""
-
-    number: int
-    values: tuple[str, ...]
-
-
-class Problem:
-    """The choices of a program, and who makes and wants its values.
-
-    Args:
-        root: The program.
-        mesh: The mesh of a stage.
-        given: The types of its inputs.
-        wanted: Types that values must come to, at the end of their block.
-        held: Of parameters how they are held where they are operands.
-        gradients: Of values that are gradients how their parameters are held.
-        cut: What is saved for the backward pass.
-    """
-
-    def __init__(
-        self,
-        root: Block,
-        mesh: Mesh,
-        given: Mapping[str, TensorType],
-        wanted: Mapping[Key, TensorType],
-        held: Mapping[str, Layout],
-        gradients: Mapping[Key, Layout],
-        cut: Cut | None = None,
-    ) -> None:
-        self.mesh, self.layer = mesh, Layer(mesh)
-        self.makers: list[Maker] = []
-        self.lines: dict[Line, Maker] = {}
-        self.carries: dict[tuple[Path, int], Maker] = {}
-        self.saves: dict[Key, Maker] = {}
-        self.sources: dict[Key, Source] = {}
-        self.uses: list[Use] = []
-        self.ends: list[End] = []
-        self.held: dict[Key, Held] = {}
-        self.gradients = {key: Held(layout.dims) for key, layout in gradients.items()}
-        for name, _ in root.inputs:
-            self.sources[(), name] = Source(None, 0, fixed=given[name], name=name)
-            if name in held:
-                self.held[(), name] = Held(held[name].dims)
-        self.wanted = wanted
-        self._block(root, cut)
-        for key, t in wanted.items():
-            source = self.sources[key]
-            times = next(b.times for b in root.every() if b.path == key[0])
-            asked = source.asked(t)
-            assert asked is not None  # what ends is no row of a stack that is cut
-            self.ends.append(End(source, times, asked))
-
-    def _saved(self, block: Block, name: str) -> Source:
-        """What is saved of a value: in the type in which it was made, or in another of no more bytes."""
-        maker = self.saves[block.path, name] = self._keeps(block, name)
-        self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, name]))
-        return Source(maker, 0)
-
-    def _keeps(self, block: Block, name: str) -> Maker:
-        none = Bounds({}, {})
-        maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name])
-        self.makers.append(maker)
-        return maker
-
-    def _block(self, block: Block, cut: Cut | None = None) -> None:
-        for line in block.lines:
-            if cut is not None and line.number >= cut.number:
-                for name in cut.values:
-                    self.sources[block.path, name] = self._saved(block, name)
-                cut = None
-            if isinstance(line, Loop):
-                self._loop(block, line)
-                continue
-            keys = [(block.path, o) for o in line.operands]
-            bounds = Bounds(
-                {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
-                {
-                    k: self.gradients[block.path, r]
-                    for k, r in enumerate(line.results)
-                    if (block.path, r) in self.gradients
-                },
-            )
-            maker = self.lines[line] = Maker(block.path, block.times, line, bounds)
-            self.makers.append(maker)
-            for k, key in enumerate(keys):
-                self.uses.append(Use(maker, k, block.path, block.times, self.sources[key]))
-            for k, name in enumerate(line.results):
-                self.sources[block.path, name] = Source(maker, k)
-
-    def _loop(self, block: Block, loop: Loop) -> None:
-        inner, op = loop.block, loop.op
-        names = [name for name, _ in inner.inputs]
-        whole = len(names) - op.cut
-        carries: list[Maker] = []
-        for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
-            if k < op.kept:
-                maker = self.carries[inner.path, k] = self._keeps(inner, name)
-                carries.append(maker)
-                self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
-                self.sources[inner.path, name] = Source(maker, 0)
-                continue
-            source = self.sources[block.path, outside]
-            lead = 0 if k < whole else -1
-            held = self.held.get((block.path, outside))
-            if held:
-                self.held[inner.path, name] = Held(held.dims[-lead:] if lead else held.dims)
-            if source.maker is None and lead:
-                assert source.fixed is not None  # by its making
-                source = source._replace(fixed=row(source.fixed))
-            elif lead:
-                source = source._replace(lead=source.lead - 1, many=op.times)
-            self.sources[inner.path, name] = source
-        self._block(inner)
-        for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
-            source = self.sources[inner.path, name]
-            if k < op.kept:
-                self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
-                self.sources[block.path, outside] = Source(carries[k], 0)
-            else:
-                if (inner.path, name) not in self.wanted:
-                    known = self.saves.get((inner.path, name))
-                    source = Source(known, 0) if known else self._saved(inner, name)
-                self.sources[block.path, outside] = source._replace(lead=source.lead + 1, many=op.times)
-
-
 def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
     """Return the options that take the least seconds, axis by axis in `order`, until a sweep changes nothing.
 
@@ -275,13 +68,21 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
     widest = 0
+    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
     laid = set[str]()  # the first sweep knows only the axes that it has come to
     for _ in range(SWEEPS):
         before = dict(now)
         for axis in order:
-            found = {m: list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices)) for m in problem.makers}
             laid.add(axis)
-            best = least(list(tables(problem, found, prices, laid)))
+            found: dict[Maker, list[Option]] = {}
+            for m in problem.makers:  # what is saved comes after what makes it
+                found[m] = list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices))
+                if m in saves:
+                    found[m] += _as_made(saves[m].types(found, laid), found[m])
+            try:
+                best = least(list(tables(problem, found, prices, laid)))
+            except TooWide:
+                raise LayoutError(f"serve, {axis}: too many options hang together; legal are fewer dims") from None
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
             widest = max(widest, best.widest)
@@ -336,6 +137,13 @@ def _options(
             yield Option((u,), (u,), 0.0)
 
 
+def _as_made(types: Types, others: Sequence[Option]) -> list[Option]:
+    """What may be saved besides others: a value as it was made, but no sum."""
+    known = {o.made[0] for o in others}
+    whole = dict.fromkeys(t.with_layout(Layout(t.layout.dims)) for t in types)
+    return [Option((t,), (t,), 0.0) for t in whole if t not in known]
+
+
 def tables(
     problem: Problem, found: Mapping[Maker, Sequence[Option]], prices: Prices, axes: set[str]
 ) -> Iterator[Table[object]]:
@@ -349,50 +157,24 @@ def tables(
     saves = set(problem.saves.values())
     for end in problem.ends:
         if end.source.maker is not None:
-            made = [o.made[end.source.result] for o in found[end.source.maker]]
-            last = _onto(end.t, axes)
-            cost = [prices.move(t, at_most(last, t)) for t in made]
+            last = onto(end.t, axes)
+            cost = [prices.move(t, at_most(last, t)) for t in end.source.types(found, axes)]
             yield (end.source.maker,), np.array(cost) * end.times
     for use in problem.uses:
         if use.maker in saves and use.source.maker is not None:
-            yield _no_more(use, found)
-    groups: dict[tuple[Maker | str, int, Path], list[Use]] = {}
+            yield (use.source.maker, use.maker), _no_more(use.source.types(found, axes), found[use.maker])
+    groups: dict[tuple[Source, Path], list[Use]] = {}
     for use in problem.uses:
-        origin = use.source.maker or use.source.name
-        groups.setdefault((origin, use.source.result, use.path), []).append(use)
-    for (_, result, path), uses in groups.items():
-        source = uses[0].source
-        made = [o.made[result] for o in found[source.maker]] if source.maker is not None else []
-        if source.fixed is not None:
-            made = [_onto(source.fixed, axes)]
-        wanted = [_wanted(use, found) for use in uses]
-        yield from _movements(source.maker, made, uses, wanted, prices, (path, id(uses[0])))
+        groups.setdefault((use.source, use.path), []).append(use)
+    for (source, path), uses in groups.items():
+        wanted = [tuple(o.wanted[use.operand] for o in found[use.maker]) for use in uses]
+        yield from _movements(source.maker, source.types(found, axes), uses, wanted, prices, (source, path))
 
 
-def _no_more(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Table[object]:
-    """What it costs to save a value in a type of more bytes than it was made in: more than any movement.
-
-    It is finite, since what is right for one axis may only be reached by way of another.
-    """
-    assert use.source.maker is not None  # of a value that was made
-    made = [o.made[use.source.result].local_bytes() for o in found[use.source.maker]]
-    kept = [t.local_bytes() if t else 0 for t in _wanted(use, found)]
-    more = np.array(kept, dtype=np.float64)[None, :] - np.array(made)[:, None]
-    return (use.source.maker, use.maker), MEMORY * np.maximum(more, 0.0)
-
-
-def _onto(t: TensorType, axes: set[str]) -> TensorType:
-    """A type as it is over some axes, whole over all others."""
-    if set(t.layout.used) <= axes:
-        return t
-    partial = tuple(a for a in t.layout.partial if a in axes)
-    dims = tuple(tuple(a for a in dim if a in axes) for dim in t.layout.dims)
-    return t.with_layout(Layout(dims, partial, t.layout.reduction if partial else None))
-
-
-def _wanted(use: Use, found: Mapping[Maker, Sequence[Option]]) -> Types:
-    """By option of a user the type that it wants of what was made."""
-    return tuple(use.source.asked(o.wanted[use.operand]) for o in found[use.maker])
+def _no_more(made: Types, kept: Sequence[Option]) -> np.ndarray:
+    """Refuse to save a value in a type of more bytes than it was made in."""
+    found, saved = (np.array([t.local_bytes() for t in types]) for types in (made, [o.made[0] for o in kept]))
+    return np.where(saved[None, :] > found[:, None], math.inf, 0.0)
 
 
 def _movements(
@@ -407,15 +189,11 @@ def _movements(
 
     Types have bits; a set of them costs `cost[by option of the maker, set]`.
     """
-    kinds = list(dict.fromkeys(t for types in wanted for t in types if t is not None))
+    kinds = list(dict.fromkeys(t for types in wanted for t in types))
     bit = {t: 1 << k for k, t in enumerate(kinds)}
     known = {t: _ways(t, kinds, prices) for t in dict.fromkeys(made)}
     cost = np.array([known[t] for t in made]) * uses[0].times
-    asks: list[tuple[Maker, np.ndarray]] = []
-    for use, types in zip(uses, wanted, strict=True):
-        asks.append((use.maker, np.array([0 if t is None else bit[t] for t in types])))
-        if None in types:
-            yield (use.maker,), np.array([math.inf if t is None else 0.0 for t in types])
+    asks = [(use.maker, np.array([bit[t] for t in types])) for use, types in zip(uses, wanted, strict=True)]
     joint = list(dict.fromkeys(m for m in (maker, *(m for m, _ in asks)) if m is not None))
     length = {m: len(ask) for m, ask in asks} | ({maker: len(made)} if maker is not None else {})
     if math.prod(length[m] for m in joint) <= WIDE:

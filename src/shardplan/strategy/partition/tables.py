@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -23,11 +23,12 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import axes_text
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ParseError
+from shardplan.errors import LayoutError, ParseError, shown
 
 FREE, LAYER = "free", "layer"
 Axes = tuple[str, ...]
-_WORD = re.compile(r"\[[^\]]*\]|[^\s>]+")
+Dims = Mapping[str, Sequence[str]]  # by name of a value those of its dims
+_WORD = re.compile(r"\[[^\[\]]*\]|\w+")
 _PLACE = re.compile(r"(\w+)@(?:\(([\w\s,]+)\)|(\w+))|\{\+([\w+,\s]+)\}")
 _TITLES = ("serve", "stored", "held")
 
@@ -102,16 +103,30 @@ class Layouts:
         stored, held = (tuple(_line(names, said) for names, said in found[title]) for title in _TITLES[1:])
         return Layouts(serve, stored, held)
 
-    @property
-    def axes(self) -> Axes:
-        """The axes that serve."""
-        return tuple(axis for axis, _ in self.serve)
+    def check(self, stored: Dims, held: Dims, served: Collection[str], axes: Collection[str]) -> None:
+        """Refuse what says nothing of a model on a mesh.
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return the patterns that match none of some names."""
-        known = list(names)
-        every = [p for line in (*self.stored, *self.held) for p in line.patterns]
-        return [p for p in every if not any(fnmatchcase(name, p) for name in known)]
+        That is a pattern without a name among those `stored` or `held`, a dim that no value of its line has, in serve
+        one that is not among `served`, and an axis that is not among `axes`; also an axis that has two lines in serve.
+
+        Raises `LayoutError` naming the line.
+        """
+        several = [axis for axis, _ in self.serve]
+        for k, (axis, groups) in enumerate(self.serve):
+            line = f"serve, {axis}: {' > '.join(map(_group, groups))}"
+            if axis in several[:k]:
+                raise LayoutError(f"{line}: a second line of {axis}; legal is one")
+            _known(line, "axis", (axis,), axes)
+            _known(line, "dim", (name for group in groups for name in group), {*served, FREE})
+        for title, lines, names in ((_TITLES[1], self.stored, stored), (_TITLES[2], self.held, held)):
+            for line in lines:
+                said = f"{title}, {line}"
+                for pattern in line.patterns:
+                    if not any(fnmatchcase(name, pattern) for name in names):
+                        raise LayoutError(f"{said}: nothing is called {shown(pattern)}; legal are {', '.join(names)}")
+                of = dict.fromkeys(dim for name, dims in names.items() if line.matches(name) for dim in dims)
+                _known(said, "dim", (dim for dim, _ in line.dims), [*of, *([FREE] if names is stored else [])])
+                _known(said, "axis", (a for mine in (line.partial, *(cut for _, cut in line.dims)) for a in mine), axes)
 
     def held_layout(self, name: str, dims: Sequence[str], mesh: Mesh) -> Layout:
         """Return how a value of these dims lies where it is an operand."""
@@ -120,6 +135,12 @@ class Layouts:
     def stored_type(self, name: str, dims: Sequence[str], t: TensorType, mesh: Mesh, held: Layout) -> TensorType:
         """Return how a value of these dims, of the dtype and shape of `t`, lies between programs."""
         return t.with_layout(_layout(_first(self.stored, name), dims, t.shape, mesh, held), mesh)
+
+
+def _known(line: str, what: str, said: Iterable[str], legal: Collection[str]) -> None:
+    for word in said:
+        if word not in legal:
+            raise LayoutError(f"{line}: there is no {what} {shown(word)}; legal are {', '.join(legal) or 'none'}")
 
 
 def _first(lines: Sequence[Line], name: str) -> Line:
@@ -182,15 +203,12 @@ def _line(names: str, said: str) -> Line:
                 f"{names}: {said!r}; legal are 'whole', or dims such as 'batch@data, free@(a,b), {{+data}}'"
             )
         dim, several, one, sums = match.groups()
-        words = [w.strip().lstrip("+") for w in (several or one or sums).split(",")]
+        words = [w.strip().removeprefix("+") for w in (several or one or sums).split(",")]
+        if not all(w.isidentifier() for w in words):
+            raise ParseError(f"{names}: {said!r}; legal are names of axes such as 'free@(a,b), {{+a,+b}}'")
         if dim:
             dims.append((dim, tuple(words)))
         else:
             partial += words
         rest = rest[match.end() :].lstrip().removeprefix(",").lstrip()
     return Line(patterns, tuple(dims), tuple(partial))
-
-
-def held_of(rules: Mapping[str, Layout], name: str, ndim: int) -> Layout:
-    """Return the layout that is held of a name, whole where none is said."""
-    return rules.get(name, Layout(((),) * ndim))

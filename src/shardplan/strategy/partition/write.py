@@ -123,7 +123,7 @@ class Writer:
         return self.op(Elementwise("a + b"), [total, name]) if total else name
 
     def loop(self, loop: Loop, totals: Totals, add: bool) -> list[str]:
-        """Write a repeat; `totals` has of rows that are gradients the name and the row's type of what they are added to.
+        """Write a repeat; `totals` has of rows that are gradients the name and a row's type of what they are added to.
 
         Returns the names of the totals that enter, where `add` says that there are any.
         """

@@ -4,7 +4,7 @@ Reading order:
 
 - `action`     `Action`: one thing that a rank does for a stage, as text
 - `schedule`   `Schedule`: a list of actions a rank, as text and as CSV of torch
-- `refusal`    `Refusal`: why a schedule is refused, and where
+- `refusal`    `CounterExample`: why a schedule is refused, and where
 - `run`        a run of the lists, with or without time
 - `replay`     `replay`: when each action runs; the two bubbles
 - `waits`      whether ranks wait for each other in a circle, also for messages
@@ -13,13 +13,23 @@ Reading order:
 - `vshape`     ZB-V, V-Half, V-Min: the chain turns at the last rank
 - `dualpipe`   DualPipe and DualPipeV: forwards overlapped with backwards
 - `table`      the generators by name: `schedule`
+- `shop`       `Shop`: stages on ranks with times and bounds of memory, for which an order is sought
+- `listing`    the list scheduler: `listed`
+- `exact`      the exact solver of small shops: `solve`
+- `placing`    where sends and receives stand: `placed`
+- `picture`    a schedule in time, as text and as SVG: `drawn`, `svg`
 """
 
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.check import check, in_flight, refused
-from shardplan.strategy.schedules.refusal import Refusal
-from shardplan.strategy.schedules.replay import Replay, Times, replay
+from shardplan.strategy.schedules.exact import Solved, solve
+from shardplan.strategy.schedules.listing import listed
+from shardplan.strategy.schedules.picture import drawn, svg
+from shardplan.strategy.schedules.placing import placed
+from shardplan.strategy.schedules.refusal import CounterExample
+from shardplan.strategy.schedules.replay import Replayed, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.shop import Shop
 from shardplan.strategy.schedules.table import GENERATORS, schedule
 
 __all__ = [
@@ -27,11 +37,18 @@ __all__ = [
     "Schedule",
     "GENERATORS",
     "schedule",
-    "Refusal",
+    "CounterExample",
     "check",
     "in_flight",
     "refused",
-    "Replay",
+    "Replayed",
     "Times",
     "replay",
+    "Shop",
+    "listed",
+    "Solved",
+    "solve",
+    "placed",
+    "drawn",
+    "svg",
 ]

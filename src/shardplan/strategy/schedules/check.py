@@ -18,7 +18,7 @@ from itertools import pairwise
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
-from shardplan.strategy.schedules.refusal import Place, Refusal, at, spots
+from shardplan.strategy.schedules.refusal import CounterExample, Place, at, spots
 from shardplan.strategy.schedules.run import MODES
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.waits import waits
@@ -43,7 +43,9 @@ def check(found: Schedule, in_flight: Sequence[int] | None = None, messages: str
     return found
 
 
-def refused(found: Schedule, in_flight: Sequence[int] | None = None, messages: str = "blocking") -> Refusal | None:
+def refused(
+    found: Schedule, in_flight: Sequence[int] | None = None, messages: str = "blocking"
+) -> CounterExample | None:
     """Return the first law that a schedule breaks, as `check` has it, or None."""
     border.choice("messages", messages, MODES, ScheduleError)
     if in_flight is not None:
@@ -61,26 +63,26 @@ def refused(found: Schedule, in_flight: Sequence[int] | None = None, messages: s
     return waits(found, messages) or next(_memory(found, in_flight), None)
 
 
-def _owners(found: Schedule, where: Spots) -> Iterator[Refusal]:
+def _owners(found: Schedule, where: Spots) -> Iterator[CounterExample]:
     for stage, rank in enumerate(found.owners):
         if rank < 0:
-            yield Refusal("complete", f"stage {stage} of {found.stages} has no action")
+            yield CounterExample("complete", f"stage {stage} of {found.stages} has no action")
     for action, places in where.items():
         owner = found.owners[action.stage]
         for place in (p for p in places if p[0] != owner):
             first = min(p for a, ps in where.items() if a.stage == action.stage for p in ps if p[0] == owner)
             says = f"{at(place, action)}, but stage {action.stage} is on rank {owner}, from slot {first[1]} on"
-            yield Refusal("owner", says, (place, first))
+            yield CounterExample("owner", says, (place, first))
 
 
-def _complete(found: Schedule, where: Spots) -> Iterator[Refusal]:
+def _complete(found: Schedule, where: Spots) -> Iterator[CounterExample]:
     for action, places in where.items():
         if action.microbatch is not None and action.microbatch >= found.microbatches:
-            yield Refusal(
+            yield CounterExample(
                 "complete", f"{at(places[0], action)} is of none of {found.microbatches} microbatches", (places[0],)
             )
         if action.microbatch is not None and len(places) > 1:
-            yield Refusal(
+            yield CounterExample(
                 "complete", f"{at(places[1], action)} stands also in slot {places[0][1]}", (places[1], places[0])
             )
     length = found.stages // found.copies
@@ -88,7 +90,7 @@ def _complete(found: Schedule, where: Spots) -> Iterator[Refusal]:
         chains = [c for c in range(found.copies) if _touched(where, range(c * length, (c + 1) * length), m)]
         if len(chains) > 1:
             other = next(a for a in where if a.microbatch == m and a.stage // length == chains[1])
-            yield Refusal(
+            yield CounterExample(
                 "complete",
                 f"{at(where[other][0], other)}, but microbatch {m} goes through another copy",
                 (where[other][0],),
@@ -102,14 +104,14 @@ def _touched(where: Spots, stages: range, m: int) -> bool:
     return any(Action(s, kind, m) in where for s in stages for kind in "FBIW")
 
 
-def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[Refusal]:
+def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[CounterExample]:
     """One F, and one B or one I and one W, in order, as each of them is there once at most."""
     run = {kind: where[a][0] for kind in "FBIW" if (a := Action(stage, kind, m)) in where}
     if "F" not in run:
-        yield Refusal("complete", f"{stage}F{m} is missing (stage {stage} is on rank {found.owners[stage]})")
+        yield CounterExample("complete", f"{stage}F{m} is missing (stage {stage} is on rank {found.owners[stage]})")
     if not found.forward_only:
         if "B" in run and (half := "I" if "I" in run else "W" if "W" in run else ""):
-            yield Refusal(
+            yield CounterExample(
                 "complete",
                 f"{at(run[half], f'{stage}{half}{m}')} is part of {at(run['B'], f'{stage}B{m}')}",
                 (run[half], run["B"]),
@@ -117,12 +119,12 @@ def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[Refusal
         for kind in ("I", "W") if "I" in run or "W" in run else ("B",):
             if kind not in run:
                 says = f"{stage}{kind}{m} is missing (stage {stage} is on rank {found.owners[stage]})"
-                yield Refusal("complete", says, (run["W"],) if kind == "I" else ())
+                yield CounterExample("complete", says, (run["W"],) if kind == "I" else ())
     order = [Action(stage, kind, m) for kind in ("F", "OFFLOAD", "RELOAD", "B", "I", "W")]
     for first, second in pairwise(a for a in order if a in where):
         if _position(found, where, second) <= _position(found, where, first):
             early, late = where[second][0], where[first][0]
-            yield Refusal("order", f"{at(late, first)} stands behind {at(early, second)}", (early, late))
+            yield CounterExample("order", f"{at(late, first)} stands behind {at(early, second)}", (early, late))
 
 
 def _position(found: Schedule, where: Spots, action: Action) -> tuple[int, int]:
@@ -132,7 +134,7 @@ def _position(found: Schedule, where: Spots, action: Action) -> tuple[int, int]:
     return slot, 0 if whole is None else whole.leaves.index(action)
 
 
-def _messages(found: Schedule, where: Spots) -> Iterator[Refusal]:
+def _messages(found: Schedule, where: Spots) -> Iterator[CounterExample]:
     """Each value that crosses ranks has one send and one receive in their places, where any message is placed."""
     placed = [a for a in where if a.kind in SENDS or a.kind in RECEIVES]
     if not placed:
@@ -143,14 +145,14 @@ def _messages(found: Schedule, where: Spots) -> Iterator[Refusal]:
             wanted.add(message)
             if message not in where:
                 says = f"{message} is missing: {at(where[made][0], made)} feeds {at(where[taken][0], taken)}"
-                yield Refusal("messages", says, (where[taken][0],))
+                yield CounterExample("messages", says, (where[taken][0],))
             elif (where[beside][0] > where[message][0]) == behind:
                 side, places = "before" if behind else "behind", (where[message][0], where[beside][0])
                 says = f"{at(places[0], message)} stands {side} {at(places[1], beside)}"
-                yield Refusal("order", says, places if behind else places[::-1])
+                yield CounterExample("order", says, places if behind else places[::-1])
     for action in placed:
         if action not in wanted:
-            yield Refusal(
+            yield CounterExample(
                 "messages", f"{at(where[action][0], action)} carries nothing between ranks", (where[action][0],)
             )
 
@@ -187,9 +189,9 @@ def _held(row: Sequence[Action | None]) -> Iterator[tuple[int, Action, int]]:
                 yield slot, leaf, held
 
 
-def _memory(found: Schedule, bounds: Sequence[int] | None) -> Iterator[Refusal]:
+def _memory(found: Schedule, bounds: Sequence[int] | None) -> Iterator[CounterExample]:
     for rank, bound in () if bounds is None or found.forward_only else enumerate(bounds):
         for slot, leaf, held in _held(found.ranks[rank]):
             if held > bound:
                 says = f"{at((rank, slot), leaf)} makes {held} in flight; the bound of rank {rank} is {bound}"
-                yield Refusal("memory", says, ((rank, slot),))
+                yield CounterExample("memory", says, ((rank, slot),))

@@ -9,13 +9,13 @@ from shardplan.strategy.schedules.schedule import Schedule
 
 
 def offloaded(found: Schedule) -> Schedule:
-    """Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
+    r"""Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
 
-    Where that action is the F itself nothing leaves.
+    Where nothing would run between the two nothing leaves.
 
-    >>> print(offloaded(Schedule.parse("schedule, 2 microbatches\\n0: 0F0 0F1 0B0 0B1")))
-    schedule, 2 microbatches
-    0: 0F0 0OFFLOAD0 0RELOAD0 0F1 0B0 0B1
+    >>> print(offloaded(Schedule.parse("schedule gpipe, 3 microbatches\n0: 0F0 0F1 0F2 0B0 0B1 0B2")))
+    schedule gpipe, 3 microbatches
+    0: 0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2
     """
     return replace(found, ranks=tuple(tuple(_row(row)) for row in found.ranks))
 
@@ -27,7 +27,7 @@ def _row(row: tuple[Action | None, ...]) -> list[Action | None]:
     reloads = {
         back[a.stage, a.microbatch] - 1: a
         for k, a in enumerate(actions)
-        if a.kind == "F" and back.get((a.stage, a.microbatch), 0) > k + 1
+        if a.kind == "F" and back.get((a.stage, a.microbatch), 0) > k + 2
     }
     for k, a in enumerate(actions):
         if k in reloads:

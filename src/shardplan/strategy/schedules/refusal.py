@@ -1,4 +1,4 @@
-"""`Refusal`: why a schedule is refused, with the counter-example: the places where it cannot go on, or goes wrong."""
+"""`CounterExample`: why a schedule is refused, and the places where it cannot go on, or goes wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Place = tuple[int, int]  # rank and slot in its list
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class CounterExample:
     """What is wrong, in one line, and the `places` (rank, slot) of it, the first of which is where a run stops.
 
     `rule` is the law that is broken: `owner`, `complete`, `order`, `messages`, `pair`, `wait` or `memory`. Where

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, OVERLAP, Action
-from shardplan.strategy.schedules.run import MODES, Cost, Run
+from shardplan.strategy.schedules.run import MODES, Cost, ListRun
 from shardplan.strategy.schedules.schedule import Schedule
 
 
@@ -28,7 +28,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Replayed:
     """`spans`: for each rank (slot, begin, end) of what it did, in order, without idle slots."""
 
     schedule: Schedule
@@ -65,7 +65,7 @@ class Replay:
 
 def replay(
     found: Schedule, cost: Cost, message: float = 0, messages: str = "buffered", together: Cost | None = None
-) -> Replay:
+) -> Replayed:
     """Run a schedule in time: each rank its list in order, each action as soon as what it needs is there.
 
     `cost` gives what an action takes, as `Times` do; `message` what a message takes; `messages` as in `check`. The
@@ -76,7 +76,7 @@ def replay(
     >>> replay(schedule("1f1b", 4, 8), Times(1, 1, 1)).bubble
     9
     """
-    run = Run(found, border.choice("messages", messages, MODES, ScheduleError), cost, message, together)
+    run = ListRun(found, border.choice("messages", messages, MODES, ScheduleError), cost, message, together)
     if any(run.stands(rank) for rank in range(len(run.rows))):
         raise ScheduleError(f"schedule {found.name}".rstrip() + ": the ranks wait for each other; see check")
-    return Replay(found, tuple(map(tuple, run.spans)))
+    return Replayed(found, tuple(map(tuple, run.spans)))

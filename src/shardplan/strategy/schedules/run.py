@@ -33,12 +33,12 @@ def grouped(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[in
     return groups
 
 
-class Run:
+class ListRun:
     """How far each rank came: `spans` are the slots it did, with when they were begun and done.
 
-    `cost` is what an action takes, `message` what a message takes from the moment it may begin; without a schedule's
-    own messages, it is what a value needs to the next rank. The parts of an overlap run in turn, unless `together` says
-    what they take from when all of them can begin.
+    `cost` is what an action takes, `message` what a message takes from when both ends are posted, or, buffered, its
+    send; without a schedule's own messages, it is what a value needs to the next rank. The parts of an overlap run in
+    turn, unless `together` says what they take from when all of them can begin.
     """
 
     def __init__(
@@ -116,8 +116,10 @@ class Run:
         """When a slot that can be done is begun and done."""
         clock = self.clocks[rank]
         if action.kind in MESSAGES:
-            met = max([clock, *(self.posted[other] for other in self.needed(action))])
-            return clock, met if action.kind in SENDS and self.mode == "buffered" else met + self.message
+            if self.mode == "buffered":
+                sent = clock if action.kind in SENDS else self.posted[action.matching] + self.message
+                return clock, max(clock, sent)
+            return clock, max([clock, *(self.posted[other] for other in self.needed(action))]) + self.message
         if self.together is not None and action.parts:
             start = max(self._ready(leaf, action, clock) for leaf in action.leaves)
             self.done.update(dict.fromkeys(action.leaves, start + self.together(action)))

@@ -11,17 +11,17 @@ from collections import defaultdict
 from itertools import zip_longest
 
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
-from shardplan.strategy.schedules.refusal import Place, Refusal, at
-from shardplan.strategy.schedules.run import Run
+from shardplan.strategy.schedules.refusal import CounterExample, Place, at
+from shardplan.strategy.schedules.run import ListRun
 from shardplan.strategy.schedules.schedule import Schedule
 
 
-def waits(found: Schedule, messages: str) -> Refusal | None:
+def waits(found: Schedule, messages: str) -> CounterExample | None:
     """Return the pair that does not meet or the circle of a schedule that is complete and in order, or None."""
-    return _unmet_pair(found) or _circle(Run(found, messages))
+    return _unmet_pair(found) or _circle(ListRun(found, messages))
 
 
-def _unmet_pair(found: Schedule) -> Refusal | None:
+def _unmet_pair(found: Schedule) -> CounterExample | None:
     sends: dict[tuple[int, int], list[tuple[Place, Action]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[Place, Action]]] = defaultdict(list)
     for rank, row in enumerate(found.ranks):
@@ -36,11 +36,11 @@ def _unmet_pair(found: Schedule) -> Refusal | None:
                 ends: list[tuple[Place, Action]] = [end for end in (sent, received) if end is not None]
                 text = " meets ".join(at(place, action) for place, action in ends)
                 says = f"message {k} from rank {pair[0]} to rank {pair[1]}: {text}"
-                return Refusal("pair", says, tuple(place for place, _ in reversed(ends)))
+                return CounterExample("pair", says, tuple(place for place, _ in reversed(ends)))
     return None
 
 
-def _circle(run: Run) -> Refusal | None:
+def _circle(run: ListRun) -> CounterExample | None:
     stuck = next((rank for rank in range(len(run.rows)) if run.stands(rank)), None)
     if stuck is None:
         return None
@@ -54,4 +54,4 @@ def _circle(run: Run) -> Refusal | None:
     text = "; ".join(
         f"{at(place, action)} waits for {at(run.placed[other][0], other)}" for place, action, other in circle
     )
-    return Refusal("wait", f"a circle: {text}", tuple(place for place, _, _ in circle))
+    return CounterExample("wait", f"a circle: {text}", tuple(place for place, _, _ in circle))

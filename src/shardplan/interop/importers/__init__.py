@@ -1,0 +1,75 @@
+"""Models of other systems, as a `Model` of ours: one entry, `load`.
+
+Reading order:
+
+- `views`        a value as a source sees it: transposed, split, joined or repeated without a step
+- `writer`       the steps on such values, laid out where an op needs it
+- `composites`   what frameworks name as one operation, with our ops
+- `call`         one operation of a source; the error that lists all that are not known
+- `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters
+- `torch_export` an `ExportedProgram`; `torch_table` what its operations are
+- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
+- `onnx`         an ONNX model; `onnx_table` what its operations are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError, shown
+from shardplan.interop.importers import jaxpr, onnx, torch_export
+from shardplan.interop.importers.flat import Flattened, Names, model_of, settled
+from shardplan.interop.importers.writer import Cuts
+from shardplan.strategy.model import Model
+from shardplan.strategy.training import OPTIMIZERS
+
+_READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
+_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, bool, Collection[str], Cuts], Flattened]], ...] = (
+    ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
+    ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
+    ("an ONNX model", onnx.is_onnx, onnx.flattened),
+)
+
+
+def load(
+    source: Any,
+    names: Names | None = None,
+    opaque: bool = False,
+    *,
+    training: bool = False,
+    optimizer: str | None = None,
+    **settings: float,
+) -> Model:
+    """Import a model; its layers become one `repeat`.
+
+    Args:
+        source: A path that ends in `.onnx` or `.pt2`, an `ExportedProgram`, a closed jaxpr, or an ONNX model.
+        names: Names of the dims of inputs, as `{"input_ids": ("batch", "sequence")}`; None for a dim without one.
+        opaque: Whether operations that are not known are kept as `opaque`; else they are one error that lists them.
+        training: Whether the one scalar result is a loss, of which a training step is made with our gradients.
+        optimizer: `sgd` or `adamw`, or None for gradients as outputs.
+        settings: Those of the optimizer.
+    """
+    border.flag("load: opaque", opaque, ShardplanError)
+    border.flag("load: training", training, ShardplanError)
+    if optimizer is not None:
+        border.choice("load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
+        if not training:
+            raise ShardplanError(f"load: optimizer={optimizer!r} without training; legal is None")
+    name = "import"
+    if isinstance(source, str | Path):
+        path = Path(source)
+        read = _READERS.get(path.suffix)
+        if read is None:
+            raise ShardplanError(f"load: {shown(str(source))}; legal are paths that end in {', '.join(_READERS)}")
+        name, source = path.stem, read(str(path))
+    for _, fits, write in _SOURCES:
+        if fits(source):
+            found = settled(partial(write, source, opaque, tuple(names or ())))
+            return model_of(name, found, names, training, optimizer, settings)
+    legal = ", ".join(kind for kind, _, _ in _SOURCES)
+    raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and paths that end in {', '.join(_READERS)}")

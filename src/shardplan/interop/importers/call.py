@@ -1,0 +1,146 @@
+"""`Operation`: one operation of a source while it is written: what is known of its results; and the loop over them.
+
+A table of a framework maps names of its operations to functions of a call and its arguments, which are views, numbers
+and what else the source has. What no table has is collected, and refused in one error that lists all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.ops import Opaque
+from shardplan.errors import TypingError
+from shardplan.interop.importers.composites import MASKED
+from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.writer import Writer
+
+
+class Operation(NamedTuple):
+    """An operation's name, and the dtypes and shapes of its results."""
+
+    w: Writer
+    name: str
+    kinds: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    about: tuple[int, ...] = ()  # what else a source says: of ONNX the opset, and how many results are asked for
+
+    @property
+    def dtype(self) -> str:
+        """Of the first result."""
+        return self.kinds[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first result."""
+        return self.shapes[0]
+
+    def each(self, expression: str, *values: Any, dtype: str = "") -> Seen:
+        """An expression of a, b, c, ... in which numbers take the place of their letters."""
+        kind = dtype or self.dtype
+        views, text = list[Seen](), expression
+        for k, value in reversed(list(enumerate(values))):
+            old = f"{{{chr(ord('a') + k)}}}"
+            if isinstance(value, Seen):
+                text = text.replace(old, f"<{k}>")
+            else:
+                text = text.replace(old, number(value, kind))
+        for k, value in enumerate(values):
+            if isinstance(value, Seen):
+                text = text.replace(f"<{k}>", chr(ord("a") + len(views)))
+                same = self.w.dtype(value) in (kind, "bool" if "where" in expression and k == 0 else kind)
+                views.append(value if same else self.w.cast(value, kind))
+        if not views:
+            return self.w.constant(float(eval_number(text)), kind)
+        return self.w.each(text, *views)
+
+    def compare(self, sign: str, x: Any, y: Any) -> Seen:
+        """A comparison, as bool."""
+        kinds = [self.w.dtype(v) for v in (x, y) if isinstance(v, Seen)]
+        kind = max(kinds, key=lambda k: (numpy_dtype(k).kind in "fV", numpy_dtype(k).itemsize))
+        whole = any(isinstance(v, float) and not v.is_integer() for v in (x, y))
+        kind = "i32" if kind == "bool" else "f32" if whole and numpy_dtype(kind).kind in "iu" else kind
+        return self.w.cast(
+            self.each(f"where({{a}} {sign} {{b}}, 1, 0)", *_numeric(self.w, kind, x, y), dtype=kind), "bool"
+        )
+
+
+def _numeric(w: Writer, kind: str, *values: Any) -> list[Any]:
+    return [w.cast(v, kind) if isinstance(v, Seen) else v for v in values]
+
+
+def number(value: Any, dtype: str) -> str:
+    """A number as an expression has it; an infinity is a large number."""
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and math.isinf(value):
+        value = math.copysign(-MASKED if dtype != "f16" else 6e4, value)
+    if numpy_dtype(dtype).kind in "iu":
+        value = int(value)
+    text = repr(value if not isinstance(value, bool) else int(value))
+    return f"({text})" if text.startswith("-") else text
+
+
+def eval_number(text: str) -> float:
+    """The value of an expression without operands."""
+    import numpy as np
+
+    from shardplan.core.expression import Expression
+    from shardplan.core.namespace import NUMPY
+
+    return float(Expression.parse(text).evaluate(NUMPY, [], np.dtype(np.float64)))
+
+
+Handler = Callable[..., Any]
+
+
+class Unknown:
+    """Operations that no table has, with where they come from."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.places: dict[str, list[str]] = {}
+
+    def add(self, name: str, place: str) -> None:
+        """Note one."""
+        self.places.setdefault(name, []).append(place)
+
+    def check(self) -> None:
+        """Raise `TypingError` where there are any."""
+        if self.places:
+            lines = [f"  {n}, {len(at)} times, first at {at[0]}" for n, at in self.places.items()]
+            raise TypingError(
+                f"{self.source} has operations that are not known here; opaque=True keeps them:\n" + "\n".join(lines)
+            )
+
+
+def handled(call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any) -> Any:
+    """What a call makes, by the table; an op that is not known is `opaque`, or noted."""
+    handler = table.get(call.name)
+    if handler is not None:
+        try:
+            return handler(call, *args, **kwargs)
+        except NotImplementedError as error:
+            name = f"{call.name} ({error})"
+    else:
+        name = call.name
+    views = [v for v in flat(args) if isinstance(v, Seen)]
+    if not call.w.opaque or not views:
+        unknown.add(name, place)
+        made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
+    else:
+        call.w.opaques += 1
+        names = [call.w.whole(v).name for v in views]
+        rest = "".join(f" {x}" for x in flat([args, list(kwargs.values())]) if isinstance(x, bool | int | float | str))
+        op = Opaque(call.name + rest, call.kinds, call.shapes)
+        made = [call.w.plain(n) for n in call.w.draft.every(op, *names)]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def flat(values: Any) -> list[Any]:
+    """All values in nested lists."""
+    if isinstance(values, (list, tuple)) and not isinstance(values, Seen):
+        items: list[Any] = list(values)
+        return [x for v in items for x in flat(v)]
+    return [values]

@@ -1,0 +1,206 @@
+"""What frameworks name as one operation, written with ours: products, norms, attention, losses, rows, parts.
+
+Each takes and returns views; none knows a framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.ops import (
+    Attention,
+    Concat,
+    Constant,
+    Crop,
+    CrossEntropy,
+    Gather,
+    LayerNorm,
+    Pad,
+    RmsNorm,
+    Softmax,
+)
+from shardplan.interop.importers.views import Group, Seen, Strand, size_of
+from shardplan.interop.importers.writer import ONE, Writer
+
+MASKED = -1e30  # what stands for minus infinity, so that a row without any score is no NaN
+
+
+def linear(w: Writer, x: Seen, weight: Seen, bias: Seen | None = None) -> Seen:
+    """Times a weight `[out in]`, plus a bias."""
+    lead = [f"d{d}" for d in range(len(x.dims) - 1)]
+    y = w.einsum([[*lead, "i"], ["o", "i"]], [*lead, "o"], x, weight)
+    return y if bias is None else w.each("a + b", y, bias)
+
+
+def matmul(w: Writer, x: Seen, y: Seen) -> Seen:
+    """The product of matrices, or of a vector, with dims before them that broadcast."""
+    ndim = max(len(x.dims), len(y.dims)) - 2
+    names = [f"d{d}" for d in range(ndim)]
+    left = [*names[ndim - (len(x.dims) - 2) :], "m", "k"] if len(x.dims) > 1 else ["k"]
+    right = [*names[ndim - (len(y.dims) - 2) :], "k", "n"] if len(y.dims) > 1 else ["k"]
+    out = [*names, *(n for n in ("m", "n") if n in (*left, *right))]
+    return w.einsum([left, right], out, x, y)
+
+
+def softmax(w: Writer, x: Seen, dim: int) -> Seen:
+    """Along a dim."""
+    x = w.joined(x, dim % len(x.dims))
+    return Seen(w.draft(Softmax(x.dims[dim][0].axis), x.name), x.dims)
+
+
+def filled(w: Writer, value: float, dtype: str, n: int) -> str:
+    """A vector of one value."""
+    return w.draft(Constant(value, dtype, (n,), Layout(((),)), ONE))
+
+
+def layer_norm(w: Writer, x: Seen, gain: Seen | None, bias: Seen | None, eps: float) -> Seen:
+    """Over the last dim."""
+    x, name = w.last(x)
+    n, dtype = x.shape[-1], w.dtype(x)
+    gains = (w.whole(v).name if v is not None else filled(w, one, dtype, n) for v, one in ((gain, 1.0), (bias, 0.0)))
+    return _normed(Seen(w.draft(LayerNorm(eps), name, *gains), x.dims))
+
+
+def rms_norm(w: Writer, x: Seen, gain: Seen | None, eps: float) -> Seen:
+    """Over the last dim."""
+    x, name = w.last(x)
+    by = w.whole(gain).name if gain is not None else filled(w, 1.0, w.dtype(x), x.shape[-1])
+    return _normed(Seen(w.draft(RmsNorm(eps), name, by), x.dims))
+
+
+def _normed(x: Seen) -> Seen:
+    """What was normalised is no longer what a parameter made."""
+    return Seen(x.name, (*x.dims[:-1], tuple(a._replace(origins=frozenset()) for a in x.dims[-1])))
+
+
+def attention(
+    w: Writer, q: Seen, k: Seen, v: Seen, causal: bool, scale: float | None, mask: Seen | None = None
+) -> Seen:
+    """Of `[batch heads sequence head]`; keys and values may have fewer heads, or some of them repeated."""
+    if len(q.dims) != 4 or (causal and mask is not None):
+        raise NotImplementedError("attention of other than 4 dims, or causal with a mask")
+    by = scale or q.shape[-1] ** -0.5
+    if k.shape[1] != q.shape[1]:
+        k, v = (repeated_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    q, k, v = w.alike([x.tidy for x in (q, k, v)], [1, 1, 1])
+    if any(x.held != y.held for x, y in zip(k.dims[1], v.dims[1], strict=True)):
+        k, v = (w.joined(x, 1) for x in (k, v))
+        q, k, v = w.alike([q, k, v], [1, 1, 1])
+    if mask is not None:
+        return _masked(w, q, k, v, by, mask)
+    groups = tuple(a.held for a in k.dims[1])
+    if groups != tuple(sorted(groups, reverse=True)):  # repeated before the heads, not behind them
+        k, v = (w.joined(x, 1) for x in (k, v))
+        q, k, v = w.alike([q, k, v], [1, 1, 1])
+        groups = tuple(a.held for a in k.dims[1])
+    many = sum(groups)
+    kept, ratio = q.dims[1][:many], q.dims[1][many:]
+    names = [w.laid(q, [q.dims[0], q.dims[2], kept, ratio, q.dims[3]])]
+    names += [w.laid(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
+    for name, dims in zip(names, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
+        w.mean(name, "batch", "sequence", *dims, "head")
+    out = w.draft(Attention(causal, 0.0 if math.isclose(by, q.shape[-1] ** -0.5) else by), *names)
+    b, s, g, r, e = w.plain(out).dims
+    return Seen(out, (b, (*g, *r), s, e))
+
+
+def repeated_heads(x: Seen, times: int) -> Seen:
+    """Every head so often."""
+    return Seen(x.name, (x.dims[0], (*x.dims[1], Strand(times, -1)), *x.dims[2:])) if times > 1 else x
+
+
+def _masked(w: Writer, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
+    scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
+    scores = w.each(f"a * {scale!r}", scores)
+    if w.dtype(mask) == "bool":
+        scores = w.each(f"where(a, b, {MASKED})", mask, scores)
+    else:
+        scores = w.each("a + b", scores, mask)
+    return w.einsum([["b", "h", "s", "t"], ["b", "h", "t", "d"]], ["b", "h", "s", "d"], softmax(w, scores, -1), v)
+
+
+def cross_entropy(w: Writer, logits: Seen, targets: Seen) -> Seen:
+    """Of the classes in the last dim, for each of the others."""
+    logits, targets = logits.tidy, targets.tidy
+    for d in range(len(targets.dims)):
+        if size_of(logits.dims[d]) > 1:
+            logits, targets = w.alike([logits, targets], [d, d])
+    logits, name = w.last(logits)
+    places = {(d, k): a for d, g in enumerate(logits.dims[:-1]) for k, a in enumerate(g)}
+    order = sorted(places, key=lambda p: places[p].axis)
+    axes = [(targets.dims[d][k],) if k < len(targets.dims[d]) else () for d, k in order]
+    ids = w.laid(targets, axes)
+    w.mean(name, *(None for _ in order), "vocab")
+    return Seen(w.draft(CrossEntropy(), name, ids), logits.dims[:-1])
+
+
+def rows(w: Writer, table: Seen, ids: Seen) -> Seen:
+    """Rows of a table by ids."""
+    table = w.joined(table, 0)
+    atoms = [a for g in table.dims[1:] for a in g]
+    name = w.laid(table, [table.dims[0], *((a,) for a in atoms)])
+    shift = w.draft.types[ids.name].ndim
+    place = {a: shift + k for k, a in enumerate(atoms)}
+    if len(table.dims) == 2 and len(atoms) == 1:
+        w.mean(name, "vocab" if len(ids.dims) > 1 else "position", "hidden")
+    rest = tuple(tuple(Strand(a.size, place[a]) for a in g) for g in table.dims[1:])
+    return Seen(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
+
+
+def part(w: Writer, v: Seen, dim: int, start: int, stop: int) -> Seen:
+    """The elements of a dim from `start` to before `stop`."""
+    dim %= len(v.dims)
+    n, size = v.shape[dim], stop - start
+    if size == n:
+        return v
+    v = v.tidy
+    atoms: list[Strand] = list(v.dims[dim])
+    minor = size_of(atoms[1:])
+    origins = frozenset(o._replace(parts=n // size) for o in atoms[0].origins if o.parts == 1)
+    if len(atoms) > 1 or n % size or start % size:
+        origins = frozenset()
+    if start % minor or stop % minor or not atoms[0].held:
+        v, minor = w.joined(v, dim), 1
+        atoms = list(v.dims[dim])
+    at, ndim = atoms[0].axis, w.draft.types[v.name].ndim
+    shape = w.draft.types[v.name].shape
+    begin, end = ([x if d == at else other for d, other in enumerate(ends)] for x, ends in
+                  ((start // minor, (0,) * ndim), (stop // minor, shape)))  # fmt: skip
+    name = w.draft(Crop(tuple(begin), tuple(end)), v.name)
+    first = Strand(size // minor, at, origins)
+    rest = tuple(atoms[1:])
+    group: Group = (first, *rest) if first.size > 1 or not rest else rest
+    return Seen(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
+
+
+def joined_along(w: Writer, views: Sequence[Seen], dim: int) -> Seen:
+    """After one another along a dim."""
+    dim %= len(views[0].dims)
+    found = [w.joined(v.tidy, dim) for v in views]
+    for d in range(len(found[0].dims)):
+        if d != dim and size_of(found[0].dims[d]) > 1:
+            found = w.alike(found, [d] * len(found))
+    first = {(d, k): a for d, g in enumerate(found[0].dims) for k, a in enumerate(g)}
+    order = sorted(first, key=lambda p: (first[p].held, first[p].axis))
+    names = [w.laid(v, [(v.dims[d][k],) if k < len(v.dims[d]) else () for d, k in order]) for v in found]
+    place = {p: at for at, p in enumerate(order)}
+    name = w.draft(Concat(place[dim, 0]), *names)
+    total = sum(v.shape[dim] for v in found)
+    dims = tuple(
+        tuple(Strand(total if d == dim else a.size, place[d, k]) for k, a in enumerate(g))
+        for d, g in enumerate(found[0].dims)
+    )
+    return Seen(name, dims)
+
+
+def padded(w: Writer, v: Seen, lo: Sequence[int], hi: Sequence[int], value: float) -> Seen:
+    """With elements of a value around."""
+    return w.step(Pad(tuple(lo), tuple(hi), value), w.laid(v, v.dims))
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype is a floating one."""
+    return numpy_dtype(dtype).kind in "fV"

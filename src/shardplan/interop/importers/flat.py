@@ -1,0 +1,186 @@
+"""A source as a flat program, and that as a `Model`: `repeat` recovered, dims and parameters named.
+
+A source is written again as long as steps ask for factors of parameters' dims. Dims are named by `dim_names` from what
+the caller says of inputs and what composites say of their operands (`Writer.mean`); the rest is d0, d1, ...
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.core.closing import closed
+from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.dim_names import DimNames, dim_names
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.nested import nested
+from shardplan.core.program import Program
+from shardplan.errors import ShardplanError, shown
+from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.writer import Cuts, Stored, Writer
+from shardplan.strategy.model import Model, modelled
+from shardplan.strategy.parameter import Parameter
+from shardplan.strategy.repeats import recovered
+from shardplan.strategy.training import renamed
+
+Names = Mapping[str, Sequence[str | None]]
+_FREE = re.compile(r"d\d+")
+
+
+class Flattened(NamedTuple):
+    """What was written, the inputs that are no parameters, the results, and values of inputs that are constants."""
+
+    writer: Writer
+    inputs: Sequence[str]
+    outputs: Sequence[Seen]
+    constants: Mapping[str, Any]
+
+
+def settled(write: Callable[[Cuts], Flattened]) -> Flattened:
+    """Write until no step asks for other factors of a parameter."""
+    cuts: dict[tuple[str, int], tuple[int, ...]] = {}
+    while True:
+        found = write(cuts)
+        if not found.writer.wanted:
+            return found
+        cuts |= found.writer.wanted
+
+
+def model_of(
+    name: str, flat: Flattened, names: Names | None, training: bool, optimizer: str | None, settings: dict[str, float]
+) -> Model:
+    """Return the model of what was written."""
+    w = flat.writer
+    if w.opaques:
+        warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
+    program, results = _program(flat, training)
+    rule = AttentionRule()
+    program = closed(program, rule)
+    w.meanings += rule.said
+    made = recovered(program, _stack_name)
+    program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
+    rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
+    dims = _dims(program, w, dict(names or {}))
+    parameters: dict[str, Parameter] = {}
+    for key, _ in program.inputs:
+        held = rows.get(key) or ([w.parameters[key]] if key in w.parameters else [])
+        if held:
+            floating = numpy_dtype(program.types[key].dtype).kind in "fV"
+            parameters[key] = replace(_parameter(program, key, dims[key], held, key in rows), trained=floating)
+    constants = {key: np.stack([flat.constants[n] for n in made.stacks[key]]) if key in made.stacks
+                 else flat.constants[key] for key, _ in program.inputs
+                 if made.stacks.get(key, (key,))[0] in flat.constants}  # fmt: skip
+    kinds = [program.types[key].dtype for key in parameters] or ["f32"]
+    fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
+    found = modelled(name, program, dims, parameters, {}, fields, settings)
+    known = {v for level in _programs(found.program) for v in level.types}
+    said = {v: axes for v, axes in w.annotations.items() if v in known}
+    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
+
+
+def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
+    """The flat program, and what its outputs are called."""
+    w = flat.writer
+    outputs = [w.whole(v).name for v in flat.outputs]
+    types = w.draft.types
+    losses = [o for o in outputs if not types[o].shape and numpy_dtype(types[o].dtype).kind in "fV"]
+    if training and len(losses) != 1:
+        raise ShardplanError(f"load: training of a source with {len(losses)} scalar results; legal is one, the loss")
+    others = [o for o in outputs if len(losses) != 1 or o != losses[0]]
+    called = {o: "output" if len(others) == 1 else f"output.{k}" for k, o in enumerate(others)}
+    if training:
+        outputs = [losses[0], *others]
+    names = [called.get(o, "loss") for o in outputs]
+    inputs = {n: types[n] for n in w.inputs}
+    steps = [w.draft.steps[k] for k in w.draft.live(outputs)]
+    if len(set(outputs)) < len(outputs) or set(outputs) & inputs.keys():
+        raise ShardplanError(
+            "load: a result that is an input, or twice a result; legal are results of steps, once each"
+        )
+    return Program(inputs, steps, outputs), names
+
+
+def _stack_name(names: tuple[str, ...]) -> str:
+    """What the names of its rows have in common: `h.0.w`, `h.1.w` are `h.w`."""
+    found = _numbered(names)
+    return ".".join(p for p in found[0].split(".") if p != "{layer}") or names[0] if found else names[0]
+
+
+def _numbered(names: Sequence[str]) -> tuple[str, int] | None:
+    """The pattern of names that count on in one place, and the first number."""
+    parts = [n.split(".") for n in names]
+    if len({len(p) for p in parts}) > 1:
+        return None
+    differ = [k for k in range(len(parts[0])) if len({p[k] for p in parts}) > 1] or [
+        k for k, p in enumerate(parts[0]) if p.isdigit() and len(names) == 1
+    ][:1]
+    if len(differ) != 1 or not all(p[differ[0]].isdecimal() for p in parts):
+        return None
+    numbers = [int(p[differ[0]]) for p in parts]
+    if numbers != list(range(numbers[0], numbers[0] + len(names))) or "{" in names[0]:
+        return None
+    return ".".join("{layer}" if k == differ[0] else p for k, p in enumerate(parts[0])), numbers[0]
+
+
+def _dims(program: Program, w: Writer, names: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The names of all inputs' dims."""
+    for key in names:
+        if key not in w.inputs:
+            raise ShardplanError(
+                f"load: names of {shown(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
+            )
+    given = {key: tuple(said) for key, said in names.items()}
+    found = dim_names(program, given)
+    called: dict[str, str] = {}
+    levels = [*_levels(found)]
+    for value, said in w.meanings:
+        for level in levels:
+            for parts, meaning in zip(level.values.get(value, ()), said, strict=False):
+                if meaning and len(parts) == 1 and _FREE.fullmatch(parts[0]):
+                    called.setdefault(parts[0], meaning)
+    labels = {key: ["_".join(called.get(p, p).replace(".", "_") for p in parts) for parts in found.values[key]]
+              for key, _ in program.inputs}  # fmt: skip
+    # What stands with `hidden` in two weights is made of it, and contracted to it again.
+    pairs = [tuple(x for x in labels[key] if x not in ("layer", "hidden")) for key, _ in program.inputs
+             if labels[key].count("hidden") == 1]  # fmt: skip
+    alone = [pair[0] for pair in pairs if len(pair) == 1 and _FREE.fullmatch(pair[0])]
+    inner = {x: "ffn" if alone.count(x) > 1 else x for x in alone}
+    return {key: tuple(inner.get(x, x) for x in row) for key, row in labels.items()}
+
+
+def _programs(program: Program) -> Iterator[Program]:
+    yield program
+    for op in (nested(step.op) for step in program.steps):
+        yield from _programs(op.body) if op else ()
+
+
+def _levels(names: DimNames) -> Iterator[DimNames]:
+    yield names
+    for inner in names.bodies.values():
+        yield from _levels(inner)
+
+
+def _parameter(program: Program, key: str, names: tuple[str, ...], held: Sequence[Stored], stacked: bool) -> Parameter:
+    """Where a checkpoint has an input."""
+    own: list[str] = []
+    for k, name in enumerate(names):  # names of a parameter's dims are distinct
+        plain = "layer" if stacked and not k else name
+        own.append(plain if plain not in own else f"{plain}_{k}")
+    left, groups = own[stacked:], list[str]()
+    for cut in held[0].factors:
+        part, left = left[: len(cut)], left[len(cut) :]
+        groups.append(part[0] if len(part) == 1 else f"({' '.join(part)})")
+    pairs = tuple(zip(own, program.types[key].shape, strict=True))
+    stored = " ".join(groups)
+    if not stacked:
+        return Parameter(pairs, held[0].file, stored)
+    found = _numbered([h.file for h in held])
+    if found is not None:
+        return Parameter(pairs, found[0], stored, first=found[1])
+    return Parameter(pairs, "{layer}", stored, rows=tuple(h.file for h in held))

@@ -1,0 +1,160 @@
+"""What each primitive of JAX is in ours: functions of a call, its operands, and its parameters by their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.interop.importers import composites as ours
+from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
+
+
+def _expression(text: str) -> Handler:
+    return lambda c, *values, **_: c.each(text, *values)
+
+
+def _compared(sign: str) -> Handler:
+    return lambda c, x, y, **_: c.compare(sign, x, y)
+
+
+def _same(c: Operation, x: Seen, **_: Any) -> Seen:
+    return x
+
+
+def _least(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
+    """A maximum; of minus infinity it is the other."""
+    for one, other in ((x, y), (y, x)):
+        if not isinstance(one, Seen) and one == -math.inf:
+            return other
+    return c.each("maximum({a}, {b})", x, y)
+
+
+def _power(c: Operation, x: Seen, y: int, **_: Any) -> Seen:
+    return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
+
+
+def _chosen(c: Operation, which: Seen, *cases: Any, **_: Any) -> Seen:
+    if len(cases) != 2 or c.w.dtype(which) != "bool":
+        raise NotImplementedError("of several cases")
+    return c.each("where({a}, {b}, {c})", which, cases[1], cases[0])
+
+
+def _logical(text: str) -> Handler:
+    def handler(c: Operation, *values: Any, **_: Any) -> Seen:
+        if c.dtype != "bool":
+            raise NotImplementedError(f"of {c.dtype}")
+        numbers = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in values]
+        return c.w.cast(c.each(text, *numbers, dtype="i32"), "bool")
+
+    return handler
+
+
+def _reduced(kind: str) -> Handler:
+    return lambda c, x, axes, **_: c.w.reduced(x, [int(d) for d in axes], kind, False)
+
+
+def _broadcast(c: Operation, x: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any) -> Seen:
+    if not isinstance(x, Seen):
+        return c.w.constant(x, c.dtype, c.shape)
+    dims: list[Group] = [() if n == 1 else (Strand(int(n), BROADCAST),) for n in shape]
+    for group, n, d in zip(x.dims, x.shape, broadcast_dimensions, strict=True):
+        dims[int(d)] = group if n == shape[d] else dims[int(d)]
+    return Seen(x.name, tuple(dims))
+
+
+def _sliced(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, strides: Any, **_: Any) -> Seen:
+    if strides is not None and set(strides) != {1}:
+        raise NotImplementedError("with strides")
+    for d, (a, b) in enumerate(zip(start_indices, limit_indices, strict=True)):
+        x = ours.part(c.w, x, d, int(a), int(b))
+    return x
+
+
+def _split(c: Operation, x: Seen, sizes: Sequence[int], axis: int) -> list[Seen]:
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [ours.part(c.w, x, axis, int(a), int(a + n)) for a, n in zip(starts, sizes, strict=True)]
+
+
+def _product(c: Operation, x: Seen, y: Seen, dimension_numbers: Any, **_: Any) -> Seen:
+    (left, right), (left_batch, right_batch) = dimension_numbers
+    sides = [[f"x{d}" for d in range(len(x.dims))], [f"y{d}" for d in range(len(y.dims))]]
+    for pairs in (zip(left, right, strict=True), zip(left_batch, right_batch, strict=True)):
+        for a, b in pairs:
+            sides[1][b] = sides[0][a]
+    batch = [sides[0][d] for d in left_batch]
+    rest = [n for side, gone in zip(sides, (left, right), strict=True)
+            for d, n in enumerate(side) if d not in gone and n not in batch]  # fmt: skip
+    x, y = (c.w.cast(v, c.dtype) for v in (x, y))
+    return c.w.einsum(sides, [*batch, *rest], x, y)
+
+
+def _rows(c: Operation, table: Seen, ids: Seen, dimension_numbers: Any, slice_sizes: Any, **_: Any) -> Seen:
+    d, ndim = dimension_numbers, len(c.shape)
+    width = len(table.dims) - 1
+    whole = tuple(slice_sizes) == (1, *table.shape[1:]) and tuple(d.offset_dims) == tuple(range(ndim - width, ndim))
+    if not whole or tuple(d.collapsed_slice_dims) != (0,) or tuple(d.start_index_map) != (0,):
+        raise NotImplementedError("of other than rows of a table")
+    return ours.rows(c.w, table, ids.without([-1]))
+
+
+def _count(c: Operation, dimension: int, **_: Any) -> Seen:
+    n = c.shape[dimension]
+    found = c.w.count(n, c.dtype)
+    return Seen(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).repeated(
+        c.shape
+    )
+
+
+def _constrained(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
+    """An annotation: the axes of each dim of ours, of several those of the major one."""
+    said = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in sharding.spec]
+    axes: list[tuple[str, ...]] = [()] * c.w.draft.types[x.name].ndim
+    for group, names in zip(x.dims, said, strict=False):
+        if names and group and group[0].held:
+            axes[group[0].axis] = names
+    c.w.annotations[x.name] = tuple(axes)
+    return x
+
+
+_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "abs")
+_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+TABLE: dict[str, Handler] = {
+    **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
+    **{name: _compared(sign) for name, sign in _SIGNS.items()},
+    "logistic": _expression("sigmoid({a})"),
+    "neg": _expression("-{a}"),
+    "add": _expression("{a} + {b}"),
+    "add_any": _expression("{a} + {b}"),
+    "sub": _expression("{a} - {b}"),
+    "mul": _expression("{a} * {b}"),
+    "div": _expression("{a} / {b}"),
+    "max": _least,
+    "min": _expression("minimum({a}, {b})"),
+    "pow": lambda c, x, y, **_: c.each("exp({b} * log({a}))" if isinstance(y, Seen) else "{a} ** {b}", x, y),
+    "square": _expression("{a} * {a}"),
+    "integer_pow": _power,
+    "select_n": _chosen,
+    "and": _logical("{a} * {b}"),
+    "or": _logical("maximum({a}, {b})"),
+    "not": _logical("1 - {a}"),
+    "reduce_sum": _reduced("sum"),
+    "reduce_max": _reduced("max"),
+    "reduce_min": _reduced("min"),
+    "dot_general": _product,
+    "gather": _rows,
+    "iota": _count,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda c, x, **_: c.w.reshaped(x, c.shape),
+    "transpose": lambda c, x, permutation: x.permuted([int(d) for d in permutation]),
+    "squeeze": lambda c, x, dimensions: x.without(dimensions),
+    "expand_dims": lambda c, x, **_: c.w.reshaped(x, c.shape),
+    "slice": _sliced,
+    "split": _split,
+    "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
+    "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
+    "sharding_constraint": _constrained,
+    **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "optimization_barrier"), _same),
+}

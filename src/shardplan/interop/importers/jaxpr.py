@@ -1,0 +1,96 @@
+"""A closed jaxpr as a flat program: what it calls is written in its place; sharding constraints are kept as they are.
+
+An input is a parameter where its dtype is a floating one and the caller gives its dims no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.interop.importers.call import Operation, Unknown, handled
+from shardplan.interop.importers.flat import Flattened
+from shardplan.interop.importers.jax_table import TABLE
+from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.writer import Cuts, Writer
+
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of a primitive that calls
+
+
+def is_jaxpr(source: object) -> bool:
+    """Whether it is a closed jaxpr, without importing JAX."""
+    return type(source).__name__ == "ClosedJaxpr"
+
+
+def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
+    """Write the equations."""
+    w, unknown = Writer(cuts, opaque), Unknown("the jaxpr")
+    constants: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
+    data = list[str]()
+    for var, name in zip(source.jaxpr.invars, _names(source.jaxpr), strict=True):
+        kind, shape = short_name(var.aval.dtype), var.aval.shape
+        if numpy_dtype(kind).kind in "fV" and name not in named:
+            values[var] = w.parameter(name, name, kind, shape)
+        else:
+            values[var] = w.input(name, kind, shape)
+            data.append(name)
+    for k, (var, value) in enumerate(zip(source.jaxpr.constvars, source.consts, strict=True)):
+        if not var.aval.shape:
+            values[var] = np.asarray(value).item()
+            continue
+        name = f"constant.{k}"
+        values[var], constants[name] = w.input(name, short_name(var.aval.dtype), var.aval.shape), np.asarray(value)
+    outputs = _jaxpr(w, source.jaxpr, values, unknown)
+    unknown.check()
+    return Flattened(w, data, outputs, constants)
+
+
+def _names(jaxpr: Any) -> list[str]:
+    """What the arguments are called: `p['l'][0]` is `p.l.0`."""
+    said: Sequence[str] = getattr(jaxpr.debug_info, "arg_names", None) or ()
+    names = [".".join(re.findall(r"\w+", n or "")) for n in said]
+    legal = len(names) == len(jaxpr.invars) == len(set(names)) and all(names)
+    return names if legal else [f"argument.{k}" for k in range(len(jaxpr.invars))]
+
+
+def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outside: str = "") -> list[Any]:
+    """Write the equations of a jaxpr whose inputs have values, and return its results."""
+
+    def value(x: Any) -> Any:
+        return _number(x.val) if hasattr(x, "val") else values[x]
+
+    for eqn in jaxpr.eqns:
+        args = [value(x) for x in eqn.invars]
+        body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
+        name = eqn.primitive.name
+        if body is not None and name not in ("scan", "while", "cond"):
+            inner = body.jaxpr if hasattr(body, "jaxpr") else body
+            given = dict(zip(inner.invars, args, strict=True)) | dict(
+                zip(inner.constvars, getattr(body, "consts", ()), strict=True)
+            )
+            made: Any = _jaxpr(w, inner, given, unknown, _place(eqn) or outside)
+        else:
+            kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
+            call = Operation(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
+            found = handled(call, TABLE, unknown, _place(eqn) or outside, args, eqn.params)
+            made = found if eqn.primitive.multiple_results and not isinstance(found, Seen) else [found]
+        values |= zip(eqn.outvars, made, strict=True)
+    return [value(x) for x in jaxpr.outvars]
+
+
+def _number(value: Any) -> Any:
+    """A literal as it is written: 1e-05, which in f32 is another number in f64."""
+    array = np.asarray(value)
+    return float(str(array)) if numpy_dtype(short_name(array.dtype)).kind in "fV" else array.item()
+
+
+def _place(eqn: Any) -> str:
+    """The line that makes an equation."""
+    from jax._src import source_info_util
+
+    return source_info_util.summarize(eqn.source_info)

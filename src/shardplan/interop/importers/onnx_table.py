@@ -1,0 +1,339 @@
+"""What each operation of ONNX is in ours: functions of a call, its inputs and its attributes by name.
+
+An input is a view, or a numpy array where its elements are known; operations on such alone are done in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.interop.importers import composites as ours
+from shardplan.interop.importers.call import Handler, Operation, number
+from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.writer import Writer
+
+_AXES_ARE_INPUTS = 13
+
+
+def array_of(w: Writer, x: Any, dtype: str = "") -> Seen:
+    """A value whose elements are known: one number everywhere, a count, a triangle, or an input with this value."""
+    x = np.asarray(x)
+    kind = dtype or short_name(x.dtype)
+    if x.size and (x == x.flat[0]).all():
+        return w.constant(x.flat[0].item(), kind, x.shape)
+    flat = x.reshape([n for n in x.shape if n > 1])
+    if flat.ndim == 1 and x.dtype.kind in "iu" and np.array_equal(flat, np.arange(len(flat))):
+        return w.reshaped(w.count(len(flat), kind), x.shape)
+    if flat.ndim == 2:
+        seen = np.tri(*flat.shape, dtype=bool)
+        inside, outside = np.unique(flat[seen]), np.unique(flat[~seen])
+        if len(inside) == len(outside) == 1:
+            rows, columns = (w.count(n, "i32") for n in flat.shape)
+            if x.dtype.kind in "biu":
+                ends = (str(int(inside[0])), str(int(outside[0])))
+                found = w.each(f"where(a >= b, {ends[0]}, {ends[1]})", rows.with_one(1), columns)
+                return w.reshaped(w.cast(found, kind), x.shape)
+            held = w.cast(w.each("where(a >= b, 1, 0)", rows.with_one(1), columns), "bool")
+            ends = (number(inside[0], kind), number(outside[0], kind))
+            found = w.each(f"where(a, b + {ends[0]}, {ends[1]})", held, w.constant(0, kind))
+            return w.reshaped(found, x.shape)
+    return w.known(x.astype(numpy_dtype(kind)))
+
+
+def _view(c: Operation, x: Any, dtype: str = "") -> Seen:
+    return x if isinstance(x, Seen) else array_of(c.w, x, dtype or c.dtype)
+
+
+def _each(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) -> Handler:
+    def handler(c: Operation, *values: Any, **_: Any) -> Any:
+        if not any(isinstance(v, Seen) for v in values):
+            return numpy(*values)
+        kind = c.dtype
+        given = [_scalar(v) if not isinstance(v, Seen) else v for v in values]
+        given = [_view(c, v, kind) if isinstance(v, np.ndarray) else v for v in given]
+        if boolean:
+            given = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in given]
+            return c.w.cast(c.each(expression, *given, dtype="i32"), "bool")
+        return c.each(expression, *given, dtype=kind)
+
+    return handler
+
+
+def _scalar(x: Any) -> Any:
+    """A number where an array is one, without dims that broadcasting would add."""
+    x = np.asarray(x)
+    if x.size != 1:
+        return x
+    return float(str(x.reshape(()))) if x.dtype.kind == "f" else x.item()
+
+
+def _power(c: Operation, x: Any, y: Any) -> Any:
+    if not isinstance(x, Seen):
+        return np.power(x, y)
+    power = _scalar(y)
+    if isinstance(power, float) and power.is_integer():
+        power = int(power)
+    return c.each("{a} * {a}", x) if power == 2 else c.each("{a} ** {b}", x, power)
+
+
+def _compared(sign: str, numpy: Callable[..., Any]) -> Handler:
+    def handler(c: Operation, x: Any, y: Any) -> Any:
+        if not isinstance(x, Seen) and not isinstance(y, Seen):
+            return numpy(x, y)
+        given = (v if isinstance(v, Seen) or not isinstance(v, np.ndarray) else array_of(c.w, v)
+                 for v in (_scalar(v) if not isinstance(v, Seen) else v for v in (x, y)))  # fmt: skip
+        return c.compare(sign, *given)
+
+    return handler
+
+
+def _where(c: Operation, condition: Any, x: Any, y: Any) -> Any:
+    if not any(isinstance(v, Seen) for v in (condition, x, y)):
+        return np.where(condition, x, y)
+    kinds = [c.w.dtype(v) if isinstance(v, Seen) else short_name(np.asarray(v).dtype) for v in (x, y)]
+    given = [v if isinstance(v, Seen) else _scalar(v) for v in (x, y)]
+    given = [array_of(c.w, v) if isinstance(v, np.ndarray) else v for v in given]
+    return c.each("where({a}, {b}, {c})", _view(c, condition, "bool"), *given, dtype=kinds[0])
+
+
+def _matmul(c: Operation, x: Any, y: Any) -> Seen:
+    return ours.matmul(c.w, _view(c, x), _view(c, y))
+
+
+def _gemm(
+    c: Operation, x: Seen, y: Seen, bias: Any = None, *, alpha: float = 1.0, beta: float = 1.0, **turned: int
+) -> Seen:
+    if (alpha, beta) != (1.0, 1.0):
+        raise NotImplementedError("with factors")
+    x, y = (v.transposed(0, 1) if turn else v for v, turn in ((x, turned.get("transA")), (y, turned.get("transB"))))
+    found = ours.matmul(c.w, x, y)
+    return found if bias is None else c.w.each("a + b", found, _view(c, bias))
+
+
+def _reduced(kind: str) -> Handler:
+    def handler(c: Operation, x: Any, axes: Any = None, *, keepdims: int = 1, **more: Any) -> Any:
+        axes = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
+        if not isinstance(x, Seen):
+            return getattr(np, kind)(x, axis=tuple(axes) if axes is not None else None, keepdims=bool(keepdims))
+        return c.w.reduced(x, range(len(x.dims)) if axes is None else axes, kind, bool(keepdims))
+
+    return handler
+
+
+def _softmax(c: Operation, x: Seen, *, axis: int | None = None) -> Seen:
+    dim = (-1 if c.about[0] >= _AXES_ARE_INPUTS else 1) if axis is None else axis
+    if c.about[0] < _AXES_ARE_INPUTS and dim % len(x.dims) != len(x.dims) - 1:
+        raise NotImplementedError("over several dims")
+    return ours.softmax(c.w, x, dim)
+
+
+def _layer_norm(c: Operation, x: Seen, gain: Seen, bias: Any = None, *, axis: int = -1, epsilon: float = 1e-5,
+                **_: Any) -> Seen:  # fmt: skip
+    if axis % len(x.dims) != len(x.dims) - 1:
+        raise NotImplementedError("over several dims")
+    return ours.layer_norm(c.w, x, gain, bias, _scalar(np.float32(epsilon)))
+
+
+def _rms_norm(c: Operation, x: Seen, gain: Seen, *, axis: int = -1, epsilon: float = 1e-5, **_: Any) -> Seen:
+    return ours.rms_norm(c.w, x, gain, _scalar(np.float32(epsilon)))
+
+
+def _gelu(c: Operation, x: Seen, *, approximate: str = "none") -> Seen:
+    if approximate != "tanh":
+        raise NotImplementedError("only approximate='tanh'")
+    return c.each("gelu({a})", x)
+
+
+def _reshape(c: Operation, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
+    sizes = [int(n) for n in np.asarray(shape)]
+    if not allowzero:
+        sizes = [x.shape[d] if n == 0 else n for d, n in enumerate(sizes)]
+    return c.w.reshaped(x, sizes) if isinstance(x, Seen) else np.reshape(x, sizes)
+
+
+def _flatten(c: Operation, x: Seen, *, axis: int = 1) -> Seen:
+    return c.w.reshaped(x, [int(np.prod(x.shape[:axis])), -1])
+
+
+def _transpose(c: Operation, x: Any, *, perm: Sequence[int] | None = None) -> Any:
+    order = list(perm) if perm is not None else list(range(x.ndim if not isinstance(x, Seen) else len(x.dims)))[::-1]
+    return x.permuted(order) if isinstance(x, Seen) else np.transpose(x, order)
+
+
+def _squeezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
+    dims = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
+    if isinstance(x, Seen):
+        return x.without(range(len(x.dims)) if dims is None else dims)
+    return np.squeeze(x, None if dims is None else tuple(dims))
+
+
+def _unsqueezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
+    dims = more["axes"] if axes is None else [int(d) for d in np.asarray(axes).ravel()]
+    if not isinstance(x, Seen):
+        return np.expand_dims(x, tuple(dims))
+    ndim = len(x.dims) + len(dims)
+    for d in sorted(d % ndim for d in dims):
+        x = x.with_one(d)
+    return x
+
+
+def _slice(c: Operation, x: Any, starts: Any = None, ends: Any = None, axes: Any = None, steps: Any = None,
+           **more: Any) -> Any:  # fmt: skip
+    starts, ends, axes, steps = (
+        [int(n) for n in np.asarray(v if v is not None else more.get(name, other)).ravel()]
+        for v, name, other in ((starts, "starts", []), (ends, "ends", []), (axes, "axes", []), (steps, "steps", []))
+    )
+    axes = axes or list(range(len(starts)))
+    steps = steps or [1] * len(starts)
+    if not isinstance(x, Seen):
+        at = [slice(None)] * np.ndim(x)
+        for d, a, b, s in zip(axes, starts, ends, steps, strict=True):
+            at[d] = slice(a, b, s)
+        return np.asarray(x)[tuple(at)]
+    for d, a, b, s in zip(axes, starts, ends, steps, strict=True):
+        a, b, s = slice(a, b, s).indices(x.shape[d])
+        if s != 1:
+            raise NotImplementedError("with steps")
+        x = ours.part(c.w, x, d, a, b)
+    return x
+
+
+def _gather(c: Operation, x: Any, ids: Any, *, axis: int = 0) -> Any:
+    if not isinstance(x, Seen):
+        if isinstance(ids, Seen):
+            x = array_of(c.w, x, short_name(np.asarray(x).dtype))
+        else:
+            return np.take(x, ids, axis)
+    if isinstance(ids, Seen):
+        if axis:
+            raise NotImplementedError("along another dim than the first")
+        return ours.rows(c.w, x, ids)
+    places = np.asarray(ids)
+    if places.ndim == 0:
+        at = int(places) % x.shape[axis]
+        return ours.part(c.w, x, axis, at, at + 1).without([axis])
+    first = int(places.flat[0])
+    if places.ndim == 1 and np.array_equal(places, first + np.arange(places.size)):
+        return ours.part(c.w, x, axis, first, first + places.size)
+    if axis:
+        raise NotImplementedError("along another dim than the first")
+    return ours.rows(c.w, x, array_of(c.w, places, "i64"))
+
+
+def _concat(c: Operation, *values: Any, axis: int) -> Any:
+    if any(isinstance(v, Seen) for v in values):
+        return ours.joined_along(c.w, [_view(c, v) for v in values], axis)
+    return np.concatenate([np.atleast_1d(v) for v in values], axis)
+
+
+def _split(c: Operation, x: Any, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int = 0) -> Any:
+    parts = [int(n) for n in (sizes if sizes is not None else split if split is not None else [])]
+    if not parts:
+        n, count = x.shape[axis], num_outputs or c.about[1]
+        each = -(-n // count)
+        parts = [min(each, n - k * each) for k in range(count)]
+    if not isinstance(x, Seen):
+        return np.split(x, np.cumsum(parts)[:-1], axis)
+    return [ours.part(c.w, x, axis, sum(parts[:k]), sum(parts[: k + 1])) for k in range(len(parts))]
+
+
+def _shape(c: Operation, x: Any, *, start: int = 0, end: int | None = None) -> Any:
+    return np.asarray(x.shape, dtype=np.int64)[start:end]
+
+
+def _cast(c: Operation, x: Any, *, to: str, **_: Any) -> Any:
+    return c.w.cast(x, to) if isinstance(x, Seen) else np.asarray(x).astype(numpy_dtype(to))
+
+
+def _expand(c: Operation, x: Any, shape: Any) -> Any:
+    sizes = np.broadcast_shapes(x.shape, tuple(int(n) for n in shape))
+    return x.repeated(sizes) if isinstance(x, Seen) else np.broadcast_to(x, sizes)
+
+
+def _constant(c: Operation, **attributes: Any) -> Any:
+    return np.asarray(next(iter(attributes.values())))
+
+
+def _filled(c: Operation, shape: Any, *, value: Any = None) -> Any:
+    return np.full([int(n) for n in shape], np.float32(0) if value is None else np.asarray(value).ravel()[0])
+
+
+def _triangle(c: Operation, x: Any, k: Any = 0, *, upper: int = 1) -> Any:
+    if isinstance(x, Seen):
+        raise NotImplementedError("of what is not known")
+    return (np.triu if upper else np.tril)(x, int(np.asarray(k)))
+
+
+def _einsum(c: Operation, *views: Any, equation: str) -> Seen:
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if "." in equation or not arrow or len(views) < 2:
+        raise NotImplementedError("with an ellipsis, without a result or of one operand")
+    return c.w.einsum([list(s) for s in left.split(",")], list(right), *(_view(c, v) for v in views))
+
+
+def _same(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+_FUNCTIONS = {"Exp": "exp", "Log": "log", "Sqrt": "sqrt", "Tanh": "tanh", "Sin": "sin", "Cos": "cos", "Abs": "abs"}
+
+TABLE: dict[str, Handler] = {
+    **{name: _each(f"{f}({{a}})", getattr(np, f)) for name, f in _FUNCTIONS.items()},
+    "Relu": _each("relu({a})", lambda x: np.maximum(x, 0)),
+    "Sigmoid": _each("sigmoid({a})", _sigmoid),
+    "Neg": _each("-{a}", np.negative),
+    "Reciprocal": _each("1 / {a}", np.reciprocal),
+    "Add": _each("{a} + {b}", np.add),
+    "Sub": _each("{a} - {b}", np.subtract),
+    "Mul": _each("{a} * {b}", np.multiply),
+    "Div": _each("{a} / {b}", lambda x, y: x // y if np.asarray(x).dtype.kind in "iu" else x / y),
+    "Max": _each("maximum({a}, {b})", np.maximum),
+    "Min": _each("minimum({a}, {b})", np.minimum),
+    "Pow": _power,
+    "Equal": _compared("==", np.equal),
+    "Less": _compared("<", np.less),
+    "LessOrEqual": _compared("<=", np.less_equal),
+    "Greater": _compared(">", np.greater),
+    "GreaterOrEqual": _compared(">=", np.greater_equal),
+    "And": _each("{a} * {b}", np.logical_and, boolean=True),
+    "Or": _each("maximum({a}, {b})", np.logical_or, boolean=True),
+    "Not": _each("1 - {a}", np.logical_not, boolean=True),
+    "Where": _where,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Einsum": _einsum,
+    "ReduceMean": _reduced("mean"),
+    "ReduceSum": _reduced("sum"),
+    "ReduceMax": _reduced("max"),
+    "ReduceMin": _reduced("min"),
+    "Softmax": _softmax,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "Gelu": _gelu,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": _transpose,
+    "Squeeze": _squeezed,
+    "Unsqueeze": _unsqueezed,
+    "Slice": _slice,
+    "Gather": _gather,
+    "Concat": _concat,
+    "Split": _split,
+    "Shape": _shape,
+    "Cast": _cast,
+    "Expand": _expand,
+    "Constant": _constant,
+    "ConstantOfShape": _filled,
+    "Range": lambda c, a, b, s: np.arange(np.asarray(a).item(), np.asarray(b).item(), np.asarray(s).item()),
+    "Trilu": _triangle,
+    "Identity": _same,
+    "Dropout": _same,
+}

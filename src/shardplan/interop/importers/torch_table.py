@@ -1,0 +1,298 @@
+"""What each operation of torch's ATen is in ours: functions of a call and its arguments, by the operation's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.interop.importers import composites as ours
+from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.views import Seen
+
+
+def _expression(text: str) -> Handler:
+    return lambda c, *values, **_: c.each(text, *values)
+
+
+def _scaled(sign: str) -> Handler:
+    def handler(c: Operation, x: Any, y: Any, alpha: Any = 1) -> Seen:
+        return c.each(f"{{a}} {sign} {{b}}" if alpha == 1 else f"{{a}} {sign} {{c}} * {{b}}", x, y, alpha)
+
+    return handler
+
+
+def _compared(sign: str) -> Handler:
+    return lambda c, x, y: c.compare(sign, x, y)
+
+
+def _same(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
+    return x
+
+
+def _power(c: Operation, x: Any, y: Any) -> Seen:
+    if isinstance(y, Seen):
+        return c.each("exp({b} * log({a}))", x, y)
+    return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
+
+
+def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
+    x = c.w.cast(x, c.dtype)
+    x = x if low is None else c.each("maximum({a}, {b})", x, low)
+    return x if high is None else c.each("minimum({a}, {b})", x, high)
+
+
+def _gelu(c: Operation, x: Seen, approximate: str = "none") -> Seen:
+    if approximate != "tanh":
+        raise NotImplementedError("only approximate='tanh'")
+    return c.each("gelu({a})", x)
+
+
+def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
+    if train and p:
+        raise NotImplementedError("in training; export model.eval()")
+    return x
+
+
+def _where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
+    return c.each("where({a}, {b}, {c})", condition, x, y)
+
+
+def _filled(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
+    return c.each("where({a}, {b}, {c})", mask, value, x)
+
+
+def _logical(text: str) -> Handler:
+    def handler(c: Operation, *values: Seen) -> Seen:
+        if c.dtype != "bool":
+            raise NotImplementedError(f"of {c.dtype}")
+        numbers = [c.w.cast(v, "i32") for v in values]
+        return c.w.cast(c.each(text, *numbers, dtype="i32"), "bool")
+
+    return handler
+
+
+def _reduced(kind: str) -> Handler:
+    def handler(c: Operation, x: Seen, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
+        every = range(len(x.dims)) if dims is None or dims == [] else dims
+        x = c.w.cast(x, c.dtype) if kind in ("sum", "mean") else x
+        return c.w.reduced(x, [every] if isinstance(every, int) else every, kind, keep)
+
+    return handler
+
+
+def _layer_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: Any = None) -> Seen:  # fmt: skip
+    if len(shape) != 1:
+        raise NotImplementedError("over several dims")
+    return ours.layer_norm(c.w, x, gain, bias, eps)
+
+
+_EPSILON = {"f16": 2.0**-10, "bf16": 2.0**-7, "f32": 2.0**-23, "f64": 2.0**-52}
+
+
+def _rms_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, eps: float | None = None) -> Seen:
+    if len(shape) != 1:
+        raise NotImplementedError("over several dims")
+    return ours.rms_norm(c.w, x, gain, _EPSILON[c.w.dtype(x)] if eps is None else eps)
+
+
+def _log_softmax(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
+    x = c.w.cast(x, c.dtype)
+    top = c.w.reduced(x, [dim], "max", True)
+    total = c.w.reduced(c.each("exp({a} - {b})", x, top), [dim], "sum", True)
+    return c.each("{a} - {b} - log({c})", x, top, total)
+
+
+def _attention(c: Operation, q: Seen, k: Seen, v: Seen, mask: Any = None, dropout: float = 0.0, causal: bool = False,
+               scale: Any = None, enable_gqa: bool = False) -> Seen:  # fmt: skip
+    if dropout:
+        raise NotImplementedError("with dropout; export model.eval()")
+    return ours.attention(c.w, q, k, v, causal, scale, mask)
+
+
+def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, reduction: int = 1, ignored: int = -100,
+                   smoothing: float = 0.0) -> Seen:  # fmt: skip
+    if weight is not None or smoothing:
+        raise NotImplementedError("with weights or smoothing")
+    if len(targets.dims) > 1:
+        x = x.permuted([0, *range(2, len(x.dims)), 1])
+    losses = ours.cross_entropy(c.w, x, targets)
+    kind = ("", "mean", "sum")[reduction]
+    return c.w.reduced(losses, range(len(losses.dims)), kind, False) if kind else losses
+
+
+def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Seen:
+    n = x.shape[dim]
+    first = 0 if start is None else max(start + n, 0) if start < 0 else min(start, n)
+    last = n if stop is None else stop + n if stop < 0 else min(stop, n)
+    if step == 1:
+        return ours.part(c.w, x, dim, first, last)
+    if first >= step or last != n or n % step:
+        raise NotImplementedError("a step that leaves a rest")
+    dim %= len(x.dims)
+    split = c.w.reshaped(x, [*x.shape[:dim], n // step, step, *x.shape[dim + 1 :]])
+    return ours.part(c.w, split, dim + 1, first, first + 1).without([dim + 1])
+
+
+def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
+    at %= x.shape[dim]
+    return ours.part(c.w, x, dim, at, at + 1).without([dim])
+
+
+def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
+    n = x.shape[dim]
+    every = [min(sizes, n - k) for k in range(0, n, sizes)] if isinstance(sizes, int) else sizes
+    starts = [sum(every[:k]) for k in range(len(every))]
+    return [ours.part(c.w, x, dim, a, a + m) for a, m in zip(starts, every, strict=True)]
+
+
+def _chunk(c: Operation, x: Seen, count: int, dim: int = 0) -> list[Seen]:
+    return _split(c, x, -(-x.shape[dim] // count), dim)
+
+
+def _squeeze(c: Operation, x: Seen, dims: Any = None) -> Seen:
+    every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
+    return x.without(every)
+
+
+def _stack(c: Operation, views: Sequence[Seen], dim: int = 0) -> Seen:
+    at = dim % (len(views[0].dims) + 1)
+    return ours.joined_along(c.w, [v.with_one(at) for v in views], at)
+
+
+def _einsum(c: Operation, spec: str, views: Sequence[Seen], path: Any = None) -> Seen:
+    left, arrow, right = spec.replace(" ", "").partition("->")
+    if "." in spec or not arrow or len(views) < 2:
+        raise NotImplementedError("with an ellipsis, without a result or of one operand")
+    return c.w.einsum([list(side) for side in left.split(",")], list(right), *views)
+
+
+def _addmm(c: Operation, bias: Seen, x: Seen, y: Seen, beta: Any = 1, alpha: Any = 1) -> Seen:
+    if (beta, alpha) != (1, 1):
+        raise NotImplementedError("with factors")
+    return c.w.each("a + b", ours.matmul(c.w, x, y), bias)
+
+
+def _arange(c: Operation, *numbers: Any, **_: Any) -> Seen:
+    start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
+    count = c.w.count(c.shape[0], c.dtype)
+    return count if (start, step) == (0, 1) else c.each("{a} * {b} + {c}", count, step, start)
+
+
+def _constant(value: float) -> Handler:
+    return lambda c, *_, **__: c.w.constant(value, c.dtype, c.shape)
+
+
+def _full(c: Operation, _: Any, value: Any, **__: Any) -> Seen:
+    return c.w.constant(value, c.dtype, c.shape)
+
+
+def _triangle(sign: str) -> Handler:
+    def handler(c: Operation, x: Seen, diagonal: int = 0) -> Seen:
+        rows, columns = (c.w.count(n, "i32") for n in x.shape[-2:])
+        kind = "i32" if c.dtype == "bool" else c.dtype
+        mask = c.each(f"where({{a}} + {{b}} {sign} {{c}}, 1, 0)", rows.with_one(1), diagonal, columns, dtype="i32")
+        kept = c.each("{a} * {b}", c.w.cast(x, kind), c.w.cast(mask, kind), dtype=kind)
+        return c.w.cast(kept, c.dtype)
+
+    return handler
+
+
+def _to(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
+    return c.w.cast(x, c.dtype)
+
+
+_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "relu", "sigmoid", "silu", "sin", "cos", "abs")
+_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+
+TABLE: dict[str, Handler] = {
+    **{f"aten.{name}.default": _expression(f"{name}({{a}})") for name in _FUNCTIONS},
+    **{f"aten.{name}.{kind}": _compared(sign) for name, sign in _SIGNS.items() for kind in ("Tensor", "Scalar")},
+    **{f"aten.{n}.{k}": _scaled(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
+    **{f"aten.{n}_.{k}": _scaled(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
+    **{f"aten.{n}{i}.{k}": _expression(f"{{a}} {s} {{b}}") for n, s in (("mul", "*"), ("div", "/"))
+       for k in ("Tensor", "Scalar") for i in ("", "_")},
+    "aten.rsub.Scalar": _expression("{b} - {a}"),
+    "aten.neg.default": _expression("-{a}"),
+    "aten.reciprocal.default": _expression("1 / {a}"),
+    "aten.square.default": lambda c, x: c.each("{a} * {a}", x),
+    "aten.pow.Tensor_Scalar": _power,
+    "aten.pow.Tensor_Tensor": _power,
+    "aten.pow.Scalar": _power,
+    "aten.maximum.default": _expression("maximum({a}, {b})"),
+    "aten.minimum.default": _expression("minimum({a}, {b})"),
+    "aten.clamp.default": _clamp,
+    "aten.gelu.default": _gelu,
+    "aten.where.self": _where,
+    "aten.where.ScalarSelf": _where,
+    "aten.where.ScalarOther": _where,
+    "aten.masked_fill.Scalar": _filled,
+    "aten.masked_fill.Tensor": _filled,
+    "aten.logical_and.default": _logical("{a} * {b}"),
+    "aten.bitwise_and.Tensor": _logical("{a} * {b}"),
+    "aten.logical_or.default": _logical("maximum({a}, {b})"),
+    "aten.bitwise_or.Tensor": _logical("maximum({a}, {b})"),
+    "aten.logical_not.default": _logical("1 - {a}"),
+    "aten.bitwise_not.default": _logical("1 - {a}"),
+    "aten.mean.dim": _reduced("mean"),
+    "aten.mean.default": _reduced("mean"),
+    "aten.sum.dim_IntList": _reduced("sum"),
+    "aten.sum.default": _reduced("sum"),
+    "aten.amax.default": _reduced("max"),
+    "aten.amin.default": _reduced("min"),
+    "aten.linear.default": lambda c, *views: ours.linear(c.w, *views),
+    "aten.matmul.default": lambda c, x, y: ours.matmul(c.w, x, y),
+    "aten.mm.default": lambda c, x, y: ours.matmul(c.w, x, y),
+    "aten.bmm.default": lambda c, x, y: ours.matmul(c.w, x, y),
+    "aten.addmm.default": _addmm,
+    "aten.einsum.default": _einsum,
+    "aten.layer_norm.default": _layer_norm,
+    "aten.rms_norm.default": _rms_norm,
+    "aten.softmax.int": lambda c, x, dim, dtype=None: ours.softmax(c.w, c.w.cast(x, c.dtype), dim),
+    "aten._softmax.default": lambda c, x, dim, _=None: ours.softmax(c.w, c.w.cast(x, c.dtype), dim),
+    "aten.log_softmax.int": _log_softmax,
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.embedding.default": lambda c, table, ids, *_: ours.rows(c.w, table, ids),
+    "aten.dropout.default": _dropout,
+    "aten.view.default": lambda c, x, _: c.w.reshaped(x, c.shape),
+    "aten.reshape.default": lambda c, x, _: c.w.reshaped(x, c.shape),
+    "aten._unsafe_view.default": lambda c, x, _: c.w.reshaped(x, c.shape),
+    "aten.flatten.using_ints": lambda c, x, *_: c.w.reshaped(x, c.shape),
+    "aten.unflatten.int": lambda c, x, *_: c.w.reshaped(x, c.shape),
+    "aten.transpose.int": lambda c, x, a, b: x.transposed(a, b),
+    "aten.t.default": lambda c, x: x.permuted(range(len(x.dims))[::-1]),
+    "aten.permute.default": lambda c, x, order: x.permuted(order),
+    "aten.unsqueeze.default": lambda c, x, dim: x.with_one(dim),
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.expand.default": lambda c, x, _: x.repeated(c.shape),
+    "aten.expand_as.default": lambda c, x, _: x.repeated(c.shape),
+    "aten.slice.Tensor": _slice,
+    "aten.select.int": _select,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _chunk,
+    "aten.unbind.int": lambda c, x, dim=0: [_select(c, x, dim, k) for k in range(x.shape[dim])],
+    "aten.cat.default": lambda c, views, dim=0: ours.joined_along(c.w, views, dim),
+    "aten.stack.default": _stack,
+    "getitem": lambda c, values, k: values[k],
+    "aten.arange.default": _arange,
+    "aten.arange.start": _arange,
+    "aten.arange.start_step": _arange,
+    "aten.ones.default": _constant(1),
+    "aten.zeros.default": _constant(0),
+    "aten.ones_like.default": _constant(1),
+    "aten.zeros_like.default": _constant(0),
+    "aten.full.default": _full,
+    "aten.full_like.default": _full,
+    "aten.scalar_tensor.default": lambda c, value, **_: c.w.constant(value, c.dtype),
+    "aten.tril.default": _triangle(">="),
+    "aten.triu.default": _triangle("<="),
+    **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
+                     "aten._to_copy.default", "aten.float.default"), _to),
+    **dict.fromkeys(("aten.contiguous.default", "aten.clone.default", "aten.detach.default", "aten.alias.default",
+                     "aten.lift_fresh_copy.default", "aten.detach_.default"), _same),
+    "aten._assert_tensor_metadata.default": lambda c, *_, **__: None,
+}  # fmt: skip

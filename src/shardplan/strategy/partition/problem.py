@@ -1,0 +1,235 @@
+"""What a settlement chooses: its choices, and who makes and wants every value of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardplan.core.dim_names import Names
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.nested import row, rows
+from shardplan.core.tensor import TensorType
+from shardplan.strategy.partition.choices import Bounds, Choice, Held, Laid, Layer
+from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
+
+Types = tuple[TensorType, ...]  # by option of a choice
+
+
+class Source(NamedTuple):
+    """Who makes a value: a choice and the number of its result, or None and the type of an input.
+
+    The value is a row of it, `cut` times over, and then a stack of `counts` of those, the outermost first.
+    """
+
+    maker: Maker | None
+    result: int
+    cut: int = 0
+    counts: tuple[int, ...] = ()
+    fixed: TensorType | None = None
+    name: str = ""  # of the input
+    again: bool = False  # read by the backward pass, which has no copy of what the forward pass moved
+
+    def seen(self, t: TensorType) -> TensorType:
+        """Return the type of the value, given that of what was made."""
+        for _ in range(self.cut):
+            t = row(t)
+        for count in reversed(self.counts):
+            t = rows(t, count)
+        return t
+
+    def row(self) -> Source:
+        """Return where a row of the value comes from."""
+        return self._replace(counts=self.counts[1:]) if self.counts else self._replace(cut=self.cut + 1)
+
+    def stack(self, count: int) -> Source:
+        """Return where a stack of so many of the value comes from."""
+        return self._replace(counts=(count, *self.counts))
+
+    def types(self, found: Mapping[Maker, Sequence[Option]], axes: set[str]) -> Types:
+        """Return the types of the value by option of its maker; of an input its only one, of which `axes` count."""
+        if self.maker is not None:
+            return tuple(self.seen(o.made[self.result]) for o in found[self.maker])
+        assert self.fixed is not None  # of an input
+        return (self.seen(onto(self.fixed, axes)),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Maker:
+    """What chooses: a line; or the type of a value that a loop carries, or that is saved for the backward pass.
+
+    Of such a value `kept` is its type on one device and `dims` the names of its dims; the type is never partial.
+    """
+
+    path: Path
+    times: int
+    line: Line | None
+    bounds: Bounds
+    kept: TensorType | None = None
+    dims: tuple[Names, ...] = ()
+
+
+class Use(NamedTuple):
+    """Who wants a value: operand `operand` of a choice, in a block that runs `times` times."""
+
+    maker: Maker
+    operand: int
+    path: Path
+    times: int
+    source: Source
+
+
+class End(NamedTuple):
+    """A type that a value must come to in a block that runs `times` times; a sum where it is made as one."""
+
+    source: Source
+    times: int
+    t: TensorType
+
+
+def at_most(t: TensorType, made: TensorType) -> TensorType:
+    """Return a type that is partial only over axes that `made` is partial over."""
+    both = set(t.mesh.expand(t.layout.partial)) & set(t.mesh.expand(made.layout.partial))
+    partial = t.mesh.fold(tuple(sorted(both)))
+    return t.with_layout(Layout(t.layout.dims, partial, t.layout.reduction if partial else None))
+
+
+def onto(t: TensorType, axes: set[str]) -> TensorType:
+    """A type as it is over some axes, whole over all others."""
+    if set(t.layout.used) <= axes:
+        return t
+    partial = tuple(a for a in t.layout.partial if a in axes)
+    dims = tuple(tuple(a for a in dim if a in axes) for dim in t.layout.dims)
+    return t.with_layout(Layout(dims, partial, t.layout.reduction if partial else None))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a choice may be: of a line its `choice`; the types wanted and made; the seconds of the op, once."""
+
+    wanted: tuple[TensorType, ...]
+    made: tuple[TensorType, ...]
+    seconds: float
+    choice: Choice = field(default_factory=Choice)
+    laid: Laid | None = None
+
+
+class Cut(NamedTuple):
+    """From which line on the backward pass is, and the values that it reads of those before."""
+
+    number: int
+    values: tuple[str, ...]
+
+
+class Problem:
+    """The choices of a program, and who makes and wants its values.
+
+    Args:
+        root: The program.
+        mesh: The mesh of a stage.
+        given: The types of its inputs.
+        wanted: Types that values must come to, at the end of their block.
+        held: Of parameters how they are held where they are operands.
+        gradients: Of values that are gradients how their parameters are held.
+        cut: What is saved for the backward pass.
+    """
+
+    def __init__(
+        self,
+        root: Block,
+        mesh: Mesh,
+        given: Mapping[str, TensorType],
+        wanted: Mapping[Key, TensorType],
+        held: Mapping[str, Layout],
+        gradients: Mapping[Key, Layout],
+        cut: Cut | None = None,
+    ) -> None:
+        self.mesh, self.layer = mesh, Layer(mesh)
+        self.makers: list[Maker] = []
+        self.lines: dict[Line, Maker] = {}
+        self.carries: dict[tuple[Path, int], Maker] = {}
+        self.saves: dict[Key, Maker] = {}
+        self.sources: dict[Key, Source] = {}
+        self.uses: list[Use] = []
+        self.ends: list[End] = []
+        self.held: dict[Key, Held] = {}
+        self.gradients = {key: Held(layout.dims) for key, layout in gradients.items()}
+        for name, _ in root.inputs:
+            self.sources[(), name] = Source(None, 0, fixed=given[name], name=name)
+            if name in held:
+                self.held[(), name] = Held(held[name].dims)
+        self.wanted = wanted
+        self._block(root, cut)
+        for key, t in wanted.items():
+            times = next(b.times for b in root.every() if b.path == key[0])
+            self.ends.append(End(self.sources[key], times, t))
+
+    def _saved(self, block: Block, name: str) -> Source:
+        """What is saved of a value: in the type in which it was made, or in another of no more bytes."""
+        key = block.path, name
+        if key not in self.saves:
+            self.saves[key] = self._keeps(block, name)
+            self.uses.append(Use(self.saves[key], 0, block.path, block.times, self.sources[key]))
+        return Source(self.saves[key], 0)
+
+    def _keeps(self, block: Block, name: str) -> Maker:
+        none = Bounds({}, {})
+        maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name])
+        self.makers.append(maker)
+        return maker
+
+    def _block(self, block: Block, cut: Cut | None = None) -> None:
+        for line in block.lines:
+            if cut is not None and line.number >= cut.number:
+                for name in cut.values:
+                    self.sources[block.path, name] = self._saved(block, name)
+                for name, _ in block.inputs:
+                    self.sources[block.path, name] = self.sources[block.path, name]._replace(again=True)
+                cut = None
+            if isinstance(line, Loop):
+                self._loop(block, line)
+                continue
+            keys = [(block.path, o) for o in line.operands]
+            bounds = Bounds(
+                {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
+                {
+                    k: self.gradients[block.path, r]
+                    for k, r in enumerate(line.results)
+                    if (block.path, r) in self.gradients
+                },
+            )
+            maker = self.lines[line] = Maker(block.path, block.times, line, bounds)
+            self.makers.append(maker)
+            for k, key in enumerate(keys):
+                self.uses.append(Use(maker, k, block.path, block.times, self.sources[key]))
+            for k, name in enumerate(line.results):
+                self.sources[block.path, name] = Source(maker, k)
+
+    def _loop(self, block: Block, loop: Loop) -> None:
+        inner, op = loop.block, loop.op
+        names = [name for name, _ in inner.inputs]
+        whole = len(names) - op.cut
+        carries: list[Maker] = []
+        for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
+            if k < op.kept:
+                maker = self.carries[inner.path, k] = self._keeps(inner, name)
+                carries.append(maker)
+                self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
+                self.sources[inner.path, name] = Source(maker, 0)
+                continue
+            source = self.sources[block.path, outside]
+            held = self.held.get((block.path, outside))
+            if held:
+                self.held[inner.path, name] = Held(held.dims[k >= whole :])
+            self.sources[inner.path, name] = source.row() if k >= whole else source
+        self._block(inner)
+        for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
+            source = self.sources[inner.path, name]
+            if k < op.kept:
+                self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
+                self.sources[block.path, outside] = Source(carries[k], 0)
+            else:
+                if (inner.path, name) not in self.wanted:
+                    source = self._saved(inner, name)
+                self.sources[block.path, outside] = source.stack(op.times)

@@ -1,0 +1,131 @@
+"""The list scheduler: an order for any stage times under bounds of memory.
+
+Each rank that is free does what is ready: I before F before W, as others wait for an I most and for a W never. W fill
+idle slots, and are done at the bound of memory. Of a few rules of this kind and the generators' orders the best is
+improved by moving single passes.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from random import Random
+
+from shardplan.errors import ScheduleError
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
+from shardplan.strategy.schedules.table import GENERATORS, schedule
+
+PASSES = 2_000_000  # run by the local search: a second or two
+
+
+def listed(shop: Shop, moves: int | None = None) -> Schedule:
+    """Return a schedule of a shop within its bounds; the local search tries so many `moves`, always the same."""
+    moves = PASSES // (3 * shop.microbatches * len(shop.owners)) if moves is None else moves
+    moves = min(moves, 12_000)
+    return shop.schedule(improved(shop, best_listed(shop), moves), "listed")
+
+
+def best_listed(shop: Shop) -> Orders:
+    """Return the best order of the rules, and of the generators that lay stages so and keep within the bounds."""
+    tried = [
+        _greedy(shop, priority, filled, high)
+        for priority, filled, high in product(((I, F, W), (F, I, W), (I, W, F)), (False, True), (False, True))
+    ]
+    for name in GENERATORS:
+        try:
+            made = schedule(name, len(shop.bounds), shop.microbatches)
+        except ScheduleError:  # it is not defined for these sizes
+            continue
+        if made.owners == shop.owners and made.copies == 1:
+            orders = shop.orders(made)
+            tried += [orders] if all(shop.fits(order, rank) for rank, order in enumerate(orders)) else []
+    return min(tried, key=lambda orders: _score(shop, orders))
+
+
+def improved(shop: Shop, orders: Orders, moves: int) -> Orders:
+    """Move passes within their ranks at random, and keep what is worse by less and less; return the best."""
+    random, least = Random(0), max(shop.busy(r) for r in range(len(shop.bounds)))
+    orders = [list(order) for order in orders]
+    now = score = _score(shop, orders)
+    best = [list(order) for order in orders]
+    for k in range(moves):
+        if score[0] <= least:
+            break
+        slack = 0.04 * score[0] * max(0, 1 - 1.25 * k / moves)
+        rank = random.randrange(len(orders))
+        old = orders[rank]
+        i = random.randrange(len(old))
+        j = min(max(0, i + random.choice((-6, -4, -3, -2, -1, 1, 2, 3, 4, 6))), len(old) - 1)
+        new = [*old]
+        new.insert(j, new.pop(i))
+        if new == old or not shop.fits(new, rank):
+            continue
+        orders[rank] = new
+        then = _score(shop, orders)
+        if then <= now or (then[0] < math.inf and then[0] <= score[0] + slack * random.random()):
+            now = then
+            if now < score:
+                score, best = now, [list(order) for order in orders]
+        else:
+            orders[rank] = old
+    return best
+
+
+def _score(shop: Shop, orders: Orders) -> tuple[float, float]:
+    """The makespan, then how early the ranks are done."""
+    ends = shop.ends(orders)
+    return max(ends), sum(ends)
+
+
+def _greedy(shop: Shop, priority: tuple[int, int, int], filled: bool, high: bool) -> Orders:
+    """Run the shop in time; `priority` orders F, I and W, where `filled` W also delay what comes before they are done.
+
+    Of several stages of a rank, the last or the first goes first. A forward leaves room for the later stages of its
+    rank, without which the ranks could wait for each other for ever.
+    """
+    n, last, stages = shop.microbatches, len(shop.owners) - 1, shop.stages
+    ready = [[0, 0, 0] for _ in shop.owners]  # how many of each pass may begin, at the time of the run
+    ready[0][F] = n
+    begun = [[0, 0, 0] for _ in shop.owners]
+    orders: Orders = [[] for _ in shop.bounds]
+    held = [0] * len(orders)
+    busy: dict[int, tuple[float, Pass]] = {}  # until when a rank does what
+    clock, left = 0.0, 3 * n * len(shop.owners)
+    while left or busy:
+        for rank in range(len(orders)):
+            if rank in busy:
+                continue
+            room = {s: shop.bounds[rank] - held[rank] - k for k, s in enumerate(reversed(stages[rank]))}
+            able = [
+                (s, kind)
+                for s in stages[rank]
+                for kind in (F, I, W)
+                if begun[s][kind] < ready[s][kind] and (kind != F or room[s] > 0)
+            ]
+            soon = min((t for t, _ in busy.values()), default=math.inf)
+            if not filled and soon < math.inf:  # a W that would end behind the next event is left, unless it makes room
+                able = [a for a in able if a[1] != W or clock + shop.times[a[0]][W] <= soon or max(room.values()) <= 0]
+            if able:
+                choice = min(able, key=lambda a: (priority.index(a[1]), -a[0] if high else a[0]))
+                s, kind = choice
+                begun[s][kind] += 1
+                held[rank] += (kind == F) - (kind == W)
+                orders[rank].append(choice)
+                busy[rank] = clock + shop.times[s][kind], choice
+                left -= 1
+        clock = min(t for t, _ in busy.values())
+        for rank in [r for r, (t, _) in busy.items() if t == clock]:
+            s, kind = busy.pop(rank)[1]
+            for to, then in _next(s, kind, last):
+                ready[to][then] += 1
+    return orders
+
+
+def _next(s: int, kind: int, last: int) -> tuple[Pass, ...]:
+    """What a pass makes ready."""
+    if kind == F:
+        return ((s + 1, F),) if s < last else ((s, I),)
+    if kind == I:
+        return ((s, W), (s - 1, I)) if s else ((s, W),)
+    return ()

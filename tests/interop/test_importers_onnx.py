@@ -1,0 +1,101 @@
+"""ONNX models: what torch exports, a Slice of five inputs at opset 10, data that lies outside, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.interop.test_importers_torch import NAMES, flops, gpt, llama, times, tokens
+from tests.interop.torch_decoders import OpenGain
+
+from shardplan.core.reference import run_program
+from shardplan.errors import ShardplanError, TypingError
+from shardplan.interop.importers import load
+from shardplan.strategy import Model
+
+onnx: Any = pytest.importorskip("onnx")
+helper: Any = onnx.helper
+FLOAT, INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+
+def run(model: Model, proto: Any, **inputs: np.ndarray) -> list[np.ndarray]:
+    checkpoint = {x.name: onnx.numpy_helper.to_array(x) for x in proto.graph.initializer}
+    held = {name for p in model.parameters.values() for _, name in p.names()}
+    values = model.pack({n: x for n, x in checkpoint.items() if n in held}) | inputs | dict(model.constants)
+    found = run_program(model.program, [[values[n]] for n, _ in model.program.inputs])
+    return [shards[0] for shards in found]
+
+
+@pytest.mark.parametrize("make", [gpt, lambda: llama(norm=OpenGain)], ids=["gpt", "llama"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_exports_is_what_torch_computes(make: Any, tmp_path: Path) -> None:
+    module, ids, path = make().float(), tokens(17, 2, 7), tmp_path / "model.onnx"
+    torch.onnx.export(module, (ids,), path, dynamo=False, opset_version=14, input_names=["ids"],
+                      do_constant_folding=False)  # fmt: skip
+    model = load(path, NAMES)
+    (found,) = run(model, onnx.load(path), ids=ids.numpy())
+    wanted = module(ids).detach().numpy()
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    layers = len(module.blocks)
+    assert times(model.program) == [layers]
+    assert str(model.program).count("= attention(") == 1
+    assert model.parameter_count == sum(p.numel() for p in module.parameters())
+    exported = load(torch.export.export(module, (ids,)), NAMES)
+    assert flops(model.program) == pytest.approx(flops(exported.program), rel=0.02)
+
+
+def proto_of(nodes: list[Any], outputs: int = 1, opset: int = 10, weights: dict[str, np.ndarray] | None = None) -> Any:
+    given = [helper.make_tensor_value_info("x", FLOAT, [4, 6])]
+    made = [helper.make_tensor_value_info("y", FLOAT, None)]
+    held = [onnx.numpy_helper.from_array(a, n) for n, a in (weights or {}).items()]
+    graph = helper.make_graph(nodes, "g", given, made, held)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def test_a_slice_of_five_inputs() -> None:
+    ends = {n: np.asarray(v) for n, v in {"a": [1, -3], "b": [9, -1], "d": [0, 1], "s": [1, 1]}.items()}
+    proto = proto_of([helper.make_node("Slice", ["x", "a", "b", "d", "s"], ["y"])], weights=ends)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype("f4")
+    assert np.array_equal(run(load(proto), proto, x=x)[0], x[1:9, -3:-1])
+
+
+def test_shapes_are_folded() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "one"], ["n"], axis=0),
+        helper.make_node("Div", ["n", "two"], ["half"]),
+        helper.make_node("Unsqueeze", ["half"], ["h"], axes=[0]),
+        helper.make_node("Concat", ["minus", "h"], ["to"], axis=0),
+        helper.make_node("Reshape", ["x", "to"], ["z"]),
+        helper.make_node("Relu", ["z"], ["y"]),
+    ]
+    weights = {"one": np.asarray(1), "two": np.asarray(2), "minus": np.asarray([-1])}
+    model = load(proto_of(nodes, weights=weights))
+    assert [s.op.name for s in model.program.steps] == ["reshape", "elementwise", "reshape"]
+    assert model.program.output_types[0].shape == (8, 3)
+
+
+def test_data_outside_is_not_read(tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).normal(size=(6, 300)).astype("f4")
+    proto = proto_of([helper.make_node("MatMul", ["x", "w"], ["y"])], weights={"w": weight})
+    path = tmp_path / "far.onnx"
+    onnx.save(proto, path, save_as_external_data=True, location="far.data", size_threshold=0)
+    (tmp_path / "far.data").unlink()
+    model = load(path)
+    assert model.parameter_count == weight.size
+    assert model.parameters["w"].file == "w"
+
+
+def test_what_is_refused() -> None:
+    nodes = [
+        helper.make_node(n, [a], [b]) for n, a, b in (("Hardmax", "x", "p"), ("Hardmax", "p", "q"), ("Mish", "q", "y"))
+    ]
+    with pytest.raises(TypingError) as error:
+        load(proto_of(nodes))
+    assert "Hardmax, 2 times, first at node 0, p" in str(error.value)
+    assert "Mish, 1 times" in str(error.value)
+    with pytest.raises(ShardplanError, match="opset"):
+        load(proto_of([helper.make_node("Relu", ["x"], ["y"])], opset=9))
