@@ -59,17 +59,26 @@ ROWS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "tensor 4 x data 2": (
         TENSOR,
         "tensor",
-        "Each of q, k, v and of gate, up reduces its input's cotangent by itself: 5 backward where ours adds them while partial, 2.",
+        (
+            "Each of q, k, v and of gate, up reduces its input's cotangent by itself: 5 backward where ours adds them"
+            " while partial, 2."
+        ),
     ),
     "tensor 4 x data 2, inputs prepared": (
         TENSOR,
         "prepared",
-        "Equal in a layer. Outside, the embedding's gradient is whole on every tensor rank, so it is reduced over data whole.",
+        (
+            "Equal in a layer. Outside, the embedding's gradient is whole on every tensor rank, so it is reduced over"
+            " data whole."
+        ),
     ),
     "sequence 4 x data 2": (
         TENSOR | {"sequence_parallel": True},
         "sequence",
-        "DTensor keeps gathered activations for the backward pass; ours keeps the cut ones and gathers again, 2 all-gathers a layer. The embedding as above.",
+        (
+            "DTensor keeps gathered activations for the backward pass; ours keeps the cut ones and gathers again, 2 "
+            "all-gathers a layer. The embedding as above."
+        ),
     ),
     "fsdp 8": (
         {"data": 8, "fsdp": True},
@@ -79,7 +88,10 @@ ROWS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "fsdp 8, kept gathered": (
         {"data": 8, "fsdp": True, "zero": 2},
         "kept",
-        "FSDP2 keeps gathered weights. Ours with zero=2 gathers again, as with zero=3: the strategy does not do what it says.",
+        (
+            "FSDP2 keeps gathered weights. Ours with zero=2 gathers again, as with zero=3: the strategy does not do "
+            "what it says."
+        ),
     ),
     "context 4 x data 2": (
         {"data": 2, "context": 4},

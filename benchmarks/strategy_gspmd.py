@@ -66,7 +66,10 @@ ROWS: dict[str, Row] = {
         WHOLE,
         {},
         {},
-        "GSPMD reduces the cotangents of q, k, v and of gate, up each by itself, 5 backward where ours adds them while partial, 2; XLA's all-reduce-reassociate, not run for CPU, would do that.",
+        (
+            "GSPMD reduces the cotangents of q, k, v and of gate, up each by itself, 5 backward where ours adds them "
+            "while partial, 2; XLA's pass all-reduce-reassociate, which did not run here, does that."
+        ),
     ),
     "tensor 4 x data 2, 4 kv heads": (TENSOR, WHOLE, {}, {"kv_heads": 4}, "As with 8."),
     "sequence 4 x data 2": (
@@ -74,14 +77,20 @@ ROWS: dict[str, Row] = {
         ("data", "tensor"),
         {},
         {},
-        "Only the residual stream is constrained: the axis stays on the sequence inside the layer, so every weight is gathered, forward and backward, and softmax and values are reduced over keys.",
+        (
+            "Only the residual stream is constrained: the axis stays on the sequence inside the layer, so every "
+            "weight is gathered, forward and backward, and softmax and values are reduced over keys."
+        ),
     ),
     "sequence 4 x data 2, inside too": (
         SEQUENCE,
         ("data", "tensor"),
         INSIDE,
         {},
-        "As ours gather by gather, kept by neither; GSPMD reduces 5 cotangents of products where ours adds them first, 2.",
+        (
+            "As ours gather by gather, kept by neither; GSPMD reduces 5 cotangents of products where ours adds them "
+            "first, 2."
+        ),
     ),
     "fsdp 8": (FSDP, WHOLE, {}, {}, "Equal where all-reduces that are sliced are reduce-scatters."),
     "fsdp 8, weights too": (
@@ -89,7 +98,10 @@ ROWS: dict[str, Row] = {
         WHOLE,
         {"weights": ()},
         {},
-        "GSPMD keeps gathered weights from the forward to the backward pass: fewer bytes, and all weights in memory. Ours gathers again; we have no strategy that keeps them.",
+        (
+            "GSPMD keeps gathered weights from the forward to the backward pass: fewer bytes, and all weights in "
+            "memory. Ours gathers again; we have no strategy that keeps them."
+        ),
     ),
     "fsdp 8, weights too, layers again": (
         FSDP,
@@ -103,14 +115,20 @@ ROWS: dict[str, Row] = {
         ROWS_OF,
         {},
         {},
-        "GSPMD gathers queries and cotangents and reduces over keys, and reduces every gradient over context, then over data, 2.5 times its bytes where one reduction over both takes 1.75.",
+        (
+            "GSPMD gathers queries and cotangents and reduces over keys, and reduces every gradient over context, "
+            "then over data, 2.5 times its bytes where one reduction over both takes 1.75."
+        ),
     ),
     "context 4 x data 2, heads too": (
         CONTEXT,
         ROWS_OF,
         HEADS,
         {},
-        "All-to-alls of the same bytes; GSPMD reduces gradients over context, then over data: 2.5 times their bytes beside 1.75.",
+        (
+            "All-to-alls of the same bytes; GSPMD reduces gradients over context, then over data: 2.5 times their "
+            "bytes beside 1.75."
+        ),
     ),
     "gathered keys 4 x data 2": (
         KEYS,
@@ -124,7 +142,10 @@ ROWS: dict[str, Row] = {
         ROWS_OF,
         KEPT,
         {},
-        "GSPMD reduces gradients over context, then over data, 2.5 times their bytes beside 1.75; it keeps gathered keys and values, ours gathers them again backward (49,152 bytes more).",
+        (
+            "GSPMD reduces gradients over context, then over data, 2.5 times their bytes beside 1.75; it keeps "
+            "gathered keys and values, ours gathers them again backward (49,152 bytes more)."
+        ),
     ),
 }
 SLICED_THROUGH = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose")
@@ -397,6 +418,10 @@ def main() -> None:
         "gspmd, a layer",
     )
     print(table(heads, shown, f"bytes that the worst of {DEVICES} devices receives, f32"))
+    seconds = [[r["strategy"], *(1e6 * r[s]["layer"]["seconds"] for s in sides), *without(r)] for r in found]
+    heads = ("strategy", *(f"{s}, us" for s in sides), "ours without serve", "flops, times those with serve")
+    print(table(heads, seconds, f"a layer: collectives one by one on {TOPOLOGY.name}; bytes and flops without serve"))
+    print("\n" + "\n".join(f"{r['strategy']}: {r['why']}" for r in found))
     write(
         options.out,
         record({"count": options.count, "sizes": SIZES, "layers": LAYERS, "priced on": TOPOLOGY.name}, {"rows": found}),
