@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: sp.Topology.load("dgx-a100", nodes=2**70),
         "nodes is 1180591620717411303424; legal is a whole number below 10**18",
     ),
-    (lambda: sp.run(5, []), "run takes a Program or a Plan, got 5"),
+    (lambda: sp.run(5, []), "run takes a Program, a Plan or a Job, got 5"),
     (lambda: sp.run(PLAN, 5), "shards is 5; legal is a list of arrays; for several inputs of such lists"),
     (lambda: sp.run(PLAN, SHARDS, timeout="5"), "timeout='5'; legal is a positive number of seconds"),
     (lambda: sp.distribute([1.0], T), "distribute takes a numpy array, got [1.0]"),

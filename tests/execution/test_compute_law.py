@@ -17,6 +17,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Cast, Compute
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
+from shardplan.execution.drive import finish
 from shardplan.execution.mpi import steps
 from shardplan.execution.mpi.binding import Binding
 
@@ -62,7 +63,7 @@ def test_mpi_equals_the_whole(example: Example) -> None:
         found: list[np.ndarray] = []
         for k in range(results[0].mesh.size):
             given = [x[k].copy() for x in shards]
-            (x,) = steps.bind(op, types, results, Binding(k))(given, wire)
+            (x,) = finish(steps.bind(op, types, results, Binding(k))(given, wire))
             assert not any(np.shares_memory(x, y) for y in given), f"{op} gives its operand out"
             found.append(x)
         assert oracle.wrong(found, results[0], whole) is None, (op, [str(t) for t in types])

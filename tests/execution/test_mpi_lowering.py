@@ -19,6 +19,7 @@ from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import Box
+from shardplan.execution.drive import finish
 from shardplan.execution.lower import group_of
 from shardplan.execution.mpi import native
 from shardplan.execution.mpi import run as backend
@@ -91,7 +92,7 @@ def without_datatypes(monkeypatch: pytest.MonkeyPatch) -> None:
 def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:
     wire: Any = QueueWire(network, device)
     values = {name: own[name].copy() if name in own else np.empty(0) for name, _ in program.inputs}
-    results = backend.MpiExecutable(program, device).drive(values, wire)
+    results = finish(backend.MpiExecutable(program, device).drive(values, wire))
     assert not wire.unsent
     return results
 
@@ -204,7 +205,7 @@ def test_sends_are_under_way_until_a_round_closes(op: Collective, t: sp.TensorTy
 
     def watched(program: Program, device: int, own: Mapping[str, np.ndarray], network: Network) -> Shards:
         wire: Any = QueueWire(network, device)
-        results = backend.MpiExecutable(program, device).drive(dict(own), wire)
+        results = finish(backend.MpiExecutable(program, device).drive(dict(own), wire))
         found.append(wire.most_unsent)
         return results
 

@@ -11,7 +11,8 @@ from shardplan import Job, Model, Strategy, partition
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
-from shardplan.execution.jobs import Hand, JobRun, checked
+from shardplan.execution.hand import Hand
+from shardplan.execution.jobs import JobRun, checked
 
 # Key biases have gradients that are zero but for rounding, which adamw makes as large as any: so sgd for gpt.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -21,8 +21,8 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row, rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
-from shardplan.strategy.partition.choices import Bounds, Choice, Held, Layer, options
-from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
+from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, Layer, options
+from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut
 from shardplan.strategy.partition.settle import TIE
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
     result: int = 0
     form: tuple[int, ...] = ()
     fixed: TensorType | None = None
-    held: Held | None = None
+    held: HeldDims | None = None
     again: bool = False  # an input that is read after the cut, where nothing moved before is there
 
     def seen(self, t: TensorType) -> TensorType:
@@ -83,7 +83,7 @@ class Option(NamedTuple):
 class Walk:
     """All choosers and wishes of a block; the arguments are those of the settlement's problem."""
 
-    block: Block
+    block: LineBlock
     given: Mapping[str, TensorType]
     wanted: Mapping[Key, TensorType]
     held: Mapping[str, Layout]
@@ -95,7 +95,9 @@ class Walk:
 
     def __post_init__(self) -> None:
         start = {
-            name: Origin(None, fixed=self.given[name], held=Held(self.held[name].dims) if name in self.held else None)
+            name: Origin(
+                None, fixed=self.given[name], held=HeldDims(self.held[name].dims) if name in self.held else None
+            )
             for name, _ in self.block.inputs
         }
         self._run(self.block, start)
@@ -104,20 +106,20 @@ class Walk:
         self.choosers.append(chooser)
         return chooser
 
-    def _ask(self, block: Block, name: str, origin: Origin, chooser: Chooser, operand: int = 0) -> None:
+    def _ask(self, block: LineBlock, name: str, origin: Origin, chooser: Chooser, operand: int = 0) -> None:
         wish = self.wishes.setdefault((block.path, name, origin), Wish(origin, block.times))
         wish.asks.append((chooser, operand))
 
-    def _keep(self, block: Block, name: str) -> Chooser:
+    def _keep(self, block: LineBlock, name: str) -> Chooser:
         return self._new(Chooser(block.times, kept=block.types[name], dims=block.dims[name]))
 
-    def _save(self, block: Block, name: str, here: dict[str, Origin]) -> Origin:
+    def _save(self, block: LineBlock, name: str, here: dict[str, Origin]) -> Origin:
         chooser = self._keep(block, name)
         chooser.saves = here[name]
         self._ask(block, name, here[name], chooser)
         return Origin(chooser)
 
-    def _run(self, block: Block, here: dict[str, Origin]) -> dict[str, Origin]:
+    def _run(self, block: LineBlock, here: dict[str, Origin]) -> dict[str, Origin]:
         """Return where all values come from; `here` has the inputs."""
         saved = False
         for line in block.lines:
@@ -134,10 +136,10 @@ class Walk:
                 self.ends.append((here[name], block.times, t))
         return here
 
-    def _line(self, block: Block, line: Line, here: dict[str, Origin]) -> None:
+    def _line(self, block: LineBlock, line: Line, here: dict[str, Origin]) -> None:
         held = {k: h for k, o in enumerate(line.operands) if (h := here[o].held)}
         made = {
-            k: Held(self.gradients[key].dims)
+            k: HeldDims(self.gradients[key].dims)
             for k, r in enumerate(line.results)
             if (key := (block.path, r)) in self.gradients
         }
@@ -146,7 +148,7 @@ class Walk:
             self._ask(block, o, here[o], chooser, k)
         here |= {r: Origin(chooser, k) for k, r in enumerate(line.results)}
 
-    def _loop(self, block: Block, loop: Loop, here: dict[str, Origin]) -> None:
+    def _loop(self, block: LineBlock, loop: Loop, here: dict[str, Origin]) -> None:
         body, op = loop.block, loop.op
         inside: dict[str, Origin] = {}
         carries: list[Chooser] = []
@@ -159,7 +161,7 @@ class Walk:
             elif k < len(body.inputs) - op.cut:
                 inside[name] = origin
             else:
-                held = Held(origin.held.dims[1:]) if origin.held else None
+                held = HeldDims(origin.held.dims[1:]) if origin.held else None
                 inside[name] = origin._replace(form=(*origin.form, ROW), held=held)
         inside = self._run(body, inside)
         saved: dict[str, Origin] = {}

@@ -18,7 +18,7 @@ from shardplan.core.ops.composed import differs
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Bounds, Choice, Held, Laid, Layer, options, served, sets_of
+from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, LaidLine, Layer, options, served, sets_of
 from shardplan.strategy.partition.flow import Line, line_of
 from strategies import rngs
 
@@ -82,7 +82,7 @@ def with_axis(t: TensorType, axis: str, dim: int | None, place: int, partial: bo
     return TensorType(t.dtype, t.shape, dims, t.mesh, dict.fromkeys(sums, "sum"))
 
 
-def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: Laid) -> Found:
+def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: LaidLine) -> Found:
     """The rule, by trying to put an axis on every letter and to make every set of operands partial."""
     axes_of: dict[str, tuple[str, ...]] = {}
     for types, letters in ((now.operands, example.operands), (now.results, example.results)):
@@ -107,7 +107,7 @@ def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bound
         ):
             yield texts(given), texts(made)
 
-    def same(t: TensorType, held: Held) -> bool:
+    def same(t: TensorType, held: HeldDims) -> bool:
         return [axis in d for d in t.layout.dims] == [axis in d for d in held.dims]
 
     out = set[tuple[tuple[str, ...], tuple[str, ...]]]()
@@ -143,11 +143,11 @@ def offered(example: Example, axis: str, groups: Sequence[Sequence[str]], bounds
 def random_bounds(rng: random.Random, example: Example) -> Bounds:
     """At times an operand and a result that are held over the axes of some of their dims."""
 
-    def held(dims: str) -> Held:
+    def held(dims: str) -> HeldDims:
         axes = [rng.choice(((), (), ("x",), ("x", "y"))) for _ in dims]
-        return Held(tuple(axes))
+        return HeldDims(tuple(axes))
 
-    def some(sides: tuple[str, ...]) -> dict[int, Held]:
+    def some(sides: tuple[str, ...]) -> dict[int, HeldDims]:
         return {k: held(dims) for k, dims in enumerate(sides) if rng.random() < 0.2}
 
     return Bounds(some(example.operands), some(example.results))
@@ -182,9 +182,9 @@ def test_an_axis_serves_the_first_group_that_is_allowed() -> None:
     """`b` first, but where the second operand is held whole it serves `a`; where it is held over `c`, `c` alone."""
     example = EXAMPLES[0]
     groups = ["b", "c", "a"]
-    whole, cut = Held(((), ())), Held(((), ("x",)))
+    whole, cut = HeldDims(((), ())), HeldDims(((), ("x",)))
 
-    def results(held: dict[int, Held]) -> set[str]:
+    def results(held: dict[int, HeldDims]) -> set[str]:
         return {found[0] for _, found in offered(example, "x", groups, Bounds(held, {}), Choice()) or ()}
 
     assert results({}) == {"f64[2, 3]{+x}"}
@@ -194,7 +194,7 @@ def test_an_axis_serves_the_first_group_that_is_allowed() -> None:
 
 def test_a_gradient_is_made_as_its_parameter_is_held_or_as_a_sum() -> None:
     example = EXAMPLES[0]
-    found = offered(example, "x", ["abc"], Bounds({}, {0: Held((("x",), ()))}), Choice()) or ()
+    found = offered(example, "x", ["abc"], Bounds({}, {0: HeldDims((("x",), ()))}), Choice()) or ()
     assert {made for _, (made,) in found} == {"f64[2@x, 3]", "f64[2, 3]{+x}"}
 
 
@@ -225,7 +225,7 @@ def test_ids_may_be_made_on_every_device_and_values_not() -> None:
 def test_a_line_without_an_option_is_named() -> None:
     """Both operands held over the contracted dim, but its axis is over another dim of one of them."""
     line = EXAMPLES[0].line(SIZES)
-    bounds = Bounds({0: Held((("x",), ())), 1: Held((("x",), ()))}, {})
+    bounds = Bounds({0: HeldDims((("x",), ())), 1: HeldDims((("x",), ()))}, {})
     with pytest.raises(LayoutError) as error:
         options(Layer(MESH), line, "x", ["a", "bc"], bounds, Choice())
     assert str(error.value) == (

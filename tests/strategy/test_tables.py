@@ -17,7 +17,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError
 from shardplan.strategy import Model
 from shardplan.strategy.partition.partition import partition
-from shardplan.strategy.partition.tables import FREE, Layouts, Line
+from shardplan.strategy.partition.tables import FREE, Layouts, TableLine
 from shardplan.strategy.strategy import Strategy
 from strategies import rngs
 
@@ -50,7 +50,7 @@ patterns = st.lists(
     st.sampled_from(("tokens", "layers.*", "*.q", "gradient.layers.[kv]", "w?")), min_size=1, max_size=3, unique=True
 )
 lines = st.builds(
-    Line,
+    TableLine,
     patterns.map(tuple),
     st.lists(st.tuples(st.sampled_from((*DIMS, FREE)), axes), max_size=3).map(tuple),
     st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple),

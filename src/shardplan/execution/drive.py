@@ -171,3 +171,23 @@ def finish(running: Running) -> list[Any]:
             next(running)
     except StopIteration as stop:
         return stop.value
+
+
+class Stepping(Protocol):
+    """A watch, as far as it matters here: the step that runs, and the texts of all, for messages."""
+
+    step: int
+    steps: Sequence[str]
+
+
+def watched(running: Running, watch: Stepping, steps: Sequence[str]) -> Running:
+    """Run under a watch that others share: whenever it goes on, the watch says its step."""
+    step = -1
+    while True:
+        watch.steps, watch.step = steps, step
+        try:
+            next(running)
+        except StopIteration as stop:
+            return stop.value
+        step = watch.step
+        yield

@@ -1,45 +1,148 @@
-"""Runs a `Job`: its programs in the order of its schedule, on any backend; global arrays by name, in and out."""
+"""Runs a `Job`: its programs in the order of its schedule, on any backend; global arrays by name, in and out.
+
+One order of all actions is known to every process (`order`). A process does those of its own devices, in that order; a
+movement to another stage starts where the stage that sends it has done its action, and is taken before the action that
+reads it. A process waits for what it sent only once it stands, in that order, behind the action that takes it. So the
+process that stands first in the order waits for nobody who waits for it, and there is no circle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
+from shardplan.execution.drive import Running, finish
+from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.record import Record
+from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
 from shardplan.strategy.partition.programs import NEXT, TOTAL
 
-Shards = list[Any]
-Runs = Callable[[Program, list[Shards]], list[Shards]]
+Action = tuple[int, str, int]  # stage, kind and microbatch
+Values = dict[str, Shards]  # by name
 
 
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """What a backend brings: how it runs a program, and how arrays come to its shards and back."""
+class Move(NamedTuple):
+    """The movement of a transfer: on the mesh that it leaves, if anything, and on to the other, or all `at_once`."""
 
-    run: Runs = run_program
-    put: Callable[[np.ndarray, TensorType], Shards] = distribute
-    get: Callable[[Shards, TensorType], np.ndarray] = collect
+    before: Program | None
+    rest: Program
+    at_once: bool
 
 
-def order(job: Job) -> Iterator[tuple[int, str, int]]:
-    """Yield stage, kind and microbatch of every computation, in an order in which one process may run them."""
+class Parts(NamedTuple):
+    """A job as a backend sees it: its devices, the identity of all that it runs, the movements of its transfers."""
+
+    devices: tuple[int, ...]
+    digest: str
+    moves: tuple[Move, ...]
+    order: tuple[Action, ...]
+
+
+@lru_cache(maxsize=16)
+def parts(job: Job) -> Parts:
+    """Return the parts of a job; remembered."""
+    devices = tuple(sorted({d for mesh in job.programs.meshes for d in mesh.devices}))
+    moves = tuple(_move(t) for t in job.transfers)
+    told = [*map(str, job.programs.shared), *(str(m.rest) for m in moves), *map(str, _ends(job))]
+    told += [str(sorted(job.programs.which.items())), str(job.schedule), str(devices)]
+    told += [f"{key}: {t}" for key, t in job.state.items()]
+    return Parts(devices, hashlib.sha256("\n".join(told).encode()).hexdigest(), moves, tuple(order(job)))
+
+
+def _ends(job: Job) -> Iterator[tuple[Any, ...]]:
+    return ((t.kind, t.source, t.target) for t in job.transfers)
+
+
+def _move(transfer: Transfer) -> Move:
+    """Split a movement where it leaves its mesh; not between stages that share devices, or outside of the schedule."""
+    program, (source, target) = transfer.plan.program, (t.mesh for t in transfer.types)
+    if transfer.kind not in ("F", "B") or set(source.devices) & set(target.devices):
+        return Move(None, program, at_once=True)
+    types = program.types
+    leaves = next(k for k, s in enumerate(program.steps) if any(types[r].mesh != source for r in s.results))
+    sent = program.steps[leaves].operands
+    before = Program(program.inputs, program.steps[:leaves], sent) if leaves else None
+    return Move(before, Program([(n, types[n]) for n in sent], program.steps[leaves:], program.outputs), at_once=False)
+
+
+def offer(job: Job, problem: LayoutError | None) -> Offer:
+    """Return what backends are asked to run together."""
+    found = parts(job)
+    streams = not all(move.at_once for move in found.moves)
+    return Offer(found.devices, found.digest, lambda whole: programs(job, whole), streams, problem)
+
+
+def programs(job: Job, whole: bool) -> Iterator[Program]:
+    """Yield every program that a job runs, in one order: `whole` those too that give every device all results."""
+    yield from (job.programs[key] for key in sorted(job.programs))
+    for move in parts(job).moves:
+        yield from (p for p in move[:2] if p is not None)
+    if whole:
+        yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
+        yield everywhere(tuple(t for *_, t in left(job)), parts(job).devices)
+
+
+def kept(job: Job) -> Iterator[str]:
+    """Yield which of the state a step returns: gradients, those of copies too, and what takes the place of inputs."""
+    seen: set[str] = set()
+    for key, (_, name, rows) in job.parts.items():
+        if (name.startswith(TOTAL) or name in job.model.replaced) and (rows or name not in seen):
+            seen.add(name)
+            yield key
+
+
+def left(job: Job) -> Iterator[tuple[str, int, TensorType]]:
+    """Yield the results of a microbatch, by name and stage, and their types."""
+    for name in job.results:
+        for stage in range(job.stages):
+            program = job.programs[stage, "F"]
+            if name in program.outputs:
+                yield name, stage, program.types[name]
+
+
+@lru_cache(maxsize=64)
+def everywhere(types: tuple[TensorType, ...], devices: tuple[int, ...]) -> Program:
+    """Return the program that gives every device all of some values, by planned movements."""
+    inputs: list[tuple[str, TensorType]] = []
+    steps: list[Step] = []
+    outputs: list[str] = []
+    for k, t in enumerate(types):
+        mesh = t.mesh if set(t.mesh.devices) == set(devices) else Mesh(device=len(devices), devices=devices)
+        program = redistribute(t, TensorType(t.dtype, t.shape, Layout(((),) * t.ndim).dims, mesh)).program
+        called = {name: f"{k}.{name}" for name in program.types}
+        inputs += ((called[name], u) for name, u in program.inputs)
+        for step in program.steps:
+            operands, results = (tuple(called[n] for n in names) for names in (step.operands, step.results))
+            steps.append(Step(step.op, operands, results))
+        outputs += (called[o] for o in program.outputs)
+    return Program(inputs, steps, outputs)
+
+
+def order(job: Job) -> Iterator[Action]:
+    """Yield every computation, in an order in which one process may run them: ranks do one each in turn."""
     rows = [list(row) for row in job.schedule.compute_only().ranks]
-    done = set[tuple[int, str, int]]()
+    done = set[Action]()
     while any(rows):
         before = len(done)
         for row in rows:
-            while row and (a := row[0]) is not None and a.microbatch is not None:
+            if row and (a := row[0]) is not None and a.microbatch is not None:
                 near = a.stage - 1 if a.kind == "F" else a.stage + 1
                 if 0 <= near < job.stages and (near, a.kind, a.microbatch) not in done:
-                    break
+                    continue
                 done.add((a.stage, a.kind, a.microbatch))
                 yield a.stage, a.kind, a.microbatch
                 row.pop(0)
@@ -49,86 +152,174 @@ def order(job: Job) -> Iterator[tuple[int, str, int]]:
 
 @dataclass(slots=True)
 class JobRun:
-    """A step of a job under way: shards by stage and name, those of a microbatch by its number too."""
+    """A step of a job under way: shards by stage and name, those of a microbatch by its number too.
+
+    `under_way` has what was sent and may not have been taken: where in the order it is taken, and what finishes it.
+    """
 
     job: Job
     hand: Hand
     arrays: Mapping[str, np.ndarray]
+    record: Record | None = None
     values: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
-    own: dict[tuple[int, int, str], Shards] = field(default_factory=dict[tuple[int, int, str], Shards])
-    results: dict[tuple[str, int], list[np.ndarray]] = field(default_factory=dict[tuple[str, int], list[np.ndarray]])
+    own: dict[tuple[int, int], Values] = field(default_factory=dict[tuple[int, int], Values])
+    results: dict[tuple[str, int, int], Shards] = field(default_factory=dict[tuple[str, int, int], Shards])
+    under_way: list[tuple[int, int, Running]] = field(default_factory=list[tuple[int, int, Running]])
+    parts: Parts = field(init=False)
+    places: dict[Action, int] = field(init=False)  # in the order
+
+    def __post_init__(self) -> None:
+        """Take the order."""
+        self.parts = parts(self.job)
+        self.places = {action: place for place, action in enumerate(self.parts.order)}
 
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
-        job = self.job
+        job, end = self.job, len(self.parts.order)
         for key, t in job.state.items():
             stage, name, rows = job.parts[key]
             if name.startswith(TOTAL):
-                self.values[stage, name] = self.hand.put(np.zeros(t.shape, numpy_dtype(t.dtype)), t)
+                self.values[stage, name] = self.zeros(t)
             elif name not in job.batch:
                 array = self.arrays[name.partition(".copy")[0]]
-                self.values[stage, name] = self.hand.put(array if rows is None else array[slice(*rows)], t)
-        for stage, kind, microbatch in order(job):
-            self.action(stage, kind, microbatch)
-        for transfer in job.transfers:
-            if transfer.kind == "total":
-                self.values[transfer.target] = self.moved(transfer, self.values[transfer.source])
+                self.values[stage, name] = self.put(array if rows is None else array[slice(*rows)], t)
+        for place, action in enumerate(self.parts.order):
+            self.action(place, *action)
+        self.taken(end)
+        self.send(end, "total", range(job.stages), 0)
         for stage in range(job.stages):
             if (stage, "OPT") in job.programs:
-                self.action(stage, "OPT", 0)
-        return self.collected()
+                self.action(end + 1 + stage, stage, "OPT", 0)
+        self.send(end + 1 + job.stages, "OPT", range(job.stages), 0)
+        return self.collected(end + 2 + job.stages)
 
-    def collected(self) -> dict[str, np.ndarray]:
+    def collected(self, place: int) -> dict[str, np.ndarray]:
         """Return results over all microbatches, and state; stacks over stages."""
         job = self.job
+        count = job.strategy.microbatches
         out: dict[str, np.ndarray] = {}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in job.results}
+        ends = list(left(job))
+        for k in range(count):
+            rows: dict[str, list[np.ndarray]] = {}
+            shards = [self.results.get((name, k, stage), []) for name, stage, _ in ends]
+            for (name, _, _), array in zip(ends, self.whole(shards, [t for *_, t in ends], place + k), strict=True):
+                rows.setdefault(name, []).append(array)
+            for name, pieces in rows.items():
+                found[name].append(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
         for name, dim in job.results.items():
-            parts = [np.concatenate(found) if len(found) > 1 else found[0]
-                     for k in range(job.strategy.microbatches) if (found := self.results[name, k])]  # fmt: skip
-            joined = np.concatenate(parts, dim) if dim is not None else sum(parts[1:], parts[0])
-            out[name] = joined if dim is None else np.take(joined, range(job.strategy.sequences), dim)
-        pieces: dict[str, list[np.ndarray]] = {}
-        for key, t in job.state.items():
-            stage, name, rows = job.parts[key]
-            plain = name.removeprefix(TOTAL)
-            if ".copy" not in plain and (plain != name or name in job.model.replaced):
-                found = pieces.setdefault(name, [])
-                if rows is not None or not found:
-                    found.append(self.hand.get(self.values[stage, name], t))
-        return out | {name: np.concatenate(found) if len(found) > 1 else found[0] for name, found in pieces.items()}
+            one = found[name]
+            out[name] = sum(one[1:], one[0]) if dim is None else np.concatenate(one, dim)
+            out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
+        keys = list(kept(job))
+        shards = [self.values.get(job.parts[key][:2], []) for key in keys]
+        stacks: dict[str, list[np.ndarray]] = {}
+        for key, array in zip(keys, self.whole(shards, [job.state[key] for key in keys], place + count), strict=True):
+            stacks.setdefault(job.parts[key].name, []).append(array)
+        for name, found_rows in stacks.items():
+            of, copy, _ = name.partition(".copy")
+            array = np.concatenate(found_rows) if len(found_rows) > 1 else found_rows[0]
+            out[of] = out[of] + array if copy else array  # a copy's gradient is a part of its parameter's
+        return out
 
-    def action(self, stage: int, kind: str, microbatch: int) -> None:
-        """Run the program of one action, and send on what others need of it."""
+    def action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
+        """Take what others send for an action, run its program, and send on what others need of it."""
         job, program = self.job, self.job.programs[stage, kind]
-        given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
-        found = self.hand.run(program, given)
-        for name, shards in zip(program.outputs, found, strict=True):
-            if name.startswith(NEXT):
-                self.values[stage, name.removeprefix(NEXT)] = shards
-            else:
-                self.own[microbatch, stage, name] = shards
-            if name in job.results:
-                self.results.setdefault((name, microbatch), []).append(self.hand.get(shards, program.types[name]))
-        for transfer in job.transfers:
-            if transfer.kind == kind and transfer.source[0] == stage:
-                if kind == "OPT":
-                    self.values[transfer.target] = self.moved(transfer, self.values[transfer.source])
+        own = self.own.setdefault((microbatch, stage), {})
+        if self.here(program.devices):
+            self.taken(place)
+            self.take(stage, kind, microbatch)
+            given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
+            found = finish(self.started(program, given, place, 0))
+            for name, shards in zip(program.outputs, found, strict=True):
+                if name.startswith(NEXT):
+                    self.values[stage, name.removeprefix(NEXT)] = shards
                 else:
-                    self.own[microbatch, *transfer.target] = self.moved(
-                        transfer, self.own[microbatch, *transfer.source]
-                    )
+                    own[name] = shards
+                if name in job.results:
+                    self.results[name, microbatch, stage] = shards
+        if kind != "OPT":
+            self.send(place, kind, (stage,), microbatch)
+        if kind == "B" or (stage, "B") not in job.programs:
+            del self.own[microbatch, stage]
 
-    def moved(self, transfer: Transfer, shards: Shards) -> Shards:
-        """Run the movement of a transfer."""
-        return self.hand.run(transfer.plan.program, [shards])[0]
+    def send(self, place: int, kind: str, stages: Sequence[int], microbatch: int) -> None:
+        """Start what goes to other stages after an action: those that take it run it there, or all of them now."""
+        for k, (transfer, move) in enumerate(zip(self.job.transfers, self.parts.moves, strict=True)):
+            if transfer.kind != kind or transfer.source[0] not in stages:
+                continue
+            (stage, name), to = transfer.source, transfer.target
+            own = self.own[microbatch, stage] if kind in ("F", "B") else {}
+            shards = own.get(name) or self.values.get(transfer.source, [])
+            if move.at_once or self.hand.devices is None:
+                for program in (move.before, move.rest):
+                    if program is not None and self.here(program.devices):
+                        [shards] = finish(self.started(program, [shards], place, 1 + k))
+                if kind in ("F", "B"):
+                    self.own.setdefault((microbatch, to[0]), {})[to[1]] = shards
+                else:
+                    self.values[to] = shards
+            elif self.here(transfer.types[0].mesh.devices):
+                if move.before is not None:
+                    [shards] = finish(self.started(move.before, [shards], place, 1 + k))
+                running = self.started(move.rest, [shards], place, 1 + k)
+                next(running, None)  # the first messages are posted
+                self.under_way.append((self.places[to[0], kind, microbatch], k, running))
+
+    def take(self, stage: int, kind: str, microbatch: int) -> None:
+        """Wait for what other stages send for an action, in the order in which each sends it."""
+        for k, (transfer, move) in enumerate(zip(self.job.transfers, self.parts.moves, strict=True)):
+            if transfer.kind == kind and transfer.target[0] == stage and not move.at_once and self.hand.devices:
+                place = self.places[transfer.source[0], kind, microbatch]
+                [shards] = finish(self.started(move.rest, [[]], place, 1 + k))
+                self.own[microbatch, stage][transfer.target[1]] = shards
+
+    def taken(self, place: int) -> None:
+        """Wait for what was sent to actions before a place in the order."""
+        self.under_way.sort(key=lambda sent: sent[:2])
+        while self.under_way and self.under_way[0][0] < place:
+            finish(self.under_way.pop(0)[2])
+
+    def started(self, program: Program, given: Sequence[Shards], place: int, part: int) -> Running:
+        """Start a program: an action's (part 0), or a movement after it."""
+        record = None if self.record is None else Record()
+        if self.record is not None and record is not None:
+            self.record.runs.append((program, record))
+        return self.hand.start(program, given, place * (1 + len(self.job.transfers)) + part, record)
+
+    def here(self, devices: Sequence[int]) -> bool:
+        """Say whether this process has one of some devices."""
+        return self.hand.devices is None or not self.hand.devices.isdisjoint(devices)
+
+    def put(self, array: np.ndarray, t: TensorType) -> Shards:
+        """Return this process's shards of an array."""
+        boxes, dtype = (t.box(k) for k in self.own_places(t)), numpy_dtype(t.dtype)
+        return [array[tuple(slice(a, b) for a, b in box)].astype(dtype) for box in boxes]
+
+    def zeros(self, t: TensorType) -> Shards:
+        """Return this process's shards of a total of nothing."""
+        return [np.zeros(t.local_shape(k), numpy_dtype(t.dtype)) for k in self.own_places(t)]
+
+    def own_places(self, t: TensorType) -> Iterator[int]:
+        """Yield the places of this process's devices in a type's mesh."""
+        here = self.hand.devices
+        return (k for k, d in enumerate(t.mesh.devices) if here is None or d in here)
+
+    def whole(self, shards: Sequence[Shards], types: Sequence[TensorType], place: int) -> list[np.ndarray]:
+        """Return the arrays of values: moved to every device, where no process has all of them."""
+        array = self.hand.array
+        if self.hand.devices is None:
+            return [collect([array(x) for x in each], t) for each, t in zip(shards, types, strict=True)]
+        found = finish(self.started(everywhere(tuple(types), self.parts.devices), shards, place, 0))
+        return [np.array(array(x)) for [x] in found]
 
     def input(self, stage: int, name: str, t: TensorType, microbatch: int) -> Shards:
         """Return the shards of an input: rows of a batch, what was saved or sent of a microbatch, or state."""
         if name in self.job.batch:
             dim = batch_dim(self.job, name)
             rows = (slice(None),) * dim + (slice(microbatch * t.shape[dim], (microbatch + 1) * t.shape[dim]),)
-            return self.hand.put(self.arrays[name][rows], t)
-        found = self.own.get((microbatch, stage, name))
+            return self.put(self.arrays[name][rows], t)
+        found = self.own[microbatch, stage].get(name)
         return self.values[stage, name] if found is None else found
 
 
@@ -137,8 +328,11 @@ def batch_dim(job: Job, name: str) -> int:
     return job.model.dims[name].index("batch") if name in job.model.dims else 0
 
 
-def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another shape."""
+def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another type."""
+    if not isinstance(arrays, Mapping):
+        raise LayoutError(f"run of a job: {shown(arrays)}; legal are global arrays by name")
+    given: Mapping[str, Any] = arrays
     types = job.model.program.types
     wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}
     whole, rows = job.strategy.sequences, job.strategy.microbatches * job.strategy.data * job.strategy.microbatch
@@ -147,11 +341,14 @@ def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
             wanted[name][batch_dim(job, name)] = whole
     found: dict[str, np.ndarray] = {}
     for name, shape in wanted.items():
-        if name not in arrays:
+        if name not in given:
             raise LayoutError(f"run of a job: no array {name}, {types[name]}; legal are arrays of {', '.join(wanted)}")
-        found[name] = np.asarray(arrays[name])
-        if found[name].shape != tuple(shape):
-            raise LayoutError(f"run of a job: {name} has the shape {found[name].shape}; legal is {tuple(shape)}")
+        x, dtype = np.asarray(given[name]), numpy_dtype(types[name].dtype)
+        if x.shape != tuple(shape) or x.dtype != dtype:
+            raise LayoutError(
+                f"run of a job: {name} is of dtype {x.dtype} and shape {x.shape}; legal is {dtype} and {tuple(shape)}"
+            )
+        found[name] = x
     for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
         more = (
             [
@@ -162,6 +359,6 @@ def checked(job: Job, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
             else []
         )
         found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
-    if strange := sorted(arrays.keys() - wanted.keys()):
+    if strange := sorted(map(str, given.keys() - wanted.keys())):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardplan.core.program import Program
+
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
@@ -27,6 +29,7 @@ class NativeCall(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """The spans of the devices of this process, appended by a backend while it runs."""
+    """The spans of the devices of this process, appended by a backend while it runs; of a job those of each `run`."""
 
     spans: list[StepSpan] = field(default_factory=list)
+    runs: list[tuple[Program, Record]] = field(default_factory=list["tuple[Program, Record]"])

@@ -1,7 +1,8 @@
-"""`run`: a program on shards, by a backend named in one explicit table.
+"""`run`: a program on shards, or a job on arrays, by a backend named in one explicit table.
 
-A backend is a folder of this room whose `run.py` has a function `run_program`, and one line here. Under a launcher
-(torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
+A backend is a folder of this room whose `run.py` has the functions `run_program` and `hand`, and one line here. Under a
+launcher (torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
+Of a job every process passes and receives the whole arrays.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from shardplan.core import border
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program as reference
 from shardplan.errors import BackendError, LayoutError, optional, shown
+from shardplan.execution.hand import Hand, Offer
+from shardplan.execution.jobs import JobRun, checked, offer
 from shardplan.execution.record import Record
 from shardplan.plans.plan import Plan
+from shardplan.strategy.partition.job import Job
 
 TIMEOUT = 300.0  # seconds that any wait may take: peers may still be loading a framework, or compiling
 
@@ -27,6 +31,14 @@ class Backend(Protocol):
         self, program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None
     ) -> list[list[Any]]:
         """Run the program; `record`, where given, takes the start and end of every step."""
+        ...
+
+
+class HandMaker(Protocol):
+    """What a backend's `hand` is."""
+
+    def __call__(self, offered: Offer, timeout: float) -> Hand | None:
+        """Agree with the other processes on a step of a job; None for a process without a device of it."""
         ...
 
 
@@ -46,23 +58,25 @@ def needed(backend: str) -> None:
         optional(PACKAGES[backend], backend)
 
 
-def run(program: Program | Plan, shards: Any, backend: str = "reference", timeout: float = TIMEOUT) -> Any:
-    """Run a program and return the shards of its results.
+def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", timeout: float = TIMEOUT) -> Any:
+    """Run a program and return the shards of its results, or a step of a job and return its results as arrays.
 
     Args:
-        program: A program, or a plan, whose program it is.
-        shards: For one input a list with one array for every device of this process, in mesh order (the reference has
-            all devices in this process), of the local shape and the dtype of the input's type; for several inputs a
-            list of such lists. Torch takes tensors or arrays.
+        program: A program, a plan, whose program it is, or a job.
+        shards: Of a program, for one input a list with one array for every device of this process, in mesh order (the
+            reference has all devices in this process), of the local shape and the dtype of the input's type; for
+            several inputs a list of such lists. Torch takes tensors or arrays. Of a job the global arrays of the
+            model's inputs, by name, the same in every process.
         backend: `reference`, `torch`, `jax` or `mpi`, each but the first under its own launcher.
         timeout: Seconds that any wait for other processes may take.
 
     Returns:
-        The shards of the results, in the form of the inputs.
+        The shards of the results, in the form of the inputs. Of a job by name, as global arrays in every process that
+        has a device of it: results, gradients (`gradient.w`), and what takes the place of inputs, under their names.
 
     Raises:
         BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
-        LayoutError: Wrong shards, or no program.
+        LayoutError: Wrong shards or arrays, or no program.
         MissingExtra: The backend's package is not installed.
         TimedOut: A peer did not arrive in time.
 
@@ -72,21 +86,30 @@ def run(program: Program | Plan, shards: Any, backend: str = "reference", timeou
     >>> plan = sp.redistribute(t, sp.TensorType("i64", (4,), (None,), t.mesh))
     >>> run(plan.program, sp.distribute(np.arange(4), t))
     [array([0, 1, 2, 3]), array([0, 1, 2, 3])]
+    >>> model = sp.Model.load("mlp", layers=2, hidden=2, dtype="f64", optimizer="sgd")
+    >>> job = sp.partition(model, sp.Strategy(tensor=2))
+    >>> found = run(job, {name: np.ones(t.shape) for name, t in model.program.inputs})
+    >>> print(found["loss"], *sorted(found))
+    18.0 gradient.layers.weight layers.weight loss
     """
     return run_recorded(program, shards, backend, timeout, None)
 
 
-def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: float, record: Record | None) -> Any:
+def run_recorded(
+    program: Program | Plan | Job, shards: Any, backend: str, timeout: float, record: Record | None
+) -> Any:
     """Run as `run` does, with what the processes saw of it in `record`."""
     if isinstance(program, Plan):
         program = program.program
-    if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"run takes a Program or a Plan, got {shown(program)}")
+    if not isinstance(program, (Program, Job)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise LayoutError(f"run takes a Program, a Plan or a Job, got {shown(program)}")
     if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BackendError(f"unknown backend {shown(backend)}; legal are {', '.join(BACKENDS)}")
     seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not (seconds and 0 < timeout <= border.MOST):
         raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
+    if isinstance(program, Job):
+        return _run_job(program, shards, backend, timeout, record)
     shards = border.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.
     single = len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None)
@@ -100,3 +123,20 @@ def run_recorded(program: Program | Plan, shards: Any, backend: str, timeout: fl
         found = cast("Backend", import_module(f"shardplan.execution.{backend}.run").run_program)
         outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs
+
+
+def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record | None) -> dict[str, Any]:
+    """Run a step of a job: what is wrong with the arrays of a process is an error of all."""
+    given, problem = {}, None
+    try:
+        given = checked(job, arrays)
+    except LayoutError as error:
+        problem = error
+    hand: Hand | None = Hand()
+    if backend != "reference":
+        needed(backend)
+        make = cast("HandMaker", import_module(f"shardplan.execution.{backend}.run").hand)
+        hand = make(offer(job, problem), timeout)
+    if problem is not None:
+        raise problem
+    return {} if hand is None else JobRun(job, hand, given, record).step()

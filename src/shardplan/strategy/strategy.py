@@ -12,7 +12,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError
 from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Line
+from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
 
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
@@ -152,14 +152,14 @@ class Strategy:
         batch = [a for a in ("replica", "data", "expert") if a in axes]
         sequence = [a for a in ("context",) if a in axes]
         zero = 3 if self.fsdp else self.zero
-        stored: list[Line] = []
+        stored: list[TableLine] = []
         for name, dims in model.dims.items():
             places = [("batch", tuple(batch)), ("sequence", tuple(sequence))]
             if name not in model.parameters and not _state_of(model, name):
                 cuts = [(dim, a) for dim, a in places if a and dim in dims]
                 if name in model.replaced:
                     cuts += [(dim, a) for dim, a in _cuts(dims, axes) if dim not in dict(cuts)]
-                stored += [Line((name,), tuple(cuts))] if cuts else []
+                stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
             taken = dict(_axes(held[name]))
             dealt = (*batch, *(sequence if self.fsdp else ()))
@@ -170,15 +170,17 @@ class Strategy:
             if not sums:
                 continue
             if zero >= 3 and free:
-                stored.append(Line((name,), free))
+                stored.append(TableLine((name,), free))
             if name not in model.gradients:
                 continue
             if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
-                stored.append(Line((f"{name}.*",), free))
+                stored.append(TableLine((f"{name}.*",), free))
             stored.append(
-                Line((f"gradient.{name}",), free, left) if zero >= 2 else Line((f"gradient.{name}",), (), sums)
+                TableLine((f"gradient.{name}",), free, left)
+                if zero >= 2
+                else TableLine((f"gradient.{name}",), (), sums)
             )
-        lines = [Line((name,), cuts) for name, cuts in held.items() if cuts]
+        lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
         return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
 
     def _serve(self, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
@@ -230,9 +232,9 @@ def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
     return of in model.parameters and name not in model.parameters and parameter in (None, of)
 
 
-def _joined(lines: list[Line]) -> tuple[Line, ...]:
+def _joined(lines: list[TableLine]) -> tuple[TableLine, ...]:
     """Lines that say the same as one."""
     found: dict[tuple[object, object], list[str]] = {}
     for line in lines:
         found.setdefault((line.dims, line.partial), []).extend(line.patterns)
-    return tuple(Line(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]
+    return tuple(TableLine(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]

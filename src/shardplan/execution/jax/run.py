@@ -24,6 +24,8 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import leaves, opened, programs
 from shardplan.errors import BackendError, LayoutError, optional
+from shardplan.execution.drive import Running
+from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.jax.agree import agree
 from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
 from shardplan.execution.jax.lower import moved_bytes, refusal
@@ -54,6 +56,25 @@ def run_program(
     shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
     agree(program, timeout)
     return run_placed(program, shards, record)
+
+
+def hand(offered: Offer, timeout: float) -> Hand:
+    """Return what runs a step of a job in this process, which has all devices; what JAX cannot run is refused first."""
+    jax = optional("jax", "jax")
+    if offered.problem is not None:
+        raise offered.problem
+    if jax.process_count() > 1:
+        raise BackendError(
+            f"jax: {offered.name} in one of {jax.process_count()} processes; legal is one with all devices"
+        )
+    for program in offered.programs(False):
+        check(program)
+
+    def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
+        yield from ()
+        return run_program(program, inputs, timeout=timeout, record=record)
+
+    return Hand(start)
 
 
 def check(program: Program, placed: bool = True) -> None:

@@ -24,7 +24,8 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
-from shardplan.execution.drive import Hands, drive, finish, plain
+from shardplan.execution.drive import Hands, Running, drive, finish, watched
+from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
 from shardplan.execution.mpi.agreed_programs import agreed_programs
@@ -32,7 +33,7 @@ from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort, announce_end
 from shardplan.execution.mpi.mail import mail
 from shardplan.execution.mpi.steps import bind
-from shardplan.execution.mpi.wire import MpiWire
+from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan
 
@@ -59,11 +60,7 @@ class MpiExecutable:
             make = maker(t, device)
             return lambda wire: make()
 
-        hands = Hands(
-            device,
-            lambda op, operands, results: plain(bind(op, operands, results, self.binding)),
-            made,
-        )
+        hands = Hands(device, lambda op, operands, results: bind(op, operands, results, self.binding), made)
         try:
             self.steps = hands.steps(program)
         except ShardplanError:
@@ -74,8 +71,8 @@ class MpiExecutable:
         """Give the datatypes back to MPI; the program cannot run after it."""
         self.binding.types.free()
 
-    def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> list[np.ndarray]:
-        """Run the steps on `values`, the inputs by name, which is emptied on the way."""
+    def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> Running:
+        """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
 
         def begin(number: int) -> None:
             wire.watch.step = number
@@ -84,7 +81,7 @@ class MpiExecutable:
             if record is not None:
                 record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
 
-        return finish(drive(self.steps, values, self.program.outputs, wire, begin, record and note))
+        return drive(self.steps, values, self.program.outputs, wire, begin, record and note)
 
 
 def executable(program: Program, device: int) -> MpiExecutable:
@@ -122,18 +119,7 @@ def run_program(
     they do where they come with different programs. What goes wrong later (a rank that does not come in time, or that
     withdraws from a program agreed on, an exception in a step) is printed and ends all ranks: see `faults`.
     """
-    rank, size = start()
-    strange = [d for d in program.devices if d >= size]
-    if strange and size == 1:
-        raise BackendError(
-            f"the program runs on device {strange[0]}, but this process is alone: launch one process a device with "
-            f"mpiexec, of the MPI that mpi4py uses"
-        )
-    if strange:
-        raise BackendError(
-            f"the program runs on device {strange[0]}, but there are {size} ranks; device ids are ranks of COMM_WORLD, "
-            f"legal are 0 to {size - 1}"
-        )
+    rank = rank_among(program.devices, "program")
     if rank not in program.devices:
         _values(program, inputs, rank)
         return [[] for _ in program.outputs]
@@ -153,15 +139,79 @@ def run_program(
                 watch, digest, bound.binding.groups
             )
             wire.communicators, watch.stopped = agreed.communicators, lambda: agreed.stopped
-        results = bound.drive(values, wire, record)
+        results = finish(bound.drive(values, wire, record))
     except NotStarted:
         raise
     except BaseException as error:
         abort(error)
-    return [
-        [] if place_of(t, rank) is None else [x]
-        for t, x in zip(program.output_types, results, strict=True)
-    ]  # fmt: skip
+    return by_output(program, results, rank)
+
+
+def rank_among(devices: Sequence[int], what: str) -> int:
+    """Return the rank of this process, in which MPI is started; raises `BackendError` where a device has no rank."""
+    rank, size = start()
+    strange = [d for d in devices if d >= size]
+    if strange and size == 1:
+        raise BackendError(
+            f"the {what} runs on device {strange[0]}, but this process is alone: launch one process a device with "
+            f"mpiexec, of the MPI that mpi4py uses"
+        )
+    if strange:
+        raise BackendError(
+            f"the {what} runs on device {strange[0]}, but there are {size} ranks; device ids are ranks of COMM_WORLD, "
+            f"legal are 0 to {size - 1}"
+        )
+    return rank
+
+
+def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[np.ndarray]]:
+    """Return one array a result whose mesh has this rank, else none."""
+    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
+
+
+def hand(offered: Offer, timeout: float) -> Hand | None:
+    """Agree with the other ranks on a step of a job: all its programs share communicators, and have tags of their own.
+
+    What their groups start on a communicator they start in one order: in each group all ranks go through its programs
+    in turn. Raises as `run_program`.
+    """
+    rank = rank_among(offered.devices, "job")
+    if rank not in offered.devices:
+        return None
+    digest, ranks = bytes.fromhex(offered.digest), offered.devices
+    alone = len(ranks) == 1
+    watch = MpiWatch(ranks, rank, offered.name, [], timeout, mail())
+    communicators: dict[tuple[int, ...], Any] = {}
+    try:
+        if offered.problem is not None:
+            raise offered.problem
+        mine = [executable(program, rank) for program in offered.programs(True) if rank in program.devices]
+    except BaseException as error:  # an interrupt too: the other ranks would wait for this one
+        if not alone:
+            agreed_programs().refuse(ranks, rank, digest, error)
+        raise
+    try:
+        if not alone:
+            groups = [group for bound in mine for group in bound.binding.groups]
+            agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(watch, digest, groups)
+            communicators, watch.stopped = agreed.communicators, lambda: agreed.stopped
+    except NotStarted:
+        raise
+    except BaseException as error:
+        abort(error)
+
+    def started(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
+        try:
+            bound = executable(program, rank)
+            wire = MpiWire(ranks, communicators, watch, DATA + turn % TAGS)
+            running = bound.drive(_values(program, inputs, rank), wire, record)
+            return by_output(program, (yield from watched(running, watch, bound.texts)), rank)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            abort(error)
+
+    return Hand(started, frozenset((rank,)))
 
 
 @functools.lru_cache(REMEMBERED)

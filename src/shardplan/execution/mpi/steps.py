@@ -19,8 +19,9 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
+from shardplan.execution.drive import Bound, Running, plain
 from shardplan.execution.lower import group_of, place_of
-from shardplan.execution.mpi.binding import Arrays, Binding, Bound
+from shardplan.execution.mpi.binding import Arrays, Binding
 from shardplan.execution.mpi.compute import compute
 from shardplan.execution.mpi.copies import write
 from shardplan.execution.mpi.native import together
@@ -41,15 +42,17 @@ class MpiRound(NamedTuple):
     group: tuple[int, ...]  # device ids, for messages of failures
 
 
-def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound:
+def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound[MpiWire]:
     """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
     found = rank_rounds(op, operands, results, binding.device)
-    return compute(op, operands, results, binding) if found is None else _move(op, operands, results, binding, found)
+    if found is None:
+        return plain(compute(op, operands, results, binding))
+    return _move(op, operands, results, binding, found)
 
 
 def _move(
     op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding, found: RankRounds
-) -> Bound:
+) -> Bound[MpiWire]:
     device, place = binding.device, place_of(operands[0], binding.device)
     near = [device] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
     members = together(op, operands, near)
@@ -73,9 +76,10 @@ def _move(
 
     rounds = _bound_rounds(start, with_types, binding.types)
 
-    def run(arrays: Arrays, wire: MpiWire) -> Arrays:
+    def run(arrays: Arrays, wire: MpiWire) -> Running:
         held = dict(zip(given, arrays, strict=True)) | {name: np.empty(*what) for name, what in new.items()}
         unsent: list[Pending] = []
+        started = False
         for one in rounds():
             if native:  # all members run all rounds, empty ones too
                 coming = wire.all_to_all(members, held, one.sends, one.receives)
@@ -84,6 +88,9 @@ def _move(
                 unsent += wire.messages(held, one.sends, {})
             for copy in one.meanwhile:
                 write(held, copy)
+            if not started and (coming or unsent):
+                started = True
+                yield  # the first messages are under way in both directions; next they are waited for
             wire.wait(coming, one.group)
             for copy in one.then:
                 write(held, copy)

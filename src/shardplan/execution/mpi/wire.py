@@ -21,7 +21,8 @@ from shardplan.execution.mpi.faults import MpiWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-DATA = 1  # the tag of point-to-point messages: one is enough, since a communicator is one program's
+DATA = 1  # the tag of point-to-point messages: one is enough where a communicator is one program's
+TAGS = 2**14  # of the programs of a job, one each in turn: within what MPI promises (32767)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class MpiWire:
     ranks: tuple[int, ...]  # device ids, ascending
     communicators: Mapping[tuple[int, ...], MPI.Intracomm]  # of the program, by their members; one is of all `ranks`
     watch: MpiWatch
+    tag: int = DATA
     received: int = 0  # bytes of the types handed to MPI so far
     sent: int = 0
     _index: dict[int, int] = field(init=False)  # of a device id in the communicator of all ranks
@@ -136,7 +138,7 @@ class MpiWire:
             for peer, message in messages.items():
                 base, typed, made = _typed(buffers, {peer: message})
                 count, offset, datatype = typed[peer]
-                pending.append(Pending(start([base, (count, offset), datatype], self._index[peer], DATA), (peer,)))
+                pending.append(Pending(start([base, (count, offset), datatype], self._index[peer], self.tag), (peer,)))
                 for one in made:
                     one.Free()
         self._count(sends, receives)

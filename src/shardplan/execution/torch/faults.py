@@ -41,6 +41,7 @@ OK = "ok"
 TAGS = 2**31  # gloo's tags have 31 bits
 # 2**32 over the golden ratio, and odd: multiples of it, modulo a power of two, lie far apart and are all distinct.
 SPREAD = 0x9E3779B1
+RUNS = 2**15  # tags lie so many runs apart from turn to turn: those of 2**16 turns, in runs near each other, differ
 KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store: enough that no two share keys
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
 
@@ -91,6 +92,7 @@ class TorchWatch:
     number: int = 0  # of the run, from 1
     verdict: str = ""  # once this rank knows that the run has failed
     running: bool = False  # whether others may have sent something
+    parts: bool = False  # whether it is of several programs, each with tags of its own, and begins once for all
     _asked: float = 0.0  # seconds into its wait at which it asked to be let go
     _answered: int = 0  # requests of others that it has answered
     _said: Wait | None = None  # what it has told the others that it waits for
@@ -107,7 +109,11 @@ class TorchWatch:
         Runs of one program have different tags for `TAGS` runs; those of two programs are equal by chance once in
         `TAGS`.
         """
-        return (int(self.digest[:TAG_DIGITS], 16) + self.number * SPREAD) % TAGS
+        return self.tag_of(0)
+
+    def tag_of(self, turn: int) -> int:
+        """A tag for the messages of a part of this run, by its turn."""
+        return (int(self.digest[:TAG_DIGITS], 16) + (self.number + turn * RUNS) * SPREAD) % TAGS
 
     def begin(self, problem: str) -> None:
         """Agree on the program at its first run, and refuse a run in which this rank cannot take part.
@@ -205,7 +211,7 @@ class TorchWatch:
             return self.told(self.verdict)
         store, text = self.state.store, str(error).lower()
         if "timed out" in text or "timeout" in text:
-            cause = "late" if self.step > 0 else "absent"
+            cause = "late" if self.step > 0 or self.parts else "absent"
             return self.told(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
         until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
         while not (found := self._read(store)) and time.monotonic() < until:

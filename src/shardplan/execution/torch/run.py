@@ -22,12 +22,13 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
-from shardplan.execution.drive import Bound, Hands, Running, drive, finish
+from shardplan.execution.drive import Bound, Hands, Running, drive, finish, watched
+from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS, listed
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
-from shardplan.execution.torch.dtypes import to_torch, torch_dtype
+from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
 from shardplan.execution.torch.pack import maker
@@ -113,6 +114,13 @@ def executable(program: Program, device: int) -> TorchExecutable:
     return TorchExecutable(program, device)
 
 
+class JobTurn(NamedTuple):
+    """What a program is a part of: the watch that all parts share, and its turn among them."""
+
+    watch: TorchWatch
+    turn: int
+
+
 def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
     """Return the wire of a run over the default process group."""
     group = watch.state.group
@@ -141,7 +149,13 @@ def agreed(bound: Runnable) -> bool:
 
 
 def launch(
-    bound: Runnable, values: Values, timeout: float, *, problem: str = "", record: Record | None = None
+    bound: Runnable,
+    values: Values,
+    timeout: float,
+    *,
+    problem: str = "",
+    record: Record | None = None,
+    of_job: JobTurn | None = None,
 ) -> Running:
     """Run a program, or a move, on the shards of this rank; every rank of it launches it, in one order.
 
@@ -154,6 +168,7 @@ def launch(
         timeout: Seconds that any wait for other ranks may take.
         problem: What is wrong already, a line: the run is refused on every rank.
         record: Takes the start and the end of every step.
+        of_job: What it is a part of, where the ranks have agreed on more than this program.
 
     Returns:
         A generator that yields while messages travel; its value is the results.
@@ -162,7 +177,11 @@ def launch(
         LayoutError: A shard on some rank is not what its type says.
         BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
     """
-    watch = TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+    watch = (
+        TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+        if of_job is None
+        else of_job.watch
+    )
     if strange := sorted(set(bound.ranks) - set(watch.state.ranks)):
         raise BackendError(
             f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are "
@@ -171,15 +190,24 @@ def launch(
     device = next((x.device for name, x in values.items() if bound.needs[name]), None) or own_device(watch)
     problem = problem or checked(bound, values, device)
     wire = wire_for(watch, device)
+    shift = 0.0
     try:
-        watch.begin(problem)
-        shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
         running = bound.drive(values, wire, watch, record)
+        if of_job is None:
+            watch.begin(problem)
+            shift = 0.0 if record is None else offset(wire, bound.ranks, bound.device)
+        elif problem:
+            raise LayoutError(f"{bound.name}: {problem}")
+        else:
+            wire.tag = watch.tag_of(of_job.turn)
+            running = watched(running, watch, bound.texts)
         results = yield from (on_stream(running) if wire.streamed else running)
-        if record is not None:
+        if record is not None and of_job is None:
             record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
         return results
-    except GeneratorExit:  # never finished: the process group was destroyed before the process ended
+    except GeneratorExit:  # never finished: the process group was destroyed before the process ended, or a job failed
+        if of_job is not None:
+            wire.abandon()
         raise
     except BaseException as error:
         watch.broke(error, wire)
@@ -255,29 +283,70 @@ def run_program(
 
     Returns one tensor a result whose mesh has this rank, else none. Raises as `execution.run.run` says.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise BackendError(
-            "torch.distributed is not initialised: launch with torchrun and call torch.distributed.init_process_group"
-        )
-    rank, world = dist.get_rank(), dist.get_world_size()
-    strange = [d for d in program.devices if d >= world]
-    if strange:
-        raise BackendError(
-            f"the program runs on device {strange[0]}, but there are {world} ranks; device ids are global ranks, legal "
-            f"are 0 to {world - 1}"
-        )
+    rank = rank_among(program.devices, "program")
     if rank not in program.devices:
         own_shards(program, inputs, rank)
         return [[] for _ in program.outputs]
     values: Values = {}
     problem = ""
     try:
-        for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True):
-            values[name] = torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1])
+        values = own_values(program, inputs, rank)
     except LayoutError as error:
         problem = str(error)
     results = finish(launch(executable(program, rank), values, timeout, problem=problem, record=record))
+    return by_output(program, results, rank)
+
+
+def rank_among(devices: Sequence[int], what: str) -> int:
+    """Return the rank of this process; raises `BackendError` where there are none, or a device has none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise BackendError(
+            "torch.distributed is not initialised: launch with torchrun and call torch.distributed.init_process_group"
+        )
+    world = dist.get_world_size()
+    if strange := [d for d in devices if d >= world]:
+        raise BackendError(
+            f"the {what} runs on device {strange[0]}, but there are {world} ranks; device ids are global ranks, legal "
+            f"are 0 to {world - 1}"
+        )
+    return dist.get_rank()
+
+
+def own_values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
+    """Return the inputs by name; empty tensors stand for those on meshes without this rank."""
+    given = zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True)
+    return {
+        name: torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1]) for (name, t), own in given
+    }
+
+
+def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[Any]]:
+    """Return one shard a result whose mesh has this rank, else none."""
     return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
+
+
+def hand(offered: Offer, timeout: float) -> Hand | None:
+    """Agree with the other ranks on a step of a job: its programs run under one watch, each with a tag of its own.
+
+    Raises as `launch`, and `BackendError` where messages have no tags and would meet in another order.
+    """
+    rank = rank_among(offered.devices, "job")
+    if rank not in offered.devices:
+        return None
+    watch = TorchWatch(offered.devices, rank, offered.name, offered.digest, (), timeout, parts=True)
+    device = own_device(watch)
+    if offered.streams and wire_for(watch, device).batched:
+        raise BackendError(f"{offered.name} moves values between pipeline stages; of torch's backends gloo runs that")
+    watch.begin(str(offered.problem or ""))
+    watch.state.agreed.discard(offered.digest)  # each step is agreed on: a rank may come with wrong arrays
+
+    def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
+        bound = executable(program, rank)
+        values = {name: x.to(device) for name, x in own_values(program, inputs, rank).items()}
+        results = yield from launch(bound, values, timeout, record=record, of_job=JobTurn(watch, turn))
+        return by_output(program, results, rank)
+
+    return Hand(start, frozenset((rank,)), to_numpy)
 
 
 def _tensor(shard: Any) -> torch.Tensor:

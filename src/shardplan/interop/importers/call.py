@@ -15,13 +15,13 @@ from shardplan.core.ops import Opaque
 from shardplan.errors import TypingError
 from shardplan.interop.importers.composites import MASKED
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Writer
+from shardplan.interop.importers.writer import FlatWriter
 
 
 class Operation(NamedTuple):
     """An operation's name, and the dtypes and shapes of its results."""
 
-    w: Writer
+    w: FlatWriter
     name: str
     kinds: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ class Operation(NamedTuple):
         )
 
 
-def _numeric(w: Writer, kind: str, *values: Any) -> list[Any]:
+def _numeric(w: FlatWriter, kind: str, *values: Any) -> list[Any]:
     return [w.cast(v, kind) if isinstance(v, Seen) else v for v in values]
 
 

@@ -23,19 +23,19 @@ from shardplan.core.ops import (
     Softmax,
 )
 from shardplan.interop.importers.views import Group, Seen, Strand, size_of
-from shardplan.interop.importers.writer import ONE, Writer
+from shardplan.interop.importers.writer import ONE, FlatWriter
 
 MASKED = -1e30  # what stands for minus infinity, so that a row without any score is no NaN
 
 
-def linear(w: Writer, x: Seen, weight: Seen, bias: Seen | None = None) -> Seen:
+def linear(w: FlatWriter, x: Seen, weight: Seen, bias: Seen | None = None) -> Seen:
     """Times a weight `[out in]`, plus a bias."""
     lead = [f"d{d}" for d in range(len(x.dims) - 1)]
     y = w.einsum([[*lead, "i"], ["o", "i"]], [*lead, "o"], x, weight)
     return y if bias is None else w.each("a + b", y, bias)
 
 
-def matmul(w: Writer, x: Seen, y: Seen) -> Seen:
+def matmul(w: FlatWriter, x: Seen, y: Seen) -> Seen:
     """The product of matrices, or of a vector, with dims before them that broadcast."""
     ndim = max(len(x.dims), len(y.dims)) - 2
     names = [f"d{d}" for d in range(ndim)]
@@ -45,18 +45,18 @@ def matmul(w: Writer, x: Seen, y: Seen) -> Seen:
     return w.einsum([left, right], out, x, y)
 
 
-def softmax(w: Writer, x: Seen, dim: int) -> Seen:
+def softmax(w: FlatWriter, x: Seen, dim: int) -> Seen:
     """Along a dim."""
     x = w.joined(x, dim % len(x.dims))
     return Seen(w.draft(Softmax(x.dims[dim][0].axis), x.name), x.dims)
 
 
-def filled(w: Writer, value: float, dtype: str, n: int) -> str:
+def filled(w: FlatWriter, value: float, dtype: str, n: int) -> str:
     """A vector of one value."""
     return w.draft(Constant(value, dtype, (n,), Layout(((),)), ONE))
 
 
-def layer_norm(w: Writer, x: Seen, gain: Seen | None, bias: Seen | None, eps: float) -> Seen:
+def layer_norm(w: FlatWriter, x: Seen, gain: Seen | None, bias: Seen | None, eps: float) -> Seen:
     """Over the last dim."""
     x, name = w.last(x)
     n, dtype = x.shape[-1], w.dtype(x)
@@ -64,7 +64,7 @@ def layer_norm(w: Writer, x: Seen, gain: Seen | None, bias: Seen | None, eps: fl
     return _normed(Seen(w.draft(LayerNorm(eps), name, *gains), x.dims))
 
 
-def rms_norm(w: Writer, x: Seen, gain: Seen | None, eps: float) -> Seen:
+def rms_norm(w: FlatWriter, x: Seen, gain: Seen | None, eps: float) -> Seen:
     """Over the last dim."""
     x, name = w.last(x)
     by = w.whole(gain).name if gain is not None else filled(w, 1.0, w.dtype(x), x.shape[-1])
@@ -77,7 +77,7 @@ def _normed(x: Seen) -> Seen:
 
 
 def attention(
-    w: Writer, q: Seen, k: Seen, v: Seen, causal: bool, scale: float | None, mask: Seen | None = None
+    w: FlatWriter, q: Seen, k: Seen, v: Seen, causal: bool, scale: float | None, mask: Seen | None = None
 ) -> Seen:
     """Of `[batch heads sequence head]`; keys and values may have fewer heads, or some of them repeated."""
     if len(q.dims) != 4 or (causal and mask is not None):
@@ -112,7 +112,7 @@ def repeated_heads(x: Seen, times: int) -> Seen:
     return Seen(x.name, (x.dims[0], (*x.dims[1], Strand(times, -1)), *x.dims[2:])) if times > 1 else x
 
 
-def _masked(w: Writer, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
+def _masked(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
     scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
     scores = w.each(f"a * {scale!r}", scores)
     if w.dtype(mask) == "bool":
@@ -122,7 +122,7 @@ def _masked(w: Writer, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> S
     return w.einsum([["b", "h", "s", "t"], ["b", "h", "t", "d"]], ["b", "h", "s", "d"], softmax(w, scores, -1), v)
 
 
-def cross_entropy(w: Writer, logits: Seen, targets: Seen) -> Seen:
+def cross_entropy(w: FlatWriter, logits: Seen, targets: Seen) -> Seen:
     """Of the classes in the last dim, for each of the others."""
     logits, targets = logits.tidy, targets.tidy
     for d in range(len(targets.dims)):
@@ -137,7 +137,7 @@ def cross_entropy(w: Writer, logits: Seen, targets: Seen) -> Seen:
     return Seen(w.draft(CrossEntropy(), name, ids), logits.dims[:-1])
 
 
-def rows(w: Writer, table: Seen, ids: Seen) -> Seen:
+def rows(w: FlatWriter, table: Seen, ids: Seen) -> Seen:
     """Rows of a table by ids."""
     table = w.joined(table, 0)
     atoms = [a for g in table.dims[1:] for a in g]
@@ -150,7 +150,7 @@ def rows(w: Writer, table: Seen, ids: Seen) -> Seen:
     return Seen(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
 
 
-def part(w: Writer, v: Seen, dim: int, start: int, stop: int) -> Seen:
+def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     """The elements of a dim from `start` to before `stop`."""
     dim %= len(v.dims)
     n, size = v.shape[dim], stop - start
@@ -176,7 +176,7 @@ def part(w: Writer, v: Seen, dim: int, start: int, stop: int) -> Seen:
     return Seen(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
 
 
-def joined_along(w: Writer, views: Sequence[Seen], dim: int) -> Seen:
+def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
     """After one another along a dim."""
     dim %= len(views[0].dims)
     found = [w.joined(v.tidy, dim) for v in views]
@@ -196,7 +196,7 @@ def joined_along(w: Writer, views: Sequence[Seen], dim: int) -> Seen:
     return Seen(name, dims)
 
 
-def padded(w: Writer, v: Seen, lo: Sequence[int], hi: Sequence[int], value: float) -> Seen:
+def padded(w: FlatWriter, v: Seen, lo: Sequence[int], hi: Sequence[int], value: float) -> Seen:
     """With elements of a value around."""
     return w.step(Pad(tuple(lo), tuple(hi), value), w.laid(v, v.dims))
 

@@ -1,7 +1,7 @@
 """A source as a flat program, and that as a `Model`: `repeat` recovered, dims and parameters named.
 
 A source is written again as long as steps ask for factors of parameters' dims. Dims are named by `dim_names` from what
-the caller says of inputs and what composites say of their operands (`Writer.mean`); the rest is d0, d1, ...
+the caller says of inputs and what composites say of their operands (`FlatWriter.mean`); the rest is d0, d1, ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardplan.core.nested import nested
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, Stored, Writer
+from shardplan.interop.importers.writer import Cuts, FlatWriter, Stored
 from shardplan.strategy.model import Model, modelled
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.repeats import recovered
@@ -36,7 +36,7 @@ _FREE = re.compile(r"d\d+")
 class Flattened(NamedTuple):
     """What was written, the inputs that are no parameters, the results, and values of inputs that are constants."""
 
-    writer: Writer
+    writer: FlatWriter
     inputs: Sequence[str]
     outputs: Sequence[Seen]
     constants: Mapping[str, Any]
@@ -128,7 +128,7 @@ def _numbered(names: Sequence[str]) -> tuple[str, int] | None:
     return ".".join("{layer}" if k == differ[0] else p for k, p in enumerate(parts[0])), numbers[0]
 
 
-def _dims(program: Program, w: Writer, names: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """The names of all inputs' dims."""
     for key in names:
         if key not in w.inputs:

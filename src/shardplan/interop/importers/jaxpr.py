@@ -16,7 +16,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.jax_table import TABLE
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, Writer
+from shardplan.interop.importers.writer import Cuts, FlatWriter
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of a primitive that calls
 
@@ -28,7 +28,7 @@ def is_jaxpr(source: object) -> bool:
 
 def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
     """Write the equations."""
-    w, unknown = Writer(cuts, opaque), Unknown("the jaxpr")
+    w, unknown = FlatWriter(cuts, opaque), Unknown("the jaxpr")
     constants: dict[str, Any] = {}
     values: dict[Any, Any] = {}
     data = list[str]()
@@ -58,7 +58,7 @@ def _names(jaxpr: Any) -> list[str]:
     return names if legal else [f"argument.{k}" for k in range(len(jaxpr.invars))]
 
 
-def _jaxpr(w: Writer, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outside: str = "") -> list[Any]:
+def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, outside: str = "") -> list[Any]:
     """Write the equations of a jaxpr whose inputs have values, and return its results."""
 
     def value(x: Any) -> Any:

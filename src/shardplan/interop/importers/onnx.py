@@ -17,7 +17,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE, array_of
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, Writer
+from shardplan.interop.importers.writer import Cuts, FlatWriter
 
 OLDEST = 10
 
@@ -39,7 +39,7 @@ def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> 
     versions = [o.version for o in source.opset_import if o.domain in ("", "ai.onnx")]
     if not versions or versions[0] < OLDEST:
         raise ShardplanError(f"load: an ONNX model of opset {versions or 'none'}; legal are {OLDEST} and later")
-    w, unknown = Writer(cuts, opaque), Unknown("the ONNX model")
+    w, unknown = FlatWriter(cuts, opaque), Unknown("the ONNX model")
     values: dict[str, Any] = {"": None}
     for x in source.graph.initializer:
         kind, shape = _kind(onnx, x.data_type), tuple(x.dims)
@@ -81,7 +81,7 @@ def _kind(onnx: Any, number: int) -> str:
     return short_name(onnx.helper.tensor_dtype_to_np_dtype(number))
 
 
-def _legal(name: str, w: Writer) -> str:
+def _legal(name: str, w: FlatWriter) -> str:
     """A name as values have it, which no other input has."""
     found = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "_" for c in name).strip(".") or "value"
     while found in w.inputs:

@@ -14,12 +14,12 @@ from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation, number
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Writer
+from shardplan.interop.importers.writer import FlatWriter
 
 _AXES_ARE_INPUTS = 13
 
 
-def array_of(w: Writer, x: Any, dtype: str = "") -> Seen:
+def array_of(w: FlatWriter, x: Any, dtype: str = "") -> Seen:
     """A value whose elements are known: one number everywhere, a count, a triangle, or an input with this value."""
     x = np.asarray(x)
     kind = dtype or short_name(x.dtype)

@@ -15,7 +15,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, Writer
+from shardplan.interop.importers.writer import Cuts, FlatWriter
 
 _INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")  # regions that only say how gradients are kept
 
@@ -34,7 +34,7 @@ def is_export(source: object) -> bool:
 
 def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
     """Write the steps of an export."""
-    w, unknown = Writer(cuts, opaque), Unknown("the export")
+    w, unknown = FlatWriter(cuts, opaque), Unknown("the export")
     values, constants = _given(source, w)
     outputs: list[Seen] = []
     _graph(w, source.graph_module, source.graph, values, unknown, outputs)
@@ -49,7 +49,7 @@ def _type(fake: Any) -> tuple[str, tuple[int, ...]]:
     return short_name(str(fake.dtype).removeprefix("torch.")), tuple(int(n) for n in fake.shape)
 
 
-def _given(source: Any, w: Writer) -> tuple[dict[Any, Any], dict[str, Any]]:
+def _given(source: Any, w: FlatWriter) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Inputs by their nodes, and the values of those that are constants."""
     values: dict[Any, Any] = {}
     constants: dict[str, Any] = {}
@@ -88,7 +88,9 @@ def _is_fake(tensor: Any) -> bool:
     return type(tensor).__name__ == "FakeTensor" or tensor.device.type == "meta"
 
 
-def _graph(w: Writer, module: Any, graph: Any, values: dict[Any, Any], unknown: Unknown, outputs: list[Any]) -> None:
+def _graph(
+    w: FlatWriter, module: Any, graph: Any, values: dict[Any, Any], unknown: Unknown, outputs: list[Any]
+) -> None:
     """Write the nodes of a graph whose placeholders have values."""
 
     def value(x: Any) -> Any:
@@ -125,7 +127,7 @@ def _attribute(module: Any, target: str) -> Any:
     return module
 
 
-def _inlined(w: Writer, args: list[Any], unknown: Unknown) -> list[Any]:
+def _inlined(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any]:
     """The region of an op that runs a graph."""
     at = next(k for k, a in enumerate(args) if hasattr(a, "graph") and hasattr(a.graph, "nodes"))
     inner, outputs = args[at], list[Any]()

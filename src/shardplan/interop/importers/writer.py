@@ -1,4 +1,4 @@
-"""`Writer`: a program while it is imported, by whatever framework's table; views are laid out where a step needs it.
+"""`FlatWriter`: a program while it is imported, by any framework's table; views are laid out where a step needs it.
 
 A dim of a parameter that turns out to be heads times the size of a head, or three projections side by side, is asked
 for in these factors (`wanted`): the importer then writes the program again with a parameter that has them as dims, and
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     factors: tuple[tuple[int, ...], ...]
 
 
-class Writer:
+class FlatWriter:
     """Steps that were written, inputs, parameters by the names of their inputs, and dims that have a meaning."""
 
     def __init__(self, cuts: Cuts, opaque: bool = False) -> None:

@@ -47,7 +47,7 @@ class Choice:
         return Choice(self.factors, tuple(sorted((*self.partial, (axis, operands)))))
 
 
-class Laid(NamedTuple):
+class LaidLine(NamedTuple):
     """A line on the mesh: its op, and the types of operands and results."""
 
     op: Compute
@@ -60,9 +60,11 @@ class Layer:
     """Lays lines on a mesh; remembers what it laid."""
 
     mesh: Mesh
-    known: dict[tuple[int, Choice], Laid | None] = field(default_factory=dict[tuple[int, Choice], "Laid | None"])
+    known: dict[tuple[int, Choice], LaidLine | None] = field(
+        default_factory=dict[tuple[int, Choice], "LaidLine | None"]
+    )
 
-    def laid(self, line: Line, choice: Choice) -> Laid | None:
+    def laid(self, line: Line, choice: Choice) -> LaidLine | None:
         """Return a line as a choice lays it, None where that does not type."""
         key = id(line), choice
         if key not in self.known:
@@ -72,7 +74,7 @@ class Layer:
                 self.known[key] = None
         return self.known[key]
 
-    def typed(self, line: Line, choice: Choice) -> Laid:
+    def typed(self, line: Line, choice: Choice) -> LaidLine:
         """Return a line as a choice lays it; raises what the op says against it."""
         carried = dict(choice.factors)
         operands: list[TensorType] = []
@@ -81,7 +83,7 @@ class Layer:
             layout = Layout(_axes(dims, carried), partial, "sum" if partial else None)
             operands.append(t.with_layout(layout, self.mesh))
         op = line.op.laid(self.mesh, [carried.get(f, ()) for f in line.made])
-        return Laid(op, tuple(operands), results_of(op, tuple(operands)))
+        return LaidLine(op, tuple(operands), results_of(op, tuple(operands)))
 
 
 def _axes(dims: Dims, carried: Mapping[str, Axes]) -> tuple[Axes, ...]:
@@ -107,7 +109,7 @@ def _is(names: Names, group: Sequence[str]) -> bool:
     return any(name in group for name in names)
 
 
-class Held(NamedTuple):
+class HeldDims(NamedTuple):
     """How a parameter lies where it is an operand, or its gradient as a result; by dim its axes."""
 
     dims: tuple[Axes, ...]
@@ -120,10 +122,10 @@ class Held(NamedTuple):
 class Bounds(NamedTuple):
     """What of a line's operands and results is held, by their numbers."""
 
-    operands: Mapping[int, Held]
-    results: Mapping[int, Held]
+    operands: Mapping[int, HeldDims]
+    results: Mapping[int, HeldDims]
 
-    def allow(self, laid: Laid, axis: str) -> bool:
+    def allow(self, laid: LaidLine, axis: str) -> bool:
         """Say whether operands lie as they are held; a gradient may also be a partial sum."""
         if any(not held.allows(laid.operands[k], axis) for k, held in self.operands.items()):
             return False
@@ -136,14 +138,14 @@ class Bounds(NamedTuple):
 
 def options(
     layer: Layer, line: Line, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: Choice
-) -> list[tuple[Choice, Laid]]:
+) -> list[tuple[Choice, LaidLine]]:
     """Return what a line may do with an axis, the others being as they are.
 
     It serves a factor of the first group of which any does; or it is passed as a partial sum. Where nothing is served,
     or only what results alone have, every device may do the same. Raises `LayoutError` where nothing is left.
     """
     rest = now.without(axis)
-    found: dict[Choice, Laid] = {}
+    found: dict[Choice, LaidLine] = {}
 
     def offer(choice: Choice) -> bool:
         laid = layer.laid(line, choice)

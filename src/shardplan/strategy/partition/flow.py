@@ -1,7 +1,7 @@
 """A model's program as what a settlement lays out: lines in blocks, with the names of their factors.
 
-A `Line` is a step on one device, a `Loop` a `repeat` with its body as a `Block`. A value is called by its block and its
-name: a `Key`.
+A `Line` is a step on one device, a `Loop` a `repeat` with its body as a `LineBlock`. A value is called by its block and
+its name: a `Key`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Loop:
     op: Nested
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    block: Block
+    block: LineBlock
     first: int
     end: int
 
@@ -58,7 +58,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class LineBlock:
     """A program, or a body: its lines in order, how often it runs in all, and the names of its values' dims."""
 
     path: Path
@@ -69,7 +69,7 @@ class Block:
     dims: Mapping[str, tuple[Names, ...]]
     types: Mapping[str, TensorType]
 
-    def every(self) -> Iterator[Block]:
+    def every(self) -> Iterator[LineBlock]:
         """Yield it and those inside it."""
         yield self
         for line in self.lines:
@@ -77,7 +77,7 @@ class Block:
                 yield from line.block.every()
 
 
-def flow(program: Program, names: DimNames, path: Path = (), times: int = 1) -> Block:
+def flow(program: Program, names: DimNames, path: Path = (), times: int = 1) -> LineBlock:
     """Return the lines of a program."""
     lines: list[Line | Loop] = []
     for number, step in enumerate(program.steps):
@@ -88,7 +88,7 @@ def flow(program: Program, names: DimNames, path: Path = (), times: int = 1) -> 
             continue
         block = flow(op.body, names.bodies[number], (*path, number), times * op.times)
         lines.append(Loop(number, op, step.operands, step.results, block, 0, op.times))
-    return Block(path, times, program.inputs, tuple(lines), program.outputs, names.values, program.types)
+    return LineBlock(path, times, program.inputs, tuple(lines), program.outputs, names.values, program.types)
 
 
 def line_of(number: int, step: Step, types: tuple[TensorType, ...], names: Mapping[str, Names]) -> Line:

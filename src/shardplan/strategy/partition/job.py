@@ -22,7 +22,7 @@ from shardplan.strategy.schedules import Schedule
 from shardplan.strategy.strategy import Strategy
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Of a value on a stage: the model's name of it, and which of its rows are there, None for all."""
 
     stage: int
@@ -76,7 +76,7 @@ class Programs(Mapping[tuple[int, str], Program]):
         return len(self.which)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Job:
     """Programs on the meshes of stages, which run in the order of a schedule.
 
@@ -91,7 +91,7 @@ class Job:
     schedule: Schedule
     programs: Programs
     state: Mapping[str, TensorType]
-    parts: Mapping[str, Part]  # by name of `state`
+    parts: Mapping[str, StatePart]  # by name of `state`
     transfers: tuple[Transfer, ...]
     batch: tuple[str, ...]
     results: Mapping[str, int | None]

@@ -22,7 +22,7 @@ from shardplan.core.step import Step
 from shardplan.core.weighted import weighted
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.flow import Block, flow
+from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.opening import Refused, opened
 from shardplan.strategy.training import renamed, trained
 
@@ -32,7 +32,7 @@ Recompute = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class StageCuts:
     """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows."""
 
     stages: tuple[int | None, ...]
@@ -47,9 +47,9 @@ class Microbatch:
     of every input's dims; `again` the forward results that loops of the backward pass make again.
     """
 
-    block: Block
+    block: LineBlock
     count: int
-    cuts: Cuts
+    cuts: StageCuts
     origins: tuple[Origin | None, ...]
     gradients: Mapping[str, str]
     copies: Mapping[str, str]
@@ -87,13 +87,13 @@ def microbatch(
     return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
 
 
-def cut(program: Program, stages: int) -> Cuts:
+def cut(program: Program, stages: int) -> StageCuts:
     """Return which stage makes what, so that the stage of the most operations has as few as can be.
 
     A stage has one layer at least. Raises `LayoutError` for more stages than layers.
     """
     if stages == 1:
-        return Cuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)})
+        return StageCuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)})
     loops = _loops(program)
     weights = [w for _, op in loops for w in [_flops(op.body)] * op.times]
     if len(weights) < stages:
@@ -114,7 +114,7 @@ def cut(program: Program, stages: int) -> Cuts:
         types = program.step_types(step)
         light = not any(differs(t) for side in types for t in side)
         where.append(None if light else 0 if k < first else stages - 1)
-    return Cuts(tuple(where), rows)
+    return StageCuts(tuple(where), rows)
 
 
 def _loops(program: Program) -> list[tuple[int, Nested]]:
@@ -161,7 +161,7 @@ def _balanced(weights: Sequence[float], stages: int) -> list[int]:
     return parts(low) or best
 
 
-def _copied(program: Program, cuts: Cuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
+def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
     """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
     readers: dict[str, set[int]] = {}
     for step, stage in zip(program.steps, cuts.stages, strict=True):

@@ -21,13 +21,13 @@ from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
-from shardplan.strategy.partition.job import Job, Part, Programs, Transfer
+from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.problem import Cut, Problem, at_most
-from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, Written, resized
+from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram, resized
 from shardplan.strategy.partition.settle import Settled, settle
-from shardplan.strategy.partition.stages import Stage, staged
+from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import schedule
@@ -140,7 +140,7 @@ class _Partition:
                 wanted[(), name] = t.with_layout(Layout(()), self.mesh)
         held = {key: Layout(self.held[name].dims[-types[key].ndim :]) for key, (name, _) in ends.items()}
         cut = Cut(self.micro.count, tuple(dict.fromkeys(v for stage in self.stages for v in stage.saved)))
-        problem = Problem(block, self.mesh, self.state, wanted, self.held, held, cut)
+        problem = SettleProblem(block, self.mesh, self.state, wanted, self.held, held, cut)
         settled = settle(problem, dict(self.layouts.serve), self.mesh.axes, self.prices)
         for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
             ends[key] = name, at_most(t, settled.type_of(key))
@@ -165,11 +165,11 @@ class _Partition:
         writers = Writers(
             self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
         )
-        written: dict[tuple[int, str], Written] = {}
+        written: dict[tuple[int, str], WrittenProgram] = {}
         last = len(self.stages) - 1
-        known: dict[object, Written] = {}
+        known: dict[object, WrittenProgram] = {}
 
-        def once(key: object, write: Callable[[], Written]) -> Written:
+        def once(key: object, write: Callable[[], WrittenProgram]) -> WrittenProgram:
             if key not in known:
                 known[key] = write()
             return known[key]
@@ -192,7 +192,7 @@ class _Partition:
             written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
         return self._job(written, settled, types)
 
-    def _leaves(self, stage: Stage, name: str, last: int) -> bool:
+    def _leaves(self, stage: PipelineStage, name: str, last: int) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
         return (
             name in self.replaced
@@ -203,7 +203,7 @@ class _Partition:
     def _copies(self, name: str) -> list[str]:
         return [copy for copy, of in self.micro.copies.items() if of == name]
 
-    def _types(self, written: Mapping[tuple[int, str], Written]) -> list[dict[str, TensorType]]:
+    def _types(self, written: Mapping[tuple[int, str], WrittenProgram]) -> list[dict[str, TensorType]]:
         """By stage the types of all that lives there between programs, with the rows that a stage has of stacks."""
         found: list[dict[str, TensorType]] = []
         model = self.model
@@ -229,7 +229,7 @@ class _Partition:
 
     def _job(
         self,
-        written: Mapping[tuple[int, str], Written],
+        written: Mapping[tuple[int, str], WrittenProgram],
         settled: Settled,
         types: list[dict[str, TensorType]],
     ) -> Job:
@@ -241,13 +241,13 @@ class _Partition:
         programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
         name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
         state: dict[str, TensorType] = {}
-        parts: dict[str, Part] = {}
+        parts: dict[str, StatePart] = {}
         for s, mine in enumerate(types):
             for n, t in mine.items():
                 if n.startswith((SAVED, RECEIVED)) or n in self.stages[s].saved:
                     continue
                 state[name(s, n)] = rebased_type(t, onto[s])
-                parts[name(s, n)] = Part(s, n, self._rows(s, n))
+                parts[name(s, n)] = StatePart(s, n, self._rows(s, n))
         transfers = tuple(self._transfers(written, meshes, types))
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
@@ -278,7 +278,7 @@ class _Partition:
 
     def _transfers(
         self,
-        written: Mapping[tuple[int, str], Written],
+        written: Mapping[tuple[int, str], WrittenProgram],
         meshes: list[Mesh],
         types: list[dict[str, TensorType]],
     ) -> Iterator[Transfer]:

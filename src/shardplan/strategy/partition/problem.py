@@ -11,13 +11,13 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row, rows
 from shardplan.core.tensor import TensorType
-from shardplan.strategy.partition.choices import Bounds, Choice, Held, Laid, Layer
-from shardplan.strategy.partition.flow import Block, Key, Line, Loop, Path
+from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, LaidLine, Layer
+from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 
 Types = tuple[TensorType, ...]  # by option of a choice
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """Who makes a value: a choice and the number of its result, or None and the type of an input.
 
     The value is a row of it, `cut` times over, and then a stack of `counts` of those, the outermost first.
@@ -39,11 +39,11 @@ class Source(NamedTuple):
             t = rows(t, count)
         return t
 
-    def row(self) -> Source:
+    def row(self) -> ValueSource:
         """Return where a row of the value comes from."""
         return self._replace(counts=self.counts[1:]) if self.counts else self._replace(cut=self.cut + 1)
 
-    def stack(self, count: int) -> Source:
+    def stack(self, count: int) -> ValueSource:
         """Return where a stack of so many of the value comes from."""
         return self._replace(counts=(count, *self.counts))
 
@@ -77,13 +77,13 @@ class Use(NamedTuple):
     operand: int
     path: Path
     times: int
-    source: Source
+    source: ValueSource
 
 
 class End(NamedTuple):
     """A type that a value must come to in a block that runs `times` times; a sum where it is made as one."""
 
-    source: Source
+    source: ValueSource
     times: int
     t: TensorType
 
@@ -112,7 +112,7 @@ class Option:
     made: tuple[TensorType, ...]
     seconds: float
     choice: Choice = field(default_factory=Choice)
-    laid: Laid | None = None
+    laid: LaidLine | None = None
 
 
 class Cut(NamedTuple):
@@ -122,7 +122,7 @@ class Cut(NamedTuple):
     values: tuple[str, ...]
 
 
-class Problem:
+class SettleProblem:
     """The choices of a program, and who makes and wants its values.
 
     Args:
@@ -137,7 +137,7 @@ class Problem:
 
     def __init__(
         self,
-        root: Block,
+        root: LineBlock,
         mesh: Mesh,
         given: Mapping[str, TensorType],
         wanted: Mapping[Key, TensorType],
@@ -150,36 +150,36 @@ class Problem:
         self.lines: dict[Line, Maker] = {}
         self.carries: dict[tuple[Path, int], Maker] = {}
         self.saves: dict[Key, Maker] = {}
-        self.sources: dict[Key, Source] = {}
+        self.sources: dict[Key, ValueSource] = {}
         self.uses: list[Use] = []
         self.ends: list[End] = []
-        self.held: dict[Key, Held] = {}
-        self.gradients = {key: Held(layout.dims) for key, layout in gradients.items()}
+        self.held: dict[Key, HeldDims] = {}
+        self.gradients = {key: HeldDims(layout.dims) for key, layout in gradients.items()}
         for name, _ in root.inputs:
-            self.sources[(), name] = Source(None, 0, fixed=given[name], name=name)
+            self.sources[(), name] = ValueSource(None, 0, fixed=given[name], name=name)
             if name in held:
-                self.held[(), name] = Held(held[name].dims)
+                self.held[(), name] = HeldDims(held[name].dims)
         self.wanted = wanted
         self._block(root, cut)
         for key, t in wanted.items():
             times = next(b.times for b in root.every() if b.path == key[0])
             self.ends.append(End(self.sources[key], times, t))
 
-    def _saved(self, block: Block, name: str) -> Source:
+    def _saved(self, block: LineBlock, name: str) -> ValueSource:
         """What is saved of a value: in the type in which it was made, or in another of no more bytes."""
         key = block.path, name
         if key not in self.saves:
             self.saves[key] = self._keeps(block, name)
             self.uses.append(Use(self.saves[key], 0, block.path, block.times, self.sources[key]))
-        return Source(self.saves[key], 0)
+        return ValueSource(self.saves[key], 0)
 
-    def _keeps(self, block: Block, name: str) -> Maker:
+    def _keeps(self, block: LineBlock, name: str) -> Maker:
         none = Bounds({}, {})
         maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name])
         self.makers.append(maker)
         return maker
 
-    def _block(self, block: Block, cut: Cut | None = None) -> None:
+    def _block(self, block: LineBlock, cut: Cut | None = None) -> None:
         for line in block.lines:
             if cut is not None and line.number >= cut.number:
                 for name in cut.values:
@@ -204,9 +204,9 @@ class Problem:
             for k, key in enumerate(keys):
                 self.uses.append(Use(maker, k, block.path, block.times, self.sources[key]))
             for k, name in enumerate(line.results):
-                self.sources[block.path, name] = Source(maker, k)
+                self.sources[block.path, name] = ValueSource(maker, k)
 
-    def _loop(self, block: Block, loop: Loop) -> None:
+    def _loop(self, block: LineBlock, loop: Loop) -> None:
         inner, op = loop.block, loop.op
         names = [name for name, _ in inner.inputs]
         whole = len(names) - op.cut
@@ -216,19 +216,19 @@ class Problem:
                 maker = self.carries[inner.path, k] = self._keeps(inner, name)
                 carries.append(maker)
                 self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
-                self.sources[inner.path, name] = Source(maker, 0)
+                self.sources[inner.path, name] = ValueSource(maker, 0)
                 continue
             source = self.sources[block.path, outside]
             held = self.held.get((block.path, outside))
             if held:
-                self.held[inner.path, name] = Held(held.dims[k >= whole :])
+                self.held[inner.path, name] = HeldDims(held.dims[k >= whole :])
             self.sources[inner.path, name] = source.row() if k >= whole else source
         self._block(inner)
         for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
             source = self.sources[inner.path, name]
             if k < op.kept:
                 self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
-                self.sources[block.path, outside] = Source(carries[k], 0)
+                self.sources[block.path, outside] = ValueSource(carries[k], 0)
             else:
                 if (inner.path, name) not in self.wanted:
                     source = self._saved(inner, name)

@@ -14,7 +14,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
-from shardplan.strategy.partition.stages import Boundary, Stage
+from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Writer
 from shardplan.strategy.training import OPTIMIZERS, renamed
 
@@ -22,7 +22,7 @@ NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "r
 Types = Mapping[str, TensorType]
 
 
-class Written(NamedTuple):
+class WrittenProgram(NamedTuple):
     """A program, the movements in it, and what goes to other stages, by its name in the model."""
 
     program: Program
@@ -47,7 +47,7 @@ class Writers:
     add: bool  # whether gradients are added to totals
     bucket: int | None = None  # bytes of gradients that are reduced together
 
-    def _writer(self, stage: Stage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
+    def _writer(self, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
         """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
         writer = Writer(self.settled, self.prices, self.plan, [])
         self._receive(writer, stage, kind, boundaries)
@@ -60,7 +60,7 @@ class Writers:
                     writer.given(name, t)
         return writer
 
-    def forward(self, stage: Stage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> Written:
+    def forward(self, stage: PipelineStage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> WrittenProgram:
         """Write F: its results are results of the model, what is saved, and what goes on."""
         writer = self._writer(stage, "F", boundaries)
         writer.lines(stage.forward, {}, add=False)
@@ -70,9 +70,9 @@ class Writers:
             called.setdefault(writer.want(v, kept, "the backward pass"), f"{SAVED}{v}")
         sent = self._send(writer, stage, "F", boundaries, called)
         program = named(writer.program(list(called)), called)
-        return Written(program, tuple(writer.movements), sent)
+        return WrittenProgram(program, tuple(writer.movements), sent)
 
-    def backward(self, stage: Stage, forward: Program, boundaries: Sequence[Boundary]) -> Written:
+    def backward(self, stage: PipelineStage, forward: Program, boundaries: Sequence[Boundary]) -> WrittenProgram:
         """Write B: its results are totals of gradients, and what goes back."""
         writer = self._writer(stage, "B", boundaries)
         for v in stage.saved:
@@ -96,9 +96,9 @@ class Writers:
                 called[writer.accumulated(value, t, total if self.add else None, f"gradient of {name}")] = NEXT + total
         sent = self._send(writer, stage, "B", boundaries, called)
         program = named(writer.program(list(called)), called)
-        return Written(program, tuple(writer.movements), sent)
+        return WrittenProgram(program, tuple(writer.movements), sent)
 
-    def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> Written:
+    def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
 
         Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie.
@@ -131,7 +131,7 @@ class Writers:
                 writer.values[value] = {writer.types[value]: value}
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
-        return Written(program, tuple(writer.movements), {})
+        return WrittenProgram(program, tuple(writer.movements), {})
 
     def _bucketed(
         self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str]
@@ -163,7 +163,7 @@ class Writers:
             return t.with_layout(self.state[self.replaced[name]].layout)
         return t.with_layout(Layout(t.layout.dims))
 
-    def _receive(self, writer: Writer, stage: Stage, kind: str, boundaries: Sequence[Boundary]) -> None:
+    def _receive(self, writer: Writer, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary]) -> None:
         """Declare what comes from other stages."""
         for b in boundaries:
             if b.kind == kind and b.target[0] == stage.number:
@@ -171,7 +171,7 @@ class Writers:
                 writer.values[b.target[1]] = writer.values.pop(RECEIVED + b.target[1])
 
     def _send(
-        self, writer: Writer, stage: Stage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]
+        self, writer: Writer, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]
     ) -> dict[str, str]:
         """Let leave what goes to other stages, and return what it is called."""
         sent: dict[str, str] = {}

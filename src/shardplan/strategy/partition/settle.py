@@ -16,11 +16,11 @@ import numpy as np
 from shardplan.core.layout import Layout
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Choice, Laid, options
+from shardplan.strategy.partition.choices import Choice, LaidLine, options
 from shardplan.strategy.partition.elimination import Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
-from shardplan.strategy.partition.problem import Maker, Option, Problem, Source, Types, Use, at_most, onto
+from shardplan.strategy.partition.problem import Maker, Option, SettleProblem, Types, Use, ValueSource, at_most, onto
 
 Groups = Mapping[str, tuple[tuple[str, ...], ...]]
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
@@ -32,7 +32,7 @@ TIE = 1e-18  # seconds a byte that is made: of options that take as long the one
 class Settled:
     """The option of every choice, the seconds of all, and those that each sweep found."""
 
-    sources: Mapping[Key, Source]
+    sources: Mapping[Key, ValueSource]
     options: Mapping[Maker, Option]
     lines: Mapping[Line, Maker]
     carries: Mapping[tuple[Path, int], Maker]
@@ -53,14 +53,14 @@ class Settled:
         """Return the type in which a value leaves its body, or the forward pass."""
         return self.wanted[key] if key in self.wanted else self.options[self.saves[key]].made[0]
 
-    def laid(self, line: Line) -> Laid:
+    def laid(self, line: Line) -> LaidLine:
         """Return a line as it was laid."""
         found = self.options[self.lines[line]].laid
         assert found is not None  # of lines
         return found
 
 
-def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
+def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
     """Return the options that take the least seconds, axis by axis in `order`, until a sweep changes nothing.
 
     Raises `LayoutError` for a line that has no option.
@@ -104,7 +104,7 @@ def settle(problem: Problem, serve: Groups, order: Sequence[str], prices: Prices
     )
 
 
-def _start(problem: Problem, maker: Maker) -> Option:
+def _start(problem: SettleProblem, maker: Maker) -> Option:
     """Nothing is cut."""
     if maker.line is None:
         assert maker.kept is not None  # by its making
@@ -115,7 +115,7 @@ def _start(problem: Problem, maker: Maker) -> Option:
 
 
 def _options(
-    problem: Problem, maker: Maker, axis: str, groups: Sequence[Sequence[str]], now: Option, prices: Prices
+    problem: SettleProblem, maker: Maker, axis: str, groups: Sequence[Sequence[str]], now: Option, prices: Prices
 ) -> Iterator[Option]:
     """What a choice may do with an axis, the others being as they are."""
     if maker.line is not None:
@@ -145,7 +145,7 @@ def _as_made(types: Types, others: Sequence[Option]) -> list[Option]:
 
 
 def tables(
-    problem: Problem, found: Mapping[Maker, Sequence[Option]], prices: Prices, axes: set[str]
+    problem: SettleProblem, found: Mapping[Maker, Sequence[Option]], prices: Prices, axes: set[str]
 ) -> Iterator[Table[object]]:
     """Yield the tables of seconds over the options of every choice: of ops, and of movements value by value.
 
@@ -163,7 +163,7 @@ def tables(
     for use in problem.uses:
         if use.maker in saves and use.source.maker is not None:
             yield (use.source.maker, use.maker), _no_more(use.source.types(found, axes), found[use.maker])
-    groups: dict[tuple[Source, Path], list[Use]] = {}
+    groups: dict[tuple[ValueSource, Path], list[Use]] = {}
     for use in problem.uses:
         groups.setdefault((use.source, use.path), []).append(use)
     for (source, path), uses in groups.items():

@@ -29,7 +29,7 @@ class Boundary(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stage:
+class PipelineStage:
     """The lines of a stage; the values of F that its B reads, and those that come from and go to other stages."""
 
     number: int
@@ -43,12 +43,12 @@ class Stage:
         return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved)
 
 
-def staged(micro: Microbatch, count: int) -> tuple[list[Stage], list[Boundary]]:
+def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Boundary]]:
     """Return the stages, and the values between them.
 
     Raises `LayoutError` for a value of the forward pass that another stage's backward pass would read.
     """
-    stages = [Stage(s) for s in range(count)]
+    stages = [PipelineStage(s) for s in range(count)]
     light: Lines = []
     made: dict[str, int] = {}
     for line in micro.block.lines:
@@ -121,7 +121,7 @@ def _with_light(lines: Lines, light: Sequence[Line | Loop], inputs: set[str], ou
 
 
 def _boundaries(
-    kind: Pass, stage: Stage, lines: Lines, made: dict[str, int], inputs: set[str], own: set[str]
+    kind: Pass, stage: PipelineStage, lines: Lines, made: dict[str, int], inputs: set[str], own: set[str]
 ) -> list[Boundary]:
     """What a pass of a stage reads of other stages."""
     have = inputs | own

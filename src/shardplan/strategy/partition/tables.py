@@ -34,7 +34,7 @@ _TITLES = ("serve", "stored", "held")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableLine:
     """How the values of some names lie: by dim its axes, major to minor, and what they are partial sums over."""
 
     patterns: tuple[str, ...]
@@ -75,8 +75,8 @@ class Layouts:
     """
 
     serve: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...]
-    stored: tuple[Line, ...] = ()
-    held: tuple[Line, ...] = ()
+    stored: tuple[TableLine, ...] = ()
+    held: tuple[TableLine, ...] = ()
 
     def __str__(self) -> str:
         """Return the tables."""
@@ -143,11 +143,11 @@ def _known(line: str, what: str, said: Iterable[str], legal: Collection[str]) ->
             raise LayoutError(f"{line}: there is no {what} {shown(word)}; legal are {', '.join(legal) or 'none'}")
 
 
-def _first(lines: Sequence[Line], name: str) -> Line:
-    return next((line for line in lines if line.matches(name)), Line(()))
+def _first(lines: Sequence[TableLine], name: str) -> TableLine:
+    return next((line for line in lines if line.matches(name)), TableLine(()))
 
 
-def _layout(line: Line, dims: Sequence[str], shape: Sequence[int] | None, mesh: Mesh, held: Layout) -> Layout:
+def _layout(line: TableLine, dims: Sequence[str], shape: Sequence[int] | None, mesh: Mesh, held: Layout) -> Layout:
     """The layout that a line says; a dim that the value does not have says nothing."""
     out = [list(axes) for axes in held.dims]
     for dim, axes in line.dims:
@@ -189,10 +189,10 @@ def _groups(axis: str, said: str) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def _line(names: str, said: str) -> Line:
+def _line(names: str, said: str) -> TableLine:
     patterns = tuple(n.strip() for n in names.split(","))
     if said == "whole":
-        return Line(patterns)
+        return TableLine(patterns)
     dims: list[tuple[str, Axes]] = []
     partial: list[str] = []
     rest = said
@@ -211,4 +211,4 @@ def _line(names: str, said: str) -> Line:
         else:
             partial += words
         rest = rest[match.end() :].lstrip().removeprefix(",").lstrip()
-    return Line(patterns, tuple(dims), tuple(partial))
+    return TableLine(patterns, tuple(dims), tuple(partial))

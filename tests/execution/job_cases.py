@@ -1,0 +1,155 @@
+"""Jobs for real processes, made once for all of them: cases in a file, and how a process runs one."""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import shardplan as sp
+from shardplan import Job, Strategy, partition
+from shardplan.core.program import Program
+from shardplan.execution.jobs import parts
+from shardplan.execution.record import Record
+from shardplan.execution.run import run_recorded
+from strategy.jobs import arrays, by_name, model
+
+STEPS = 3
+LEAST = (
+    1e-6  # key biases have gradients of zero, but for rounding; what is smaller than this is not compared with itself
+)
+SGD = {"optimizer": "sgd"}  # has less state, so that there is less to bring to every process
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama tensor data": ("llama", SGD, {"tensor": 2, "data": 2}),
+    "llama fsdp sequence": ("llama", SGD, {"data": 2, "tensor": 2, "fsdp": True, "sequence_parallel": True}),
+    "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
+    "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
+    "gpt tensor data": ("gpt", SGD, {"tensor": 2, "data": 2}),
+    "gpt 1f1b": ("gpt", SGD, {"pipeline": 2, "data": 2, "global_batch": 5}),
+    "gpt gpipe": ("gpt", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 3, "schedule": "gpipe"}),
+    "moe expert": (
+        "moe",
+        SGD,
+        {"data": 2, "expert": 2, "global_batch": 4},
+    ),  # two of four processes have none of its devices
+    "moe expert tensor": ("moe", SGD, {"data": 2, "expert": 2, "tensor": 2, "global_batch": 4}),
+    "moe expert 1f1b": ("moe", {}, {"pipeline": 2, "data": 2, "expert": 2, "global_batch": 4}),
+    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8}),
+    "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
+    "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
+    "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
+    "mlp interleaved": (
+        "mlp",
+        SGD,
+        {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
+    ),
+}
+MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved")
+JAX = ("llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
+
+
+class Case(NamedTuple):
+    """A job, arrays for its first step, and by step what the whole model makes of them, under the job's names."""
+
+    name: str
+    job: Job
+    given: dict[str, np.ndarray]
+    wanted: list[dict[str, np.ndarray]]
+
+
+def _proxied(known: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(known)
+
+
+copyreg.pickle(MappingProxyType, lambda known: (_proxied, (dict(known),)))
+
+
+def case(name: str) -> Case:
+    """Make a case: the job's own plans stay behind, since a run needs none of them."""
+    family, fields, degrees = CASES[name]
+    small, strategy = model(family, **fields), Strategy(**degrees)
+    job = partition(small, strategy)
+    big = small.resize(batch=strategy.sequences)
+    slopes = model(family, **fields | {"optimizer": None}).resize(batch=strategy.sequences)
+    given = now = arrays(big, big.program)
+    wanted: list[dict[str, np.ndarray]] = []
+    for _ in range(STEPS):
+        made, found = by_name(big.program, now), by_name(slopes.program, now)
+        new = {old: made[new] for old, new in big.replaced.items()}
+        slope = {f"gradient.{w}": found[g] for w, g in slopes.gradients.items()}
+        wanted.append({name: made[name] for name in job.results} | slope | new)
+        now = {**now, **new}
+    return Case(name, replace(job, movements={}, settled=None), given, wanted)  # type: ignore[arg-type]
+
+
+def write(path: Path) -> None:
+    """Write all cases, one after another."""
+    with path.open("wb") as file:
+        for name in CASES:
+            pickle.dump(case(name), file)
+
+
+def read(path: str, names: Iterable[str] = CASES) -> list[Case]:
+    """Return the cases of these names."""
+    with Path(path).open("rb") as file:
+        found = [pickle.load(file) for _ in CASES]
+    return [one for one in found if one.name in set(names)]
+
+
+def wrong(one: Case, backend: str, here: set[int], timeout: float = 60.0) -> tuple[list[str], int]:
+    """What differs in some steps of a case by more than 1e-9, and in the bytes of the first; and how many came."""
+    now, out, received = one.given, list[str](), 0
+    if here.isdisjoint(parts(one.job).devices):
+        return [f"{one.name}: something on {here}" for _ in one.wanted if sp.run(one.job, now, backend, timeout)], 0
+    for step, want in enumerate(one.wanted):
+        record = Record()
+        got = run_recorded(one.job, now, backend, timeout, record)
+        if got.keys() != want.keys():
+            out.append(f"{one.name}, step {step}: {sorted(got.keys() ^ want.keys())}")
+        for name, array in want.items():
+            apart = np.abs(got[name] - array).max(initial=0) / max(LEAST, np.abs(array).max(initial=0))
+            if got[name].shape != array.shape or not apart <= 1e-9:
+                out.append(f"{one.name}, step {step}: {name} by {apart:.1e}")
+        if step == 0:
+            received = sum(span.received for _, run in record.runs for span in run.spans)
+            out += [f"{one.name}: {line}" for line in counted(one.job, record, here)] if backend != "jax" else []
+        now = {name: got.get(name, array) for name, array in now.items()}
+    return out, received
+
+
+def counted(job: Job, record: Record, here: set[int]) -> list[str]:
+    """Where a process ran other programs than the job says, or a collective received other bytes than its op says."""
+    out: list[str] = []
+    runs: Counter[Program] = Counter()
+    for program, seen in record.runs:
+        runs[program] += 1
+        if [span.step for span in seen.spans] != list(range(len(program.steps))):
+            out.append(f"spans of the steps {[span.step for span in seen.spans]} of {len(program.steps)}")
+        for span in seen.spans:
+            step = program.steps[span.step]
+            types = program.step_types(step)
+            place = np.flatnonzero(step.op.devices(*types[1]) == span.device)
+            want = int(step.op.received(*types[0])[place[0]]) if len(place) else 0
+            if span.received != want:
+                out.append(f"{step.op.name}: received {span.received} bytes, the op says {want}")
+    expected: Counter[Program] = Counter()
+    for (_, kind), program in job.programs.items():
+        expected[program] += 1 if kind == "OPT" else job.strategy.microbatches
+    for transfer, move in zip(job.transfers, parts(job).moves, strict=True):
+        for program in (move.before, move.rest):
+            if program is not None:
+                expected[program] += job.strategy.microbatches if transfer.kind in ("F", "B") else 1
+    for program, times in expected.items():
+        if here & set(program.devices) and runs.pop(program, 0) != times:
+            out.append(f"a program of {len(program.steps)} steps on {program.devices} not {times} times")
+    whole = set(job.programs.meshes[0].devices).union(*(mesh.devices for mesh in job.programs.meshes))
+    if any(set(program.devices) != whole for program in runs) or sum(runs.values()) != 1 + job.strategy.microbatches:
+        out.append(f"runs beside the job's programs: {[(len(p.steps), p.devices, n) for p, n in runs.items()]}")
+    return out
