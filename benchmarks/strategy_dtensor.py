@@ -86,12 +86,9 @@ ROWS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "Equal in a layer. Outside, FSDP2 keeps the root's parameters gathered until the backward pass.",
     ),
     "fsdp 8, kept gathered": (
-        {"data": 8, "fsdp": True, "zero": 2},
+        {"data": 8, "fsdp": True},
         "kept",
-        (
-            "FSDP2 keeps gathered weights. Ours with zero=2 gathers again, as with zero=3: the strategy does not do "
-            "what it says."
-        ),
+        ("FSDP2 keeps gathered weights. Ours gathers again: no strategy does what it says."),
     ),
     "context 4 x data 2": (
         {"data": 2, "context": 4},

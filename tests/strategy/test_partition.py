@@ -221,6 +221,7 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
             {"data": 4, "shard": 3},
             "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]",
         ),
+        ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
     ],

@@ -37,7 +37,7 @@ class Strategy:
             of ops whose results are.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
-        fsdp: As `zero` 3 (or 2: parameters stay gathered after the forward pass) over `data` and `context`.
+        fsdp: As `zero` 3 over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
@@ -97,8 +97,8 @@ class Strategy:
         border.flag("strategy: offload", self.offload)
         if self.bucket is not None:
             object.__setattr__(self, "bucket", limit_of("strategy: bucket", self.bucket))
-        if self.fsdp and self.zero not in (0, 2, 3):
-            raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal are 2 and 3 (by default)")
+        if self.fsdp and self.zero not in (0, 3):
+            raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
 
     @property
     def microbatches(self) -> int:
