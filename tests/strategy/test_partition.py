@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardplan import Job, LayoutError, Layouts, Model, ShardplanError, Strategy, partition
+from shardplan import Job, LayoutError, Layouts, Model, ScheduleError, ShardplanError, Strategy, partition
 from shardplan.core.walk import program_leaves
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
@@ -223,13 +223,23 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
         ),
         ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
+        (
+            {"pipeline": 2, "schedule": "zb-h1"},
+            "a job under the schedule zb-h1 of 2 ranks x 1; legal are those that do not split B and whose stages lie "
+            "on ranks in turn: gpipe, 1f1b, interleaved, looped-bfs",
+        ),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
     ],
 )
 def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) -> None:
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises((LayoutError, ScheduleError)) as caught:
         partition(model("llama"), Strategy(**said))
     assert str(caught.value) == text
+
+
+def test_one_stage_holds_one_microbatch_at_a_time() -> None:
+    job = partition(model("llama"), Strategy(global_batch=3))
+    assert [str(a) for a in job.schedule.ranks[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
 
 
 def test_a_model_made_of_a_program_has_one_size() -> None:

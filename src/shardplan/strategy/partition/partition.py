@@ -13,6 +13,7 @@ from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.errors import ScheduleError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
@@ -30,7 +31,7 @@ from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
-from shardplan.strategy.schedules import schedule
+from shardplan.strategy.schedules import Schedule, schedule
 from shardplan.strategy.schedules.offload import offloaded
 from shardplan.strategy.strategy import Strategy
 
@@ -71,6 +72,7 @@ class _Partition:
         self._check_layouts()
         self.training = bool(self.micro.gradients)
         self.bucket = None if strategy.bucket is None else int(strategy.bucket)
+        self.schedule = self._schedule()
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
@@ -85,6 +87,18 @@ class _Partition:
         own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
         held = {name: dims[name] for name in self.model.parameters}
         self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
+
+    def _schedule(self) -> Schedule:
+        """The order of actions; raises `ScheduleError` for one whose stages lie otherwise, or that splits B."""
+        s, chunks = self.strategy, self.strategy.interleave if self.strategy.interleave > 1 else None
+        found = schedule(s.schedule, s.pipeline, s.microbatches, chunks, forward_only=not self.training)
+        split = any(a is not None and a.kind in ("I", "W") for row in found.ranks for a in row)
+        if split or found.owners != tuple(k % s.pipeline for k in range(self.count)):
+            raise ScheduleError(
+                f"a job under the schedule {s.schedule} of {s.pipeline} ranks x {s.interleave}; legal are those that "
+                "do not split B and whose stages lie on ranks in turn: gpipe, 1f1b, interleaved, looped-bfs"
+            )
+        return found
 
     def _of(self, name: str) -> str:
         """The model's name of an input: a copy's parameter."""
@@ -166,7 +180,6 @@ class _Partition:
             self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
         )
         written: dict[tuple[int, str], WrittenProgram] = {}
-        last = len(self.stages) - 1
         known: dict[object, WrittenProgram] = {}
 
         def once(key: object, write: Callable[[], WrittenProgram]) -> WrittenProgram:
@@ -176,7 +189,7 @@ class _Partition:
 
         for stage in self.stages:
             made = {r for line in stage.forward for r in line.results}
-            outputs = [o for o in self.micro.block.outputs if o in made and self._leaves(stage, o, last)]
+            outputs = [o for o in self.micro.block.outputs if o in made and self._leaves(stage, o)]
             shape = (*stage.shape(), tuple(outputs), frozenset(b.seen(stage.number) for b in self.boundaries))
             one = once(("F", shape), lambda s=stage, o=outputs: writers.forward(s, o, self.boundaries))
             written[stage.number, "F"] = one
@@ -192,7 +205,7 @@ class _Partition:
             written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
         return self._job(written, settled, types)
 
-    def _leaves(self, stage: PipelineStage, name: str, last: int) -> bool:
+    def _leaves(self, stage: PipelineStage, name: str) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
         return (
             name in self.replaced
@@ -239,25 +252,20 @@ class _Partition:
         found = {id(one.program): one.program for one in written.values()}
         which = {key: shared.index(id(one.program)) for key, one in written.items()}
         programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
-        name = (lambda s, n: n) if self.count == 1 else (lambda s, n: f"s{s}.{n}")
         state: dict[str, TensorType] = {}
         parts: dict[str, StatePart] = {}
         for s, mine in enumerate(types):
             for n, t in mine.items():
                 if n.startswith((SAVED, RECEIVED)) or n in self.stages[s].saved:
                     continue
-                state[name(s, n)] = rebased_type(t, onto[s])
-                parts[name(s, n)] = StatePart(s, n, self._rows(s, n))
+                key = n if self.count == 1 else f"s{s}.{n}"
+                state[key] = rebased_type(t, onto[s])
+                parts[key] = StatePart(s, n, self._rows(s, n))
         transfers = tuple(self._transfers(written, meshes, types))
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
         batch = tuple(n for n, dims in self.micro.dims.items() if "batch" in dims and n not in self.model.replaced)
-        kind = self.strategy.schedule if self.count > 1 else "gpipe"
-        order = schedule(kind, self.strategy.pipeline, self.strategy.microbatches, self.strategy.interleave,
-                         forward_only=not self.training) if self.count > 1 else schedule(
-            kind, 1, self.strategy.microbatches, forward_only=not self.training)  # fmt: skip
-        if self.strategy.offload and self.training:
-            order = offloaded(order)
+        order = offloaded(self.schedule) if self.strategy.offload and self.training else self.schedule
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
         return Job(self.model, self.strategy, self.layouts, order, programs, MappingProxyType(state),
                    MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
