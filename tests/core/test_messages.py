@@ -123,8 +123,13 @@ def test_peers_and_receivers_by_hand() -> None:
     assert served(s, t).receivers == 1 and served(s, t).elements.tolist() == [4] * 8
 
 
+# Halves do not nest in thirds.
+UNNESTED = (TensorType.parse("i32[6@a]", "a=2, b=3"), TensorType.parse("i32[6@b]", "a=2, b=3"))
+
+
 @settings(max_examples=300, deadline=None)
 @given(PLAIN, some.rngs())
+@example(UNNESTED, random.Random(0))
 def test_what_is_served_is_the_sum_of_the_messages(pair: Pair, rng: random.Random) -> None:
     """Also where it is counted without listing them, and in groups that hold what their members want."""
     s, t = pair

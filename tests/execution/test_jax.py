@@ -38,7 +38,7 @@ def seen() -> dict[str, Any]:
 def test_every_op_alone(seen: dict[str, Any]) -> None:
     assert seen["every_op"]["differences"] == {}
     law = {next(e.assigned(UNEQUAL))[0].name for e in (*GRADIENTS, *EXAMPLES)}  # on JAX by `test_compute_law.py`
-    assert law | {*seen["every_op"]["names"], "backward", "sgd", "adamw"} == set(OPS)
+    assert law | {*seen["every_op"]["names"], "backward", "sgd", "adamw"} == set(OPS) - {"opaque"}  # which runs nowhere
 
 
 def test_bytes_of_every_op(seen: dict[str, Any]) -> None:

@@ -298,7 +298,7 @@ def partitioned(model: Model, strategy: Strategy, layouts: str | None = None, *,
         return settle(found, serve, order, prices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition_module, "Problem", problem)
+        patch.setattr(partition_module, "SettleProblem", problem)
         patch.setattr(partition_module, "settle", settled)
         job = partition(model, strategy, MACHINE, layouts=layouts)
     (block, mesh, *rest), serve, prices = seen
