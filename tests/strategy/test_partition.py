@@ -6,7 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardplan import Job, LayoutError, Layouts, Model, ScheduleError, ShardplanError, Strategy, partition
+from shardplan import (
+    Job,
+    LayoutError,
+    Layouts,
+    Model,
+    ScheduleError,
+    ShardplanError,
+    Strategy,
+    Topology,
+    TopologyError,
+    partition,
+)
 from shardplan.core.walk import program_leaves
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
@@ -26,6 +37,8 @@ ALONE: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 3, "global_batch": 4},
     "gpipe": {"pipeline": 2, "global_batch": 3, "schedule": "gpipe"},
     "chunks": {"pipeline": 1, "interleave": 1, "global_batch": 2},
+    "bucket": {"data": 2, "zero": 1, "bucket": "1 GB", "global_batch": 4},
+    "names": {"tensor": 2, "recompute": ("attention", "rms_norm")},
     "full": {"tensor": 2, "recompute": "full"},
     "selective": {"tensor": 2, "recompute": "selective"},
 }
@@ -235,6 +248,32 @@ def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) ->
     with pytest.raises((LayoutError, ScheduleError)) as caught:
         partition(model("llama"), Strategy(**said))
     assert str(caught.value) == text
+
+
+def test_what_would_do_nothing_is_refused() -> None:
+    for said, text in (
+        ({"data": 2, "shard": 2}, "strategy: shard=2 without zero or fsdp; legal is one of them, or no shard"),
+        (
+            {"data": 2, "zero": 2, "bucket": 9},
+            "strategy: bucket with gradients that are dealt out; legal are zero=0 and zero=1",
+        ),
+    ):
+        with pytest.raises(LayoutError) as caught:
+            partition(model("llama"), Strategy(**said))
+        assert str(caught.value) == text
+    for recompute in ("fulll", ("attention", "conv")):
+        with pytest.raises(ShardplanError, match="recompute"):
+            partition(model("llama"), Strategy(recompute=recompute))
+    with pytest.raises(TopologyError, match="device 3"):
+        partition(model("llama"), Strategy(pipeline=2, tensor=2), Topology.load("nominal", devices=3))
+    with pytest.raises(LayoutError, match="takes a Model and a Strategy"):
+        partition("llama", Strategy())  # type: ignore[arg-type]
+
+
+def test_a_bucket_is_reduced_together() -> None:
+    job = partition(model("llama"), Strategy(data=2, zero=1, bucket="1 GB"))
+    names = [step.op.name for step in job.programs[0, "OPT"].steps]
+    assert names.count("together") == 1 and "reduce_scatter" not in names
 
 
 def test_one_stage_holds_one_microbatch_at_a_time() -> None:

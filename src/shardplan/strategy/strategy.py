@@ -17,6 +17,7 @@ from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Tabl
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
 EXPERTS = ("experts", "embedding")
+RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,22 @@ class Strategy:
         tensor: Devices that heads, hidden features of MLPs and the vocabulary are dealt out to.
         pipeline: Stages.
         context: Devices that a sequence is dealt out to.
-        expert: Of the `data` replicas so many share the experts; it divides `data`.
+        expert: Of the `data` replicas so many share the experts; it divides `data`. Of a model without experts they
+            are replicas as the others.
         microbatch: Sequences of a replica that go through at once.
         global_batch: Sequences of a step; `data * microbatch` by default.
         schedule: The name of a pipeline schedule.
         interleave: Chunks of layers a device.
-        recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again; or names
-            of ops whose results are.
+        recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again; or a
+            tuple of names of ops whose results are.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
-        offload: Whether what a microbatch saves goes to the host until shortly before its backward pass.
+        offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
+            schedule and the account of memory; `run` leaves it where it is.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
     Raises `LayoutError` for a value that is not legal.
@@ -94,9 +97,18 @@ class Strategy:
                 f"strategy: shard={group} does not divide data={self.data}, or is no multiple of expert={self.expert}; "
                 f"legal are {legal}"
             )
-        border.flag("strategy: offload", self.offload)
+        for name in ("sequence_parallel", "fsdp", "offload"):
+            border.flag(f"strategy: {name}", getattr(self, name))
+        if self.shard is not None and not (self.zero or self.fsdp):
+            raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
             object.__setattr__(self, "bucket", limit_of("strategy: bucket", self.bucket))
+            if self.zero > 1 or self.fsdp:
+                raise LayoutError("strategy: bucket with gradients that are dealt out; legal are zero=0 and zero=1")
+        if isinstance(self.recompute, str):
+            border.choice("strategy: recompute", self.recompute, RECOMPUTE)
+        else:
+            border.names("strategy: recompute", self.recompute)
         if self.fsdp and self.zero not in (0, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
 
@@ -125,8 +137,8 @@ class Strategy:
         """Return the axes of a stage's mesh, outermost first; without those of one device.
 
         `expert` is the inner part of the data replicas, `replica` the outer, over which nothing is dealt out but
-        sequences. Where a model has fewer key-value heads than `tensor`, that
-        axis has the part of it that divides them, and `group` the rest, over which query heads of one group are dealt.
+        sequences. Where a model has fewer key-value heads than `tensor`, that axis has the part of it that divides
+        them, and `group` the rest, over which query heads of one group are dealt.
         """
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor

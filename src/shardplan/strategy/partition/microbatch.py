@@ -44,7 +44,7 @@ class Microbatch:
     """The lines of a microbatch, of which the first `count` are forward.
 
     `gradients` has the value that is an input's gradient, `copies` the parameter that an input copies, `dims` the names
-    of every input's dims; `again` the forward results that loops of the backward pass make again.
+    of every input's dims.
     """
 
     block: LineBlock
@@ -212,8 +212,11 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
         for step in one.steps
         if step in inside and _size(one, step.results) < _size(one, step.operands)
     }
-    names = {"none": (), "selective": ("attention",)}.get(recompute, ()) if isinstance(recompute, str) else recompute
+    names = ("attention",) if recompute == "selective" else () if isinstance(recompute, str) else recompute
     again = {step for step in steps if recompute == "full" or step.op.name in names}
+    if recompute != "none" and (not again or not {*names} <= {step.op.name for step in again}):
+        legal = ", ".join(sorted({step.op.name for step in steps})) or "none"
+        raise LayoutError(f"recompute={recompute!r}: not all of it is in a layer; legal are ops of layers: {legal}")
     return lambda step, moved: not moved and step not in again and (step not in inside or step in small)
 
 

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import row
+from shardplan.core.nested import row, rows
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ScheduleError
+from shardplan.errors import LayoutError, ScheduleError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
@@ -26,7 +26,7 @@ from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
-from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram, resized
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
@@ -51,6 +51,9 @@ def partition(
 
     Raises `LayoutError` for a strategy that the model does not admit, naming line and axis.
     """
+    if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        given = f"{shown(model)} and {shown(strategy)}"
+        raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     return _Partition(model, strategy, topo, layouts).job()
 
 
@@ -63,7 +66,8 @@ class _Partition:
         self.mesh = strategy.mesh(self.model)
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
-        fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), [self.mesh])
+        ends = [self.mesh, strategy.mesh(self.model, strategy.pipeline - 1)]
+        fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), ends)
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
@@ -238,7 +242,7 @@ class _Partition:
 
     def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
         """A type with as many rows as another of its value."""
-        return resized(t, like.shape[0]) if t.shape != like.shape else t
+        return rows(row(t), like.shape[0]) if t.shape != like.shape else t
 
     def _job(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardplan.core.layout import Layout
+from shardplan.core.nested import row, rows
 from shardplan.core.ops import Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
@@ -56,7 +57,7 @@ class Writers:
                 if name in self.state and name not in writer.values:
                     t = self.state[name]
                     if isinstance(line, Loop) and k >= len(line.operands) - line.op.cut:
-                        t = resized(t, line.end - line.first)
+                        t = rows(row(t), line.end - line.first)
                     writer.given(name, t)
         return writer
 
@@ -185,12 +186,6 @@ class Writers:
         """Return the type in which a value goes to another stage: as it was made, but never partial."""
         t = self.settled.type_of(((), name))
         return t.with_layout(Layout(t.layout.dims))
-
-
-def resized(t: TensorType, count: int) -> TensorType:
-    """Return the type of a stack of another number of rows."""
-    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
-    return TensorType(t.dtype, (count, *t.shape[1:]), t.layout.dims, t.mesh, partial)
 
 
 def named(program: Program, names: Mapping[str, str]) -> Program:

@@ -122,10 +122,10 @@ class Writer:
             name = self.op(Cast(t.dtype), [name])
         return self.op(Elementwise("a + b"), [total, name]) if total else name
 
-    def loop(self, loop: Loop, totals: Totals, add: bool) -> list[str]:
+    def loop(self, loop: Loop, totals: Totals, add: bool) -> None:
         """Write a repeat; `totals` has of rows that are gradients the name and a row's type of what they are added to.
 
-        Returns the names of the totals that enter, where `add` says that there are any.
+        Totals enter, and leave as sums, where `add` says that there are any.
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
@@ -149,7 +149,7 @@ class Writer:
             inner.want(o, self.settled.type_of((block.path, n)), by)
             for o, n in zip(block.outputs[: op.kept], names, strict=False)
         ]
-        entering: list[str] = []
+        entering = 0
         for name in block.outputs[op.kept :]:
             found = totals.get((block.path, name))
             if found is None:
@@ -162,30 +162,22 @@ class Writer:
                 inner.given(total, t)
                 self.given(stack, rows(t, loop.end - loop.first))
                 operands.append(stack)
-                entering.append(stack)
+                entering += 1
             leaving.append(inner.accumulated(name, t, total, by))
         count = loop.end - loop.first
-        made = replace(op, n=count, body=inner.program(leaving), sliced=op.cut + len(entering))
+        made = replace(op, n=count, body=inner.program(leaving), sliced=op.cut + entering)
         self.op(made, operands, loop.results)
         for name in loop.results:
             self.values[name] = {self.types[name]: name}
-        return entering
 
-    def lines(self, lines: Iterable[Line | Loop], totals: Totals, add: bool) -> list[str]:
-        """Write lines in order; returns the totals that enter, see `loop`."""
-        entering: list[str] = []
+    def lines(self, lines: Iterable[Line | Loop], totals: Totals, add: bool) -> None:
+        """Write lines in order; see `loop`."""
         for line in lines:
             if isinstance(line, Loop):
-                entering += self.loop(line, totals, add)
+                self.loop(line, totals, add)
             else:
                 self.line(line)
-        return entering
 
     def program(self, outputs: Sequence[str]) -> Program:
         """Return what was written."""
         return Program(self.inputs, self.steps, outputs)
-
-
-def reads(lines: Iterable[Line | Loop]) -> set[str]:
-    """Return the values of a block that some of its lines read."""
-    return {o for line in lines for o in line.operands}
