@@ -62,7 +62,7 @@ def model_of(
     program, results = _program(flat, training)
     rule = AttentionRule()
     program = closed(program, rule)
-    w.meanings += rule.said
+    w.meanings += [*rule.said, *_tables(flat)]
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
@@ -104,6 +104,23 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
             "load: a result that is an input, or twice a result; legal are results of steps, once each"
         )
     return Program(inputs, steps, outputs), names
+
+
+def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
+    """What the dims of tables are: positions where the ids hang on no input, else words.
+
+    Of several that are looked up by ids of one shape, words are those of the most rows; the others are token types.
+    """
+    w, given = flat.writer, {*flat.inputs}
+    for step in w.draft.steps:
+        given |= {*step.results} if given & {*step.operands} else set[str]()
+    types, most = w.draft.types, dict[tuple[int, ...], int]()
+    for table, ids in w.tables:
+        if ids in given:
+            most[types[ids].shape] = max(types[table].shape[0], most.get(types[ids].shape, 0))
+    for table, ids in w.tables:
+        words = "vocab" if types[table].shape[0] == most.get(types[ids].shape) else None
+        yield table, (words if ids in given else "position", "hidden")
 
 
 def _stack_name(names: tuple[str, ...]) -> str:

@@ -118,12 +118,13 @@ def _constrained(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
     return x
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "abs")
+_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
     **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
     **{name: _compared(sign) for name, sign in _SIGNS.items()},
+    "erfc": _expression("1 - erf({a})"),
     "logistic": _expression("sigmoid({a})"),
     "neg": _expression("-{a}"),
     "add": _expression("{a} + {b}"),
