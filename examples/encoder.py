@@ -81,7 +81,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, kept: Tensor) -> Tensor:
         b, s, h = x.shape
         made: Any = self.attention["self"]
-        q, k, v = (made[n](x).view(b, s, self.heads, h // self.heads).transpose(1, 2) for n in ("query", "key", "value"))
+        q, k, v = (
+            made[n](x).view(b, s, self.heads, h // self.heads).transpose(1, 2) for n in ("query", "key", "value")
+        )
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=kept)
         x = self.attention["output"](mixed.transpose(1, 2).reshape(b, s, h), x)
         return self.output(functional.gelu(self.intermediate["dense"](x)), x)

@@ -1,7 +1,7 @@
 """`erf`: the error function in numpy, which has none, by two rational functions, within 5e-16 of its value.
 
-On [-1, 1] it is x P(x^2), beyond 1 - exp(-x^2) Q(|x|), with the coefficients that Cephes 2.9 has for them (S. L. Moshier,
-Methods and Programs for Mathematical Functions, 1989, chapter 2.14; file `ndtr.c`). From 6 on it is 1 in f64.
+On [-1, 1] it is x P(x^2) / Q(x^2), beyond 1 - exp(-x^2) R(|x|) / S(|x|), with the coefficients of the Cephes library
+(S. L. Moshier, release 2.9, `ndtr.c`). From 6 on it is 1 in f64.
 """
 
 from __future__ import annotations

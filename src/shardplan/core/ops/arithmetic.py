@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -270,6 +270,14 @@ class Expand(Ruled):
         rule = parse_rule(bracketed(self.spec))
         held = dict(zip(rule.operands[0], size.operands[0], strict=True))
         return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
+
+    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """New dims of these sizes."""
+        rule = parse_rule(bracketed(self.spec))
+        sides = [[n for (n,) in side] for (side,) in (rule.operands, rule.results)]
+        words = ([n if n in other else f"{n}={sizes[n]}" for n in side]
+                 for side, other in zip(sides, sides[::-1], strict=True))  # fmt: skip
+        return replace(self, spec=" -> ".join(map(" ".join, words)))
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]

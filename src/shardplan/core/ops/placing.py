@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
-from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.factor_rule import Dims, FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
@@ -65,12 +65,20 @@ class Reshape(Ruled):
         """The sizes of the operand."""
         rule = self.rule(draft.types[operands[0]])
         sizes = {f.name: f.size for f in rule.factors}
-        back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
-        return [draft(Reshape(" -> ".join(back)), cotangents[0])]
+        return [draft(Reshape(_spec(rule.results[0], rule.operands[0], sizes)), cotangents[0])]
+
+    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """The same factors."""
+        rule = self.rule(*operands)
+        return replace(self, spec=_spec(rule.operands[0], rule.results[0], sizes))
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
+
+
+def _spec(before: Dims, after: Dims, sizes: Mapping[str, int]) -> str:
+    return " -> ".join(" ".join(_word(dim, sizes) for dim in side) for side in (before, after))
 
 
 def _word(dim: tuple[str, ...], sizes: Mapping[str, int]) -> str:
@@ -171,6 +179,16 @@ class Crop(Ruled):
                 f"crop: {self.start} to {self.stop} of {t}; legal are 0 <= start < stop <= size in each dim"
             )
         return _resized(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
+
+    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """A dim that is whole stays so; of one that is cut the start stays, where the dim itself does."""
+        rule, stop = self.rule(*operands), list[int]()
+        for d, (a, b, n) in enumerate(zip(self.start, self.stop, operands[0].shape, strict=True)):
+            (before,), (after,) = rule.operands[0][d], rule.results[0][d]
+            if b - a < n != sizes[before]:
+                raise TypingError(f"crop: {a} to {b} of {n}, which becomes {sizes[before]}, hides a size")
+            stop.append(a + sizes[after])
+        return replace(self, stop=tuple(stop))
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""

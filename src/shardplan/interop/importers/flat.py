@@ -21,6 +21,7 @@ from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import nested
 from shardplan.core.program import Program
+from shardplan.core.resizing import counted_means
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, FlatWriter, Stored
@@ -61,7 +62,7 @@ def model_of(
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
     rule = AttentionRule()
-    program = closed(program, rule)
+    program = counted_means(closed(program, rule))
     w.meanings += [*rule.said, *_tables(flat)]
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
