@@ -142,10 +142,10 @@ def jobs(model: sp.Model) -> dict[str, sp.Job]:
     return {name: sp.partition(model, sp.Strategy(**way)) for name, way in WAYS.items()}
 
 
-def weights(module: Encoder) -> dict[str, np.ndarray]:
-    """Read those of the checkpoint that the encoder has, by their names there."""
+def weights(model: sp.Model) -> dict[str, np.ndarray]:
+    """Read those of the checkpoint that the model has, by their names there."""
     with safetensors.open(find_checkpoint()) as checkpoint:
-        return {name: checkpoint.read(name) for name, _ in module.named_parameters()}
+        return {name: checkpoint.read(name) for p in model.parameters.values() for _, name in p.names()}
 
 
 def tokens(sentences: Sequence[str]) -> dict[str, np.ndarray]:
@@ -191,7 +191,7 @@ def main() -> None:
     given = tokens(SENTENCES)
     model = imported(MINILM, *given["input_ids"].shape)
     module = Encoder(**MINILM).eval()
-    arrays = weights(module)
+    arrays = weights(model)
     module.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
     with torch.no_grad():
         wanted = module(*(torch.from_numpy(given[name]) for name in NAMES)).numpy()
