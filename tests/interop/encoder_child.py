@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT), str(ROOT / "tests")]
 
 import torch.distributed as dist  # noqa: E402
 from encoder import ran, weights  # noqa: E402
+
 from execution import job_cases  # noqa: E402, F401  # pickles what jobs are made of
 
 

@@ -142,7 +142,7 @@ def test_the_checkpoint_on_real_processes(tmp_path: Path) -> None:
     assert received["tensor 2 x pipeline 2"] == [7 * whole] * 4
     assert received["FSDP over 4"] == [3 * total // 4] * 4
     assert 0 < max(received["tensor 4, sequence"]) < received["tensor 4"][0]
-    assert 0 < min(received["context 2 x data 2"])
+    assert min(received["context 2 x data 2"]) > 0
 
     shares = {name: sum(one["share"] for one in mine) for name, mine in seen.items()}
     rest = sum(x.nbytes for n, x in weights.items() if not any(c in n for c in CUT) and not cut_row(n)) / total

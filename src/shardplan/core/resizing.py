@@ -60,10 +60,17 @@ def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
     return _Resizer(program, names, sizes, {}).program()
 
 
-class _Resizer:
-    """The new steps and types of one program; `sums` has by value how many elements it is a sum of."""
+class Summed(NamedTuple):
+    """Of how many elements a value is a sum, and whether along a dim that changes."""
 
-    def __init__(self, program: Program, names: DimNames, sizes: Sizes, sums: Mapping[str, int]) -> None:
+    many: int
+    changed: bool
+
+
+class _Resizer:
+    """The new steps and types of one program; `sums` has what values are sums of."""
+
+    def __init__(self, program: Program, names: DimNames, sizes: Sizes, sums: Mapping[str, Summed]) -> None:
         self.old, self.names, self.sizes = program, names, sizes
         self.sums = dict(sums)
         self.made = {r: step for step in program.steps for r in step.results}
@@ -125,15 +132,15 @@ class _Resizer:
                 raise TypingError(f"step {number} (gather): {many} rows of {table}, which has {rows}")
 
     def counted(self, number: int, step: Step) -> None:
-        """Note how many elements a value is a sum of, along dims that change; refuse a number that may be of them."""
-        many = math.prod(self.sums[o] for o in step.operands if o in self.sums)
+        """Note how many elements a value is a sum of; where a dim of it changes, refuse a number that may be of them."""
+        many = math.prod(self.sums[o].many for o in step.operands if o in self.sums)
+        changed = any(self.sums[o].changed for o in step.operands if o in self.sums)
         op = step.op
         if isinstance(op, ReduceDims) and op.reduction == "sum":
-            t = self.old.types[step.operands[0]]
-            dims = self.names.values[step.operands[0]]
-            if any(self.sizes.of(dims[d], t.shape[d]) != t.shape[d] for d in op.dims):
-                many *= math.prod(t.shape[d] for d in op.dims)
-        elif isinstance(op, Elementwise) and many > 1:
+            old, new = (types[step.operands[0]].shape for types in (self.old.types, self.types))
+            many *= math.prod(old[d] for d in op.dims)
+            changed = changed or any(old[d] != new[d] for d in op.dims)
+        elif isinstance(op, Elementwise) and changed:
             for value in self.numbers(step, op):
                 if (size := self.hidden(value, many)) is not None:
                     raise TypingError(
@@ -143,7 +150,7 @@ class _Resizer:
         elif not isinstance(op, (Elementwise, Reshape, Cast)):
             many = 1
         if many > 1:
-            self.sums |= dict.fromkeys(step.results, many)
+            self.sums |= dict.fromkeys(step.results, Summed(many, changed))
 
     def numbers(self, step: Step, op: Elementwise) -> list[float]:
         """The factors and divisors of an expression that are numbers, and operands that are one number."""

@@ -265,7 +265,9 @@ def _derived(model: Model, asked: dict[str, int]) -> Model:
             text = f"{name}={n} changes the parameter {held[name]}; import it with that"
             raise ShardplanError(f"{what}: {text}")
         if name not in legal:
-            raise ShardplanError(f"{what}: no dim of one size is called {shown(name)}; legal are {', '.join(legal)}")
+            raise ShardplanError(
+                f"{what}: no dim of one size is called {shown(name)}; legal are {', '.join(legal) or 'none'}"
+            )
     sizes = Sizes({name: n for name in asked for n in found[name]}, asked)
     for key in model.constants:
         if changed := [d for d in model.dims[key] if asked.get(d, 0) != sizes.before.get(d, 0)]:

@@ -18,7 +18,7 @@ from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, common_dtype, counted
-from shardplan.core.ops.placing import bracketed
+from shardplan.core.ops.placing import bracketed, said_anew
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -273,11 +273,7 @@ class Expand(Ruled):
 
     def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """New dims of these sizes."""
-        rule = parse_rule(bracketed(self.spec))
-        sides = [[n for (n,) in side] for (side,) in (rule.operands, rule.results)]
-        words = ([n if n in other else f"{n}={sizes[n]}" for n in side]
-                 for side, other in zip(sides, sides[::-1], strict=True))  # fmt: skip
-        return replace(self, spec=" -> ".join(map(" ".join, words)))
+        return replace(self, spec=said_anew(self.spec, sizes))
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -11,12 +12,14 @@ import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
-from shardplan.core.factor_rule import Dims, FactorRule, factor_names
+from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
+
+_SAID = re.compile(r"(\w+)=\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,16 @@ class Reshape(Ruled):
         """The sizes of the operand."""
         rule = self.rule(draft.types[operands[0]])
         sizes = {f.name: f.size for f in rule.factors}
-        return [draft(Reshape(_spec(rule.results[0], rule.operands[0], sizes)), cotangents[0])]
+        back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
+        return [draft(Reshape(" -> ".join(back)), cotangents[0])]
 
     def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
-        """The same factors."""
-        rule = self.rule(*operands)
-        return replace(self, spec=_spec(rule.operands[0], rule.results[0], sizes))
+        """The same factors; sizes that the text says are the new ones."""
+        return replace(self, spec=said_anew(self.spec, sizes))
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
-
-
-def _spec(before: Dims, after: Dims, sizes: Mapping[str, int]) -> str:
-    return " -> ".join(" ".join(_word(dim, sizes) for dim in side) for side in (before, after))
 
 
 def _word(dim: tuple[str, ...], sizes: Mapping[str, int]) -> str:
@@ -91,6 +90,11 @@ def bracketed(spec: str) -> str:
     """The rule that a spec without brackets says."""
     left, arrow, right = spec.partition("->")
     return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
+
+
+def said_anew(spec: str, sizes: Mapping[str, int]) -> str:
+    """The spec with other sizes of the factors whose sizes it says."""
+    return _SAID.sub(lambda found: f"{found[1]}={sizes[found[1]]}", spec)
 
 
 def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
