@@ -45,6 +45,13 @@ def test_it_is_the_program_that_its_family_builds(name: str, sizes: dict[str, in
     assert (found.dims, found.gradients, found.replaced) == (wanted.dims, wanted.gradients, wanted.replaced)
 
 
+def test_slots_of_experts_hide_the_tokens_of_a_group() -> None:
+    with pytest.raises(
+        ShardplanError, match=r"dispatch: 3 slots an expert hide a size: of f64\[2, 6, 16\], which becomes"
+    ):
+        own(model("moe", batch=2)).resize(seq=4)
+
+
 def test_a_job_has_microbatches_of_another_size() -> None:
     family = model("gpt", batch=5)
     big = own(family)

@@ -9,7 +9,7 @@ mean: see `counted_means`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ class _Resizer:
     def step(self, number: int, step: Step) -> Step:
         given = tuple(self.types[o] for o in step.operands)
         try:
-            op = self.op(number, step)
+            op = self.op(number, step, given)
             found = results_of(op, given)
             wanted = [self.typed(r, self.old.types[r]) for r in step.results]
         except ShardplanError as error:
@@ -107,7 +107,7 @@ class _Resizer:
         self.counted(number, step)
         return replace(step, op=op)
 
-    def op(self, number: int, step: Step) -> Op:
+    def op(self, number: int, step: Step, given: Sequence[TensorType]) -> Op:
         inner, compute = nested(step.op), computing(step.op)
         if inner is not None:
             return self.body(number, step, inner)
@@ -115,7 +115,8 @@ class _Resizer:
             return step.op
         old = tuple(self.old.types[o] for o in step.operands)
         found = links(step.op, old).sizes
-        return compute.resized(old, {f: self.sizes.of(self.names.factors[number][f], n) for f, n in found.items()})
+        sizes = {f: self.sizes.of(self.names.factors[number][f], n) for f, n in found.items()}
+        return compute.resized(old, given, sizes)
 
     def body(self, number: int, step: Step, op: Nested) -> Op:
         inside = {n: self.sums[o] for (n, _), o in zip(op.body.inputs, step.operands, strict=True) if o in self.sums}
@@ -132,7 +133,7 @@ class _Resizer:
                 raise TypingError(f"step {number} (gather): {many} rows of {table}, which has {rows}")
 
     def counted(self, number: int, step: Step) -> None:
-        """Note how many elements a value is a sum of; where a dim of it changes, refuse a number that may be of them."""
+        """Note how many elements a value is a sum of; where a dim of it changes refuse a number that may be of them."""
         many = math.prod(self.sums[o].many for o in step.operands if o in self.sums)
         changed = any(self.sums[o].changed for o in step.operands if o in self.sums)
         op = step.op

@@ -71,8 +71,8 @@ class Compute(Op):
             raise TypingError(f"{self.name}: over={tuple(over)}; legal are no axes, as it has no such attribute")
         return replace(self, **changed) if changed else self
 
-    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
-        """Return it with other sizes of its factors, as `dim_names.links` calls them; `operands` are of the old ones.
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """Return it with other `sizes` of its factors, as `dim_names.links` calls them, for operands of new types.
 
         What says no size is as it is. Raises `TypingError` where one that it says does not follow.
         """

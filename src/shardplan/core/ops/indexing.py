@@ -211,7 +211,7 @@ class Made(Ruled):
         names = factor_names(len(shape))
         return rule_of(self.name, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
 
-    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A shape of these sizes."""
         said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.made().shape)))}
         return replace(self, **said)

@@ -47,9 +47,9 @@ class Opaque(Ruled):
         """Refuse."""
         raise BackendError(f"opaque {self.called!r} runs nowhere: an import kept it without knowing what it means")
 
-    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse where a size changes: what it makes then is not known."""
-        if any(sizes[f.name] != f.size for f in self.rule(*operands).factors):
+        if any(sizes[f.name] != f.size for f in self.rule(*before).factors):
             raise TypingError(f"opaque {self.called!r} hides how its results hang on the sizes of its operands")
         return self
 

@@ -71,7 +71,7 @@ class Reshape(Ruled):
         back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
         return [draft(Reshape(" -> ".join(back)), cotangents[0])]
 
-    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """The same factors; sizes that the text says are the new ones."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
@@ -184,14 +184,14 @@ class Crop(Ruled):
             )
         return _resized(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
 
-    def resized(self, operands: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A dim that is whole stays so; of one that is cut the start stays, where the dim itself does."""
-        rule, stop = self.rule(*operands), list[int]()
-        for d, (a, b, n) in enumerate(zip(self.start, self.stop, operands[0].shape, strict=True)):
-            (before,), (after,) = rule.operands[0][d], rule.results[0][d]
-            if b - a < n != sizes[before]:
-                raise TypingError(f"crop: {a} to {b} of {n}, which becomes {sizes[before]}, hides a size")
-            stop.append(a + sizes[after])
+        rule, stop = self.rule(*before), list[int]()
+        whole = zip(self.start, self.stop, before[0].shape, after[0].shape, rule.results[0], strict=True)
+        for a, b, n, new, (kept,) in whole:
+            if b - a < n != new:
+                raise TypingError(f"crop: {a} to {b} of {n}, which becomes {new}, hides a size")
+            stop.append(a + sizes[kept])
         return replace(self, stop=tuple(stop))
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
