@@ -16,6 +16,7 @@ from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Tabl
 
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
+AXES = ("replica", "data", "expert", "context", "tensor", "group")  # of a stage, outermost first
 EXPERTS = ("experts", "embedding")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 

@@ -58,6 +58,11 @@ class Compute(Op):
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
 
+    @property
+    def pinned(self) -> Layout | None:
+        """The layout that its author wants its operand and result in, where there are these axes; else None."""
+        return None
+
     def laid(self, mesh: Mesh, over: Sequence[tuple[str, ...]] = ()) -> Self:
         """Return it on a mesh, with the axes of the factors that only results have, in their order.
 

@@ -1,4 +1,4 @@
-"""Ops that place elements: Reshape, Pad, Crop, Cast."""
+"""Ops that place elements: Reshape, Pad, Crop, Cast, Pin."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
@@ -260,3 +261,50 @@ class Cast(Ruled):
     def flops(self, *operands: TensorType) -> float:
         """One a local element."""
         return float(math.prod(operands[0].local_shape(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Ruled):
+    """The same values, of which a program's author says `to` which axes of a larger mesh their dims are to be cut.
+
+    On a mesh it is as its operand; what partitions a program gives it this layout, over the axes that there are.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> print(*Pin(Layout((("data",), ()))).infer(TensorType("f32", (8, 4), (), Mesh(data=2))))
+    f32[8, 4]
+    """
+
+    name: ClassVar[str] = "pin"
+    aliases = ((0, 0),)
+    view = True
+    to: Layout
+
+    @property
+    def pinned(self) -> Layout:
+        """The layout."""
+        return self.to
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """All dims pass."""
+        (t,) = counted(self.name, operands, 1)
+        if len(self.to.dims) != t.ndim or self.to.partial or self.to.root or self.to.boxes is not None:
+            raise TypingError(f"pin: {self.to} of {t}; legal are axes of its {t.ndim} dims alone")
+        return _resized(self.name, t, t.shape)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """What is pinned is no sum."""
+        return False
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """As they are."""
+        return (arrays[0],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Pinned alike, as JAX does it."""
+        return [draft(self, cotangents[0])]
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0

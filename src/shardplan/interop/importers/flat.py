@@ -20,6 +20,7 @@ from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import nested
+from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.errors import ShardplanError, shown
@@ -80,8 +81,9 @@ def model_of(
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
     found = modelled(name, program, dims, parameters, {}, fields, settings)
-    known = {v for level in _programs(found.program) for v in level.types}
-    said = {v: axes for v, axes in w.annotations.items() if v in known}
+    pins = ((step.results[0], op.pinned) for level in _programs(program) for step in level.steps
+            if (op := computing(step.op)) is not None)  # fmt: skip
+    said = {value: layout.dims for value, layout in pins if layout is not None}
     return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
 
 

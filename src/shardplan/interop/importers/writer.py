@@ -45,7 +45,6 @@ class FlatWriter:
         self.inputs: dict[str, Seen] = {}
         self.parameters: dict[str, Stored] = {}
         self.constants: dict[str, np.ndarray] = {}
-        self.annotations: dict[str, tuple[tuple[str, ...], ...]] = {}
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
