@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardplan import Mesh, Model, Program, ShardplanError, Strategy, TensorType, partition
+from shardplan import LayoutError, Mesh, Model, Program, ShardplanError, Strategy, TensorType, partition
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.op import Op
-from shardplan.core.ops import Cast, Constant, Crop, Elementwise, Expand, Gather, Iota, Pad, ReduceDims, Reshape
+from shardplan.core.ops import Cast, Constant, Crop, Einsum, Elementwise, Expand, Gather, Iota, Pad, ReduceDims, Reshape
 from shardplan.core.ops.opaque import Opaque
+from shardplan.core.reference import run_program
+from shardplan.core.resizing import counted_means
 from strategy.jobs import apart, arrays, by_name, model, stepped
 
 ONE = Mesh()
@@ -135,3 +137,29 @@ def test_a_constant_of_the_source_hides_a_size() -> None:
     kept = replace(plain, constants=MappingProxyType({"x": np.ones((4, 6), "f4")}))
     with pytest.raises(ShardplanError, match="the constant x of the source hides a size, sequence"):
         kept.resize(sequence=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "mean"),
+    [("a / 24", True), ("a * 0.041666666666666664", True), ("0.041666666666666664 * a", True), ("a / 12", False),
+     ("a * 24", False), ("24 / a", False), ("a / 24 + 1", False)],
+)  # fmt: skip
+def test_a_sum_by_the_number_of_its_elements_is_a_mean(text: str, mean: bool) -> None:
+    plain = made((ReduceDims((0, 1)), ("x",)), (Elementwise(text), ("0",))).program
+    found = counted_means(plain)
+    assert [s.op.name for s in found.steps] == (["reduce_dims"] if mean else ["reduce_dims", "elementwise"])
+    x = np.arange(24, dtype="f4").reshape(4, 6) - 3
+    values = {"x": x, "w": np.ones(5, "f4")}
+    (got, want) = (run_program(p, [[values[n]] for n, _ in p.inputs])[0][0] for p in (found, plain))
+    assert np.isclose(got, want, rtol=1e-6)
+
+
+def test_a_weight_that_is_split_unevenly_is_refused_by_name() -> None:
+    draft = Draft({"x": TensorType("f32", (4, 5), (), ONE), "w": TensorType("f32", (5, 6), (), ONE)})
+    inputs = [(n, t) for n, t in draft.types.items()]
+    split = draft(Reshape("i (a=2 b) -> i a b"), "w")
+    made_of = draft(Einsum("bi,iac->bac"), "x", split)
+    program = Program(inputs, draft.steps, (made_of,))
+    own_one = Model.of(program, {"x": ("batch", "width"), "w": ("width", "ffn")}, ["w"], training=False)
+    with pytest.raises(LayoutError, match=r"step 0 \(reshape\) on f32\[5, 6\]: no dim that the axis tensor serves"):
+        partition(own_one, Strategy(tensor=4, microbatch=4))

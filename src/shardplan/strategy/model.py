@@ -258,7 +258,7 @@ def _derived(model: Model, asked: dict[str, int]) -> Model:
     for key, t in program.inputs:
         for name, n in zip(model.dims[key], t.shape, strict=True):
             found.setdefault(name, set()).add(n)
-    held = {name: key for key, p in model.parameters.items() for name, _ in p.dims}
+    held = {name: key for key, p in reversed(model.parameters.items()) for name, _ in p.dims}
     legal = [name for name, several in found.items() if name not in held and len(several) == 1]
     for name, n in asked.items():
         if name in held:
