@@ -156,3 +156,37 @@ def test_the_checkpoint_on_real_processes(tmp_path: Path) -> None:
 def cut_row(name: str) -> bool:
     """The weight of the MLP's second product, which is not that of attention's."""
     return name.endswith("output.dense.weight") and "attention" not in name
+
+
+class Spelled(torch.nn.Module):
+    """Attention with a mask, written out, with fewer heads of keys than of queries."""
+
+    def __init__(self, add: bool) -> None:
+        super().__init__()
+        self.add, self.table = add, torch.nn.Embedding(30, 24)
+        self.q, self.o = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
+        self.k, self.v = torch.nn.Linear(24, 12), torch.nn.Linear(24, 12)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        q, k, v = (f(x).unflatten(-1, (-1, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for y in (k, v))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(6)
+        kept = mask[:, None, None, :]
+        scores = scores + (1 - kept.to(x.dtype)) * -1e9 if self.add else scores.masked_fill(kept == 0, -1e9)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_heads_have_names_where_attention_is_written_out(add: bool) -> None:
+    given = inputs(SMALL)
+    ids, mask = (torch.from_numpy(given[name]) for name in ("input_ids", "attention_mask"))
+    module = Spelled(add).double().eval()
+    model = sp.load(torch.export.export(module, (ids % 30, mask)), {"ids": encoder.DIMS, "mask": encoder.DIMS})
+    assert model.dims["q.weight"] == ("kv_heads", "ratio", "head", "hidden")
+    assert model.dims["o.weight"][1:] == ("kv_heads", "ratio", "head")
+    job = sp.partition(model, sp.Strategy(tensor=4, microbatch=4))  # two heads of keys, and two of queries to each
+    assert str(job.state["q.weight"]) == "f64[2@tensor, 2@group, 6, 24]"
+    weights = {n: p.detach().numpy() for n, p in module.named_parameters()}
+    found = stepped(job, model.pack(weights) | {"ids": ids.numpy() % 30, "mask": mask.numpy()})["output"]
+    assert np.abs(found - module(ids % 30, mask).detach().numpy()).max() <= 1e-12

@@ -12,6 +12,7 @@ Reading order:
 - `training`   gradients and updates: from a loss to a training step
 - `periods`    where a list of steps may repeat itself
 - `repeats`    layers that are written out, as the body of a `repeat`
+- `other_sizes` a model's program with other sizes of its dims
 - `model`      `Model`: a program with names, from a preset of `presets/*.toml` or a family
 
 This room imports `core` and the errors, and numpy.

@@ -119,9 +119,6 @@ def repeated_heads(x: Seen, times: int) -> Seen:
 
 
 def _masked(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
-    heads = [("kv_heads" if atom.held else "ratio") for atom in k.dims[1]]
-    for x in (q, k, v):
-        w.means(x, ("batch",), heads, ("sequence",), ("head",))
     scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
     scores = w.each(f"a * {scale!r}", scores)
     if w.dtype(mask) == "bool":

@@ -82,15 +82,6 @@ class FlatWriter:
         self.meanings.append((v, names))
         return v
 
-    def means(self, v: Seen, *names: Sequence[str]) -> None:
-        """Say what the dims are that the source sees, with a name for each atom of one."""
-        said: list[str | None] = [None] * self.draft.types[v.name].ndim
-        for group, called in zip(v.dims, names, strict=True):
-            for atom, name in zip(group, called, strict=False):
-                if atom.held:
-                    said[atom.axis] = name
-        self.mean(v.name, *said)
-
     def step(self, op: Op, *names: str) -> Seen:
         """Write a step on values as they are; all dims of its result are plain."""
         return self.plain(self.draft(op, *names))
