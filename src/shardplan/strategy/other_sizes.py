@@ -35,7 +35,7 @@ def with_sizes(
     for key, t in program.inputs:
         for name, n in zip(dims[key], t.shape, strict=True):
             found.setdefault(name, set()).add(n)
-    held = {name: key for key, p in reversed(parameters.items()) for name, _ in p.dims}
+    held = {name: key for key, p in reversed([*parameters.items()]) for name, _ in p.dims}
     legal = [name for name, several in found.items() if name not in held and len(several) == 1]
     for name, n in asked.items():
         if name in held:
