@@ -34,14 +34,15 @@ class Solved:
         return self.makespan == self.least
 
 
-def solve(shop: Shop, nodes: int = NODES) -> Solved:
+def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solved:
     """Return the schedule of least makespan; times must be whole numbers.
 
     At most so many `nodes` are visited. Where that does not do, the best schedule known and a lower bound come back.
+    `known` is a schedule of the shop to be improved on, by default the list scheduler's.
     """
     for time in (t for times in shop.times for t in times):
         border.whole("solve: a time", time, 1, kind=ScheduleError)
-    best = listed(shop)
+    best = known or listed(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)
     least = int(search.tree.bound(search.tree.root))
