@@ -31,6 +31,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 CAUGHT, SURVIVED, NOT_RUN = 0, 1, 2
@@ -187,8 +188,12 @@ class Server:
 
 
 def loaded() -> None:
-    """Load the whole package, which the children then need not; their garbage collector leaves it alone."""
+    """Load the whole package, which the children then need not; their garbage collector leaves it alone.
+
+    Of laws only whether they fail is asked: no example is made small.
+    """
     import_module("conftest")
+    settings.load_profile("planted")
     gc.freeze()
 
 
