@@ -2,8 +2,9 @@
 
 One order of all actions is known to every process (`order`). A process does those of its own devices, in that order; a
 movement to another stage starts where the stage that sends it has done its action, and is taken before the action that
-reads it: or each where the schedule places it. Stages of one rank hand on what they make as it is. A process waits for what it sent only once it stands, in that order, behind the action that takes it. So the
-process that stands first in the order waits for nobody who waits for it, and there is no circle.
+reads it: or each where the schedule places it. Stages of one mesh hand on what they make as it is. A process waits for
+what it sent only once it stands, in that order, behind the action that takes it. So the process that stands first in
+the order waits for nobody who waits for it, and there is no circle.
 """
 
 from __future__ import annotations
@@ -220,10 +221,10 @@ class JobRun:
         """Do a computation or a message of the order; behind the last of a microbatch on a stage nothing stays."""
         if kind in SENDS:
             self.send(self.places[stage, kind[-1], microbatch], kind[-1], (stage,), microbatch, placed=True)
-        elif kind in RECEIVES:
+        elif kind in RECEIVES and self.here(self.job.programs.meshes[stage].devices):
             self.taken(place)
             self.take(stage, kind[-1], microbatch, placed=True)
-        else:
+        elif kind not in RECEIVES:
             self.action(place, stage, kind, microbatch)
         if self.last[microbatch, stage] == place:
             del self.own[microbatch, stage]

@@ -131,11 +131,12 @@ class Strategy:
             chunks = GENERATORS[said].chunks
         else:
             chunks = max(said.owners.count(rank) for rank in range(len(said.ranks)))
-            for field, has in (("pipeline", len(said.ranks)), ("interleave", chunks), ("microbatches", said.microbatches)):
-                if getattr(self, field) not in (has, None):
+            sizes = {"pipeline": len(said.ranks), "interleave": chunks, "microbatches": said.microbatches}
+            for name, has in sizes.items():
+                if getattr(self, name) not in (has, None):
                     raise ScheduleError(
-                        f"strategy: {field}={getattr(self, field)} with {said.called} of {len(said.ranks)} ranks, "
-                        f"{chunks} chunks and {said.microbatches} microbatches; legal is {field}={has}"
+                        f"strategy: {name}={getattr(self, name)} with {said.called} of {len(said.ranks)} ranks, "
+                        f"{chunks} chunks and {said.microbatches} microbatches; legal is {name}={has}"
                     )
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)

@@ -81,9 +81,10 @@ class Programs(Mapping[tuple[int, str], Program]):
 class Job:
     """Programs on the meshes of stages, which run in the order of a schedule.
 
-    `programs` has by stage and kind of action (F, B, I, W, OPT) a program, of those that the schedule has. Its inputs are state, by name; rows of a batch;
-    what the stage's F saved; and what comes from other stages. Of its results `next.x` takes the place of x.
-    What I makes for W is `kept.x`. `movements` of I and W are those of their B. `results` are the model's, each with its dim `batch`, or None where microbatches add up.
+    `programs` has by stage and kind of action (F, B, I, W, OPT) a program, of those that the schedule has. Its inputs
+    are state, by name; rows of a batch; what the stage's F saved, and its I kept; and what comes from other stages. Of
+    its results `next.x` takes the place of x. `movements` of I and W are those of their B. `results` are the model's,
+    each with its dim `batch`, or None where microbatches add up.
     """
 
     model: Model
@@ -107,7 +108,8 @@ class Job:
     @property
     def runs(self) -> Counter[tuple[int, str]]:
         """How often each program runs in a step, by stage and kind."""
-        found = Counter((a.stage, a.kind) for row in self.schedule.ranks for action in row if action for a in action.leaves)
+        rows = self.schedule.compute_only().ranks
+        found = Counter((a.stage, a.kind) for row in rows for action in row if action for a in action.leaves)
         return Counter({key: found[key] or 1 for key in self.programs})
 
     def key(self, stage: int, name: str) -> str:

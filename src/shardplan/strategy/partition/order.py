@@ -20,8 +20,8 @@ def ordered(strategy: Strategy, training: bool) -> Schedule:
     """
     said = strategy.schedule
     sizes = strategy.pipeline, strategy.microbatches, strategy.interleave
-    if isinstance(said, str):
-        found = schedule(said, *sizes, forward_only=not training)
+    if not isinstance(said, Schedule):
+        found = schedule(str(said), *sizes, forward_only=not training)
     else:
         if training and said.forward_only:
             raise ScheduleError(
