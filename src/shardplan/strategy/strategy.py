@@ -50,6 +50,8 @@ class Strategy:
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
             schedule and the account of memory; `run` leaves it where it is.
+        cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
+            heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
     Raises `LayoutError` for a value that is not legal.
@@ -76,6 +78,7 @@ class Strategy:
     shard: int | None = None
     bucket: float | str | None = None
     offload: bool = False
+    cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
@@ -117,6 +120,11 @@ class Strategy:
         if self.fsdp and self.zero not in (0, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
 
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
+            layers = [border.whole("strategy: cuts", n, 1) for n in self.cuts]
+            if layers != sorted(set(layers)):
+                raise LayoutError(f"strategy: cuts={self.cuts}; legal are layers in order, each once")
         self._order()
 
     def _order(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+import numpy as np
 
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
@@ -20,6 +23,7 @@ from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.balance import balanced, in_flight_of_stages
 from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
@@ -31,6 +35,7 @@ from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writer
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
+from shardplan.strategy.partition.weigh import weighed
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import Strategy
 
@@ -53,13 +58,23 @@ def partition(
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{shown(model)} and {shown(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
-    return _Partition(model, strategy, topo, layouts).job()
+    return _Partition(model, strategy, topo, layouts, _starts(strategy)).job()
+
+
+def _starts(strategy: Strategy) -> tuple[int, ...] | None:
+    return None if strategy.cuts is None else (0, *strategy.cuts)
 
 
 class _Partition:
     def __init__(
-        self, model: Model, strategy: Strategy, topo: Where | str | None, layouts: Layouts | str | None
+        self,
+        model: Model,
+        strategy: Strategy,
+        topo: Where | str | None,
+        layouts: Layouts | str | None,
+        starts: tuple[int, ...] | None,
     ) -> None:
+        self.starts = starts
         self.strategy, self.model = strategy, _resized(model, strategy)
         self.training = bool(self.model.fields["training"])
         self.schedule = ordered(strategy, self.training)
@@ -73,7 +88,7 @@ class _Partition:
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
-            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even
+            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even, starts=starts
         )
         self._check_layouts()
         self.bucket = None if strategy.bucket is None else int(strategy.bucket)
@@ -165,8 +180,13 @@ class _Partition:
         return redistribute(made, wanted, self.where)
 
     def job(self) -> Job:
-        """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
+        """Settle, and write the programs, each as on stage 0; then they go to their meshes.
+
+        Where the settled seconds, and memory, cut the layers otherwise than operations do, all begins again with them.
+        """
         settled, ends = self._settled()
+        if self.starts is None and self.count > 1 and (better := self._better(settled)) != self.micro.cuts.starts:
+            return _Partition(self.model, self.strategy, self.where, self.layouts, better).job()
         add = self.strategy.microbatches > 1
         writers = Writers(
             self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
@@ -198,6 +218,24 @@ class _Partition:
             key = ("OPT", tuple(mine), tuple((n, own[n].shape) for n in mine), any(mine.values()))
             written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
         return self._job(written, settled, types)
+
+    def _better(self, settled: Settled) -> tuple[int, ...]:
+        """The cut by what layers weigh as they are settled; by operations where the device has no speeds."""
+        kept = [name for name in self.model.replaced if name not in self.model.parameters]
+
+        def size(name: str, of_row: bool) -> int:
+            mine = [name, TOTAL + name, *(n for n in kept if n.rpartition(".")[0] == name)]
+            types = [self.state[n] for n in mine if n in self.state and "batch" not in self.micro.dims.get(n, ())]
+            return sum((row(t) if of_row else t).local_bytes() for t in types)
+
+        layers = weighed(self.micro, self.stages, settled, self.prices, size)
+        device = self.prices.fabric.topology.device
+        weights = [w.seconds if device.flops else w.flops for w in layers]
+        if math.isinf(device.memory):
+            return balanced(weights, self.count)
+        flights, owners = in_flight_of_stages(self.schedule), self.schedule.owners
+        held = np.array([[w.state + flights[s] * w.saved for w in layers] for s in range(self.count)])
+        return balanced(weights, self.count, held, [device.memory / owners.count(rank) for rank in owners])
 
     def _leaves(self, stage: PipelineStage, name: str) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
