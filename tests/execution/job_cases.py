@@ -52,16 +52,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
     "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
     "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
-    "mlp interleaved": (
-        "mlp",
-        SGD,
-        {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
-    ),
     "mlp zb-h1": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": "zb-h1"}),
     "mlp zb-v": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "zb-v"}),
     "mlp dualpipev": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipev"}),
     "mlp placed": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": PLACED}),
     "dlrm split": ("dlrm", SGD, {"data": 4, "global_batch": 8, "schedule": "zb-h1"}),  # no layers: its I are empty
+    "mlp interleaved": (
+        "mlp",
+        SGD,
+        {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
+    ),
 }
 MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved",
        "mlp placed")  # fmt: skip

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from shardplan import Job, Strategy, partition
+from shardplan.core.nested import rows
+from shardplan.core.ops import Elementwise, Repeat
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.partition.memory import moments, state_bytes
 from shardplan.strategy.partition.split import split
-from strategy.jobs import arrays, model, stepped
+from strategy.jobs import arrays, by_name, model, stepped
 
 JOBS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"pipeline": 2, "global_batch": 3}),
@@ -70,6 +74,29 @@ def test_i_is_the_way_of_the_cotangent_on_every_stage() -> None:
         assert counted(i)["einsum"] == counted(w)["einsum"] == 1
         assert counted(i)["repeat"] == 0  # leaves are inside
         assert [o for o in w.outputs if not o.startswith("next.gradient.")] == []
+
+
+def test_a_sum_that_is_carried_is_w_s() -> None:
+    """A loop that carries a cotangent and a sum of what it reads: I carries the first, W the second over its rows."""
+    x = TensorType.parse("f64[3]", "d=1")
+    steps = [
+        Step(Elementwise("a * b"), ("c", "w"), ("down",)),
+        Step(Elementwise("a * b"), ("c", "x"), ("part",)),
+        Step(Elementwise("a + b"), ("sum", "part"), ("more",)),
+    ]
+    body = Program({"c": x, "sum": x, "w": x, "x": x}, steps, ("down", "more"))
+    loop = Repeat(4, body, carried=2, sliced=1, reverse=True)
+    types = {"c0": x, "s0": x, "w0": x, "xs": rows(x, 4)}
+    whole = Program(types, [Step(loop, (*types,), ("c4", "s4"))], ("s4",))
+    halves = split(whole, ())
+    assert [step.op.kept for step in halves.first.steps + halves.rest.steps if isinstance(step.op, Repeat)] == [1, 1]
+    assert [halves.first.outputs, halves.rest.outputs] == [("kept.c4.c",), ("s4",)]
+    rng = np.random.default_rng(0)
+    given = {name: rng.normal(size=t.shape) for name, t in types.items()}
+    want = by_name(whole, given)["s4"]
+    kept = by_name(halves.first, {n: given[n] for n, _ in halves.first.inputs})
+    got = by_name(halves.rest, {n: (given | kept)[n] for n, _ in halves.rest.inputs})["s4"]
+    assert np.array_equal(got, want)
 
 
 def test_i_frees_what_w_does_not_read() -> None:
