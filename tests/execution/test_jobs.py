@@ -186,19 +186,15 @@ def test_messages_stand_where_the_schedule_places_them() -> None:
     """Rank 0 alone, whose messages are never there: where in its list it begins what it sends and what it takes."""
     job = sp.partition(model("mlp"), sp.Strategy(pipeline=2, global_batch=4, schedule=jobs.PLACED))
     found = parts(job)
-    own = {job.programs[stage, kind]: kind for stage, kind in job.programs if job.schedule.owners[stage] == 0}
-    ends = {move.rest: t for t, move in zip(job.transfers, found.moves, strict=True) if move.rest is not None}
     said: list[str] = []
 
     def start(program: Program, inputs: Any, turn: int, record: Any) -> Running:
-        place = turn // (1 + len(job.transfers))
-        if program in ends:
-            t, k = ends[program], found.order[place][2]
+        place, part = divmod(turn, 1 + len(job.transfers))
+        if place < len(found.order):
+            (stage, kind, k), t = found.order[place], job.transfers[part - 1]
             sent = job.schedule.owners[t.source[0]] == 0
-            said.append(f"{t.source[0]}SEND_{t.kind}{k}" if sent else f"{t.target[0]}RECV_{t.kind}{k}")
-        elif program in own and place < len(found.order):
-            stage, kind, k = found.order[place]
-            said.append(f"{stage}{kind}{k}")
+            message = f"{t.source[0]}SEND_{t.kind}{k}" if sent else f"{t.target[0]}RECV_{t.kind}{k}"
+            said.append(message if part else f"{stage}{kind}{k}")
         yield
         mine = [[t for d in t.mesh.devices if d == 0] for t in program.output_types]
         return [[np.zeros(t.local_shape(0), numpy_dtype(t.dtype)) for t in types] for types in mine]
