@@ -235,11 +235,6 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
         ),
         ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
-        (
-            {"pipeline": 2, "schedule": "zb-h1"},
-            "a job under the schedule zb-h1 of 2 ranks x 1; legal are those that do not split B and whose stages lie "
-            "on ranks in turn: gpipe, 1f1b, interleaved, looped-bfs",
-        ),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
     ],
 )
