@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.interop import jax_decoders as plain
-from tests.interop.test_importers_jax import GPT, checkpoint, is_shape, weights
+from tests.interop.test_importers_jax import checkpoint, is_shape, weights
 from tests.interop.test_importers_torch import exported, gpt, llama, times, tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +18,7 @@ import shardplan as sp
 from strategy.jobs import stepped
 
 NAMES = {"ids": ("batch", "sequence"), "targets": ("batch", "sequence")}
+SHAPES = plain.gpt_shapes(2, 12, 17, 9)
 STRATEGY = sp.Strategy(tensor=2, data=2, global_batch=6)  # three microbatches, of the export's batch of four
 
 
@@ -72,13 +73,13 @@ def test_a_mean_of_jax_is_one_of_any_batch() -> None:
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(targets, 17), -1))
 
     def traced(batch: int) -> sp.Model:
-        abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), GPT, is_leaf=is_shape)
+        abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=is_shape)
         ids = jax.ShapeDtypeStruct((batch, 7), jnp.int32)
         return sp.load(jax.make_jaxpr(loss)(abstract, ids, ids), NAMES, training=True)
 
     model = traced(4)
     assert str(model.resize(batch=2).program) == str(traced(2).program)
-    p, rng = weights(GPT), np.random.default_rng(1)
+    p, rng = weights(SHAPES), np.random.default_rng(1)
     ids, targets = (rng.integers(0, 17, (6, 7)).astype("i4") for _ in range(2))
     want, slopes = jax.jit(jax.value_and_grad(loss))(p, ids, targets)
     job = sp.partition(model, STRATEGY)
