@@ -8,6 +8,8 @@ The form, level by level, bodies of `repeat` first:
 - Transpositions are parts of the products before or behind them; a reshape of a reshape is one; letters and dims are
   named by where they stand. A product has its given operands last; an input that one product alone reads has its dims
   in the order of that product's letters.
+- What hangs on no input is an input, whose elements are said apart (`Canonical.constants`), as one source has a table
+  where another one has its formula; a constant stays one.
 - Ids of rows count from the first row (a wrap of negative ones is dropped, so ids are at least 0), and rows taken one
   after another are a part of the table.
 - Steps stand in the order in which results ask for them, operands of sums and products by what they are, inputs where
@@ -19,6 +21,7 @@ which input is said apart (`Canonical.inputs`), as names mean nothing. Values ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,11 +29,15 @@ import numpy as np
 
 from shardplan.core.canonical_order import Taken, ordered
 from shardplan.core.canonical_rules import Rules, fused
-from shardplan.core.closing import closed
+from shardplan.core.closing import MOST_MASK, closed
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.nested import nested
 from shardplan.core.ops.bodies import Repeat
+from shardplan.core.ops.compute import computing
+from shardplan.core.ops.indexing import Constant
+from shardplan.core.ops.opaque import Opaque
 from shardplan.core.program import Program
+from shardplan.core.reference import run_program
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 
@@ -38,18 +45,19 @@ _MOST_ROUNDS = 16
 
 
 class Canonical(NamedTuple):
-    """A program in canonical form, and of each of its inputs the given one that it is, and in which order of dims."""
+    """A program in canonical form; which given input each of its inputs is, and the elements of those that are known."""
 
     program: Program
     inputs: Mapping[str, Taken]
+    constants: Mapping[str, np.ndarray]
 
     def values(self, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what the inputs are, from the values of those of the program that it was made from."""
-        return {name: given[t.name].transpose(t.dims) for name, t in self.inputs.items()}
+        """Return what all inputs are, from the values of those of the program that it was made from."""
+        return {name: given[t.name].transpose(t.dims) for name, t in self.inputs.items()} | dict(self.constants)
 
 
-def canonical(program: Program) -> Canonical:
-    """Return the canonical form of a program on one device.
+def canonical(program: Program, constants: Mapping[str, np.ndarray] | None = None) -> Canonical:
+    """Return the canonical form of a program on one device, of whose inputs some may be `constants`.
 
     Raises `TypingError` for one on more devices, whose layouts are no part of the form.
 
@@ -64,13 +72,46 @@ def canonical(program: Program) -> Canonical:
     if len(program.devices) > 1:
         raise TypingError(f"canonical: a program on {len(program.devices)} devices; legal is one")
     inputs = {name: Taken(name, tuple(range(t.ndim))) for name, t in program.inputs}
+    known = dict(constants or {})
     text = ""
     for _ in range(_MOST_ROUNDS):
-        program, order = ordered(_simplified(program))
-        inputs = {new: inputs[t.name].then(t.dims) for (new, _), t in zip(program.inputs, order, strict=True)}
+        simple, values = _folded(_simplified(program), known)
+        program, order = ordered(simple)
+        taken = [inputs.get(t.name, Taken("", ())) for t in order]
+        known = {new: values[t.name].transpose(t.dims) for (new, _), t in zip(program.inputs, order, strict=True)
+                 if t.name in values}  # fmt: skip
+        inputs = {new: old.then(t.dims) for (new, _), old, t in zip(program.inputs, taken, order, strict=True)
+                  if new not in known}  # fmt: skip
         if text == (text := str(program)):
             break
-    return Canonical(program, inputs)
+    return Canonical(program, inputs, known)
+
+
+def _folded(program: Program, constants: Mapping[str, np.ndarray]) -> tuple[Program, dict[str, np.ndarray]]:
+    """Return a program whose values that hang on no input are inputs, and the elements of these and of `constants`."""
+    known = {*constants}
+    for step in program.steps:
+        if computing(step.op) is not None and {*step.operands} <= known and not isinstance(step.op, Constant | Opaque):
+            known |= {*step.results}
+    rest = [step for step in program.steps if not {*step.results} <= known]
+    read = dict.fromkeys([o for step in rest for o in step.operands] + [*program.outputs])
+    wanted = [o for o in read if o in known and o not in constants]
+    small = [o for o in wanted if math.prod(program.types[o].shape) <= MOST_MASK]
+    if not small:
+        return program, dict(constants)
+    given = [(n, t) for n, t in program.inputs if n in constants]
+    part = _live(Program(given, [s for s in program.steps if {*s.results} <= known], small))
+    arrays = dict(zip(small, run_program(part, [[constants[n]] for n, _ in given]), strict=True))
+    made = {n: shards[0] for n, shards in arrays.items()}
+    same = {n: x.flat[0].item() for n, x in made.items()
+            if x.dtype.kind in "biuf" and (x == x.flat[0]).all() and np.isfinite(x.flat[0])}  # fmt: skip
+    types = program.types
+    fill = [Step(Constant(v, types[n].dtype, types[n].shape, types[n].layout, types[n].mesh), (), (n,))
+            for n, v in same.items()]  # fmt: skip
+    left = [step for step in program.steps if not {*step.results} & made.keys()]
+    tables = {n: x for n, x in made.items() if n not in same}
+    inputs = [*program.inputs, *((n, types[n]) for n in tables)]
+    return _live(Program(inputs, [*fill, *left], program.outputs)), {**constants, **tables}
 
 
 def _simplified(program: Program) -> Program:

@@ -55,7 +55,10 @@ class FlatWriter:
         return self.inputs[name]
 
     def known(self, array: np.ndarray) -> Seen:
-        """Declare an input whose value the source has."""
+        """Declare an input whose value the source has; once, however often the source has it."""
+        for name, held in self.constants.items():
+            if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
+                return self.inputs[name]
         name = f"constant.{len(self.constants)}"
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)
