@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.canonical_order import Taken, ordered
-from shardplan.core.canonical_rules import Rules, fused
+from shardplan.core.canonical_rules import Rewriting, fused
 from shardplan.core.closing import MOST_MASK, closed
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.nested import nested
@@ -45,7 +45,7 @@ _MOST_ROUNDS = 16
 
 
 class Canonical(NamedTuple):
-    """A program in canonical form; which given input each of its inputs is, and the elements of those that are known."""
+    """A program in canonical form, of each input which given one it is, and the elements of those known."""
 
     program: Program
     inputs: Mapping[str, Taken]
@@ -76,7 +76,7 @@ def canonical(program: Program, constants: Mapping[str, np.ndarray] | None = Non
     text = ""
     for _ in range(_MOST_ROUNDS):
         simple, values = _folded(_simplified(program), known)
-        program, order = ordered(simple)
+        program, order = ordered(fused(simple))
         taken = [inputs.get(t.name, Taken("", ())) for t in order]
         known = {new: values[t.name].transpose(t.dims) for (new, _), t in zip(program.inputs, order, strict=True)
                  if t.name in values}  # fmt: skip
@@ -115,12 +115,12 @@ def _folded(program: Program, constants: Mapping[str, np.ndarray]) -> tuple[Prog
 
 
 def _simplified(program: Program) -> Program:
-    """A program by all rules, but in no order."""
+    """A program by all rules, with an operation a step and in no order."""
     level = _hoisted(Program(program.inputs, [_inside(step) for step in program.steps], program.outputs))
     level = _live(closed(level, AttentionRule()))
-    rules = Rules(level)
+    rules = Rewriting(level)
     outputs = [rules.names[o] for o in level.outputs]
-    return fused(_live(Program(level.inputs, rules.draft.steps, outputs)))
+    return _live(Program(level.inputs, rules.draft.steps, outputs))
 
 
 def _live(program: Program) -> Program:
@@ -152,7 +152,7 @@ def _inside(step: Step) -> Step:
             first[key] = name
     steps = [Step(s.op, tuple(same.get(o, o) for o in s.operands), s.results, s.stopped) for s in body.steps]
     outputs = tuple(same.get(o, o) for o in body.outputs)
-    body = _simplified(Program([body.inputs[k] for k in kept], steps, outputs))
+    body = fused(_simplified(Program([body.inputs[k] for k in kept], steps, outputs)))
     sliced = sum(k >= len(op.body.inputs) - op.sliced for k in kept)
     new = Repeat(op.n, body, op.carried, sliced, op.reverse)
     return Step(new, tuple(step.operands[k] for k in kept), step.results, step.stopped)
@@ -193,4 +193,3 @@ def _free(taken: set[str]) -> str:
         k += 1
     taken.add(name)
     return name
-

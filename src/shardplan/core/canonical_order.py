@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations, product
 from typing import NamedTuple
 
 from shardplan.core.canonical_rules import floating, lettered, relettered, tree_of
@@ -24,6 +25,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
 _ROUNDS = 4
+_MOST_ALIKE = 4  # operands of a product whose orders are tried
 Dims = tuple[int, ...]
 
 
@@ -40,14 +42,14 @@ class Taken(NamedTuple):
 
 def ordered(program: Program) -> tuple[Program, list[Taken]]:
     """Return a program in order, and which of the given inputs its inputs are."""
-    return _Level(program, {}, {name for name, _ in program.inputs}).written()
+    return _Ordering(program, {}, {name for name, _ in program.inputs}).written()
 
 
 def _digest(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-class _Level:
+class _Ordering:
     """The steps of a program or of a body; `tags` tell its inputs apart, `free` are those whose dims have no order."""
 
     def __init__(self, program: Program, tags: Mapping[str, str], free: Iterable[str]) -> None:
@@ -66,11 +68,13 @@ class _Level:
         op = step.op
         assert isinstance(op, Repeat)
         fixed = len(op.body.inputs) - op.sliced
-        kinds = [f"carried {k}" if k < op.carried else "same" if k < fixed else "a row" for k in range(len(step.operands))]
+        kinds = [
+            f"carried {k}" if k < op.carried else "same" if k < fixed else "a row" for k in range(len(step.operands))
+        ]
         names = [name for name, _ in op.body.inputs]
         free = {n for n, o, kind in zip(names, step.operands, kinds, strict=True)
                 if kind in ("same", "a row") and o in self.loose}  # fmt: skip
-        return _Level(op.body, dict(zip(names, kinds, strict=True)), free).written()
+        return _Ordering(op.body, dict(zip(names, kinds, strict=True)), free).written()
 
     # What values are.
 
@@ -124,7 +128,15 @@ class _Level:
         """A product, its operands in order, and the order of the dims of those that have none."""
         assert isinstance(step.op, Einsum)
         sides, out = step.op.sides
-        pairs = sorted(zip(sides, step.operands, strict=True), key=lambda p: (p[1] in self.free, self.given(p[1]), keys[p[1]]))
+        alike: dict[tuple[object, ...], list[tuple[str, str]]] = {}
+        for side, o in zip(sides, step.operands, strict=True):
+            alike.setdefault((o in self.free, o not in self.made, keys[o]), []).append((side, o))
+        groups = [permutations(alike[key]) if len(alike[key]) <= _MOST_ALIKE else [alike[key]] for key in sorted(alike)]
+        found = [self._product([p for group in order for p in group], out) for order in product(*groups)]
+        return min(found, key=lambda one: one[0].spec)
+
+    def _product(self, pairs: Sequence[tuple[str, str]], out: str) -> tuple[Einsum, list[str], dict[str, Dims]]:
+        """Of operands in some order."""
         fixed = "".join(s for s, o in pairs if o not in self.free)
         place = {c: k for k, c in enumerate(dict.fromkeys(fixed + out + "".join(s for s, _ in pairs)))}
         dims: dict[str, Dims] = {}
@@ -135,10 +147,6 @@ class _Level:
                 side = "".join(side[d] for d in dims[o])
             new.append(side)
         return relettered(new, out), [o for _, o in pairs], dims
-
-    def given(self, name: str) -> bool:
-        """Whether a value is an input."""
-        return name not in self.made
 
     # In order.
 

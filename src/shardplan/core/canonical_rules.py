@@ -1,6 +1,6 @@
 """The rules of the canonical form that look at one step and at what makes its operands; see `canonical`.
 
-Steps are written one after another by `Rules`, each simplified where it is written, and one that was written before is
+Steps are written one after another by `Rewriting`, each simplified where it is written; one that was written before is
 not written again. Expressions are opened, a step for each operation, so that what two of them share is one step.
 """
 
@@ -77,7 +77,7 @@ def relettered(sides: Sequence[str], out: str) -> Einsum:
     return Einsum(f"{','.join(''.join(letters[c] for c in s) for s in sides)}->{''.join(letters[c] for c in out)}")
 
 
-class Rules:
+class Rewriting:
     """A program while it is written again; `names` says what its values are called now."""
 
     def __init__(self, program: Program) -> None:

@@ -4,7 +4,7 @@
   one: the last term, the first factor. `-a` is `-1 * a`, `a - b` adds it, and of floats `a / 4` is `0.25 * a`.
 - Of floats `a ** 2` and `a ** 3` are products, `a ** 0.5` and `a ** -0.5` roots, `a / sqrt(b)` is `a * rsqrt(b)`, and
   a function of numbers is a number.
-- `maximum(a, 0)` is `relu(a)`, `a * sigmoid(a)` is `silu(a)`, `1 / (1 + exp(-a))` is `sigmoid(a)`.
+- `maximum(a, 0)` is `relu(a)`, `a * sigmoid(a)` is `silu(a)`, and `a / (1 + exp(-b))` is `a * sigmoid(b)`.
 - Comparisons are `<`, `<=` and `==`.
 
 Values are equal up to rounding.
@@ -158,10 +158,9 @@ def _quotient(left: Node, right: Node, keys: Mapping[str, str], floating: bool) 
         return _product([left, Number(1 / right.value)], keys)
     if floating and isinstance(right, Call) and right.function == "sqrt":
         return _product([left, Call("rsqrt", right.arguments)], keys)
-    if left == Number(1):
-        numbers, terms = _split("+", [right])
-        if numbers == [1] and len(terms) == 1 and isinstance(terms[0], Call) and terms[0].function == "exp":
-            return Call("sigmoid", (_product([Number(-1), *terms[0].arguments], keys),))
+    numbers, terms = _split("+", [right])
+    if floating and numbers == [1] and len(terms) == 1 and isinstance(terms[0], Call) and terms[0].function == "exp":
+        return _product([left, Call("sigmoid", (_product([Number(-1), *terms[0].arguments], keys),))], keys)
     return Binary("/", left, right)
 
 
