@@ -8,7 +8,7 @@ Reading order:
 - `call`         one operation of a source; the error that lists all that are not known
 - `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters
 - `torch_export` an `ExportedProgram`; `torch_table` what its operations are
-- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
+- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are; `jax_scan` a scan as `repeat`
 - `onnx`         an ONNX model; `onnx_table` what its operations are
 
 Text of a module that XLA compiled is no model, but a trace: `interop.hlo_trace`.
@@ -26,12 +26,12 @@ from shardplan.errors import ShardplanError, shown
 from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.importers import jaxpr, onnx, torch_export
 from shardplan.interop.importers.flat import Flattened, Names, model_of, settled
-from shardplan.interop.importers.writer import Cuts
+from shardplan.interop.importers.writer import FlatWriter
 from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
 
 _READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
-_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, bool, Collection[str], Cuts], Flattened]], ...] = (
+_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, Collection[str], FlatWriter], Flattened]], ...] = (
     ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
     ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
     ("an ONNX model", onnx.is_onnx, onnx.flattened),
@@ -98,7 +98,7 @@ def load(
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
-            found = settled(partial(write, source, opaque, tuple(names or ())))
+            found = settled(partial(write, source, tuple(names or ())), opaque, training)
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
     raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and {_ENDINGS}")
