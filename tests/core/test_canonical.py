@@ -251,6 +251,26 @@ def test_what_is_the_same_in_every_run_is_made_before() -> None:
     assert not [s for s in body.body.steps if {*s.operands} <= fixed]
 
 
+def test_stacked_weights_have_the_dims_of_their_product() -> None:
+    program = parsed(
+        "input %x: f64[3, 4]",
+        "input %w: f64[2, 5, 4]",
+        "input %v: f64[2, 4, 5]",
+        "%y = repeat(%x, %w, %v; n=2, carried=1, sliced=2) {",
+        "  input %x: f64[3, 4]",
+        "  input %w: f64[5, 4]",
+        "  input %v: f64[4, 5]",
+        '  %a = einsum(%x, %w; spec="bi,oi->bo"): f64[3, 5]',
+        '  %b = einsum(%a, %v; spec="bi,oi->bo"): f64[3, 4]',
+        "  output %b",
+        "}: f64[3, 4]",
+        "output %y",
+    )
+    form = canonical(program)
+    assert {t.name: t.dims for t in form.inputs.values()} == {"x": (0, 1), "w": (0, 2, 1), "v": (0, 2, 1)}
+    agree(form, program, values_of(program))
+
+
 def test_more_devices_are_refused() -> None:
     program = Program.parse("program\n  mesh x=2\n  input %a: f32[4@x]\n  output %a\n")
     with pytest.raises(TypingError, match="a program on 2 devices; legal is one"):

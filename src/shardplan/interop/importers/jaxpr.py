@@ -74,7 +74,7 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         name = eqn.primitive.name
         place = _place(eqn) or outside
         made: Any
-        if name == "scan" and not any(np.ndim(x) for x in body.consts):
+        if name == "scan" and body is not None and not any(np.ndim(x) for x in body.consts):
             made = scanned(w, eqn.params, args, partial(_inside, body, unknown, place))
         elif body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
