@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -119,6 +120,37 @@ def test_random_names_and_orders_change_nothing() -> None:
         other, names = scrambled(one.model.program, random.Random(3))
         constants = {names[n]: x for n, x in one.model.constants.items()}
         assert str(canonical(other, constants).program) == str(one.form.program)
+
+
+class OpenGpt(GptBlock):
+    """The same block with all composites written out, and products of rows in one dim."""
+
+    def normed(self, norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * norm.weight + norm.bias
+
+    def product(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.addmm(linear.bias, x.reshape(-1, x.shape[-1]), linear.weight.t())
+        return rows.view(*x.shape[:-1], -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        parts = self.product(self.fused, self.normed(self.first, x)).split(h, dim=2)
+        q, k, v = (p.view(b, s, self.heads, h // self.heads).permute(0, 2, 1, 3) for p in parts)
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(h // self.heads)
+        mask = torch.tril(torch.ones(s, s, dtype=torch.bool)).view(1, 1, s, s)
+        scores = torch.where(mask, scores, torch.full([], torch.finfo(x.dtype).min, dtype=x.dtype))
+        mixed = torch.matmul(functional.softmax(scores, dim=-1), v).permute(0, 2, 1, 3).contiguous().view(b, s, h)
+        x = self.product(self.out, mixed) + x
+        y = self.product(self.up, self.normed(self.second, x))
+        y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
+        return x + self.product(self.down, y)
+
+
+def test_a_model_that_is_written_out_is_the_same_program() -> None:
+    form = canonical(of_torch(blocks_of(gpt_of(), OpenGpt)).program)
+    assert str(form.program) == str(imported("gpt", "torch").form.program)
 
 
 class LateGpt(GptBlock):
