@@ -12,6 +12,9 @@ from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
+_COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
+
 
 def _expression(text: str) -> Handler:
     return lambda c, *values, **_: c.each(text, *values)
@@ -127,8 +130,6 @@ def _constrained(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
     return x
 
 
-_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
-_COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 _FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
