@@ -86,7 +86,6 @@ def _body(
     program = closed(Program(given, steps, outputs), rule)
     own = {r: f"{tag}.{r}" for s in program.steps for r in s.results}
     w.meanings += [(own.get(v, v), said) for v, said in (*inner.meanings, *rule.said)]
-    w.annotations |= {own.get(v, v): axes for v, axes in inner.annotations.items()}
     new = [Step(s.op, tuple(own.get(o, o) for o in s.operands), tuple(own[r] for r in s.results), s.stopped)
            for s in program.steps]  # fmt: skip
     return Program(given, new, [own.get(o, o) for o in program.outputs])
