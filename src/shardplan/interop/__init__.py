@@ -8,6 +8,7 @@ Reading order:
 - `safetensors_header` what a file says it holds, and what is checked of that
 - `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes
 - `hlo_groups`         the devices that such a collective names
+- `hlo_trace`          those collectives as a value, which is timed and replayed
 - `importers`          a folder: models of torch, JAX and ONNX as a `Model`
 - `exports`            a folder: reduction programs for torch, JAX, MPI and MSCCL
 

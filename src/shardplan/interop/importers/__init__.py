@@ -8,8 +8,10 @@ Reading order:
 - `call`         one operation of a source; the error that lists all that are not known
 - `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters
 - `torch_export` an `ExportedProgram`; `torch_table` what its operations are
-- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
+- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are; `jax_scan` a scan as `repeat`
 - `onnx`         an ONNX model; `onnx_table` what its operations are
+
+Text of a module that XLA compiled is no model, but a trace: `interop.hlo_trace`.
 """
 
 from __future__ import annotations
@@ -17,24 +19,47 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError, shown
+from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.importers import jaxpr, onnx, torch_export
 from shardplan.interop.importers.flat import Flattened, Names, model_of, settled
-from shardplan.interop.importers.writer import Cuts
+from shardplan.interop.importers.writer import FlatWriter
 from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
 
 _READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
-_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, bool, Collection[str], Cuts], Flattened]], ...] = (
+_SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, Collection[str], FlatWriter], Flattened]], ...] = (
     ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
     ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
     ("an ONNX model", onnx.is_onnx, onnx.flattened),
 )
+_TRACE = ".hlo"
+_ENDINGS = f"paths that end in {', '.join((*_READERS, _TRACE))}"
 
 
+@overload
+def load(
+    source: str | Path,
+    names: Names | None = None,
+    opaque: bool = False,
+    *,
+    training: bool = False,
+    optimizer: str | None = None,
+    **settings: float,
+) -> Any: ...
+@overload
+def load(
+    source: object,
+    names: Names | None = None,
+    opaque: bool = False,
+    *,
+    training: bool = False,
+    optimizer: str | None = None,
+    **settings: float,
+) -> Model: ...
 def load(
     source: Any,
     names: Names | None = None,
@@ -43,11 +68,11 @@ def load(
     training: bool = False,
     optimizer: str | None = None,
     **settings: float,
-) -> Model:
-    """Import a model; its layers become one `repeat`.
+) -> Model | HloTrace:
+    """Import a model; its layers become one `repeat`. Of the text of a module that XLA compiled, return the trace.
 
     Args:
-        source: A path that ends in `.onnx` or `.pt2`, an `ExportedProgram`, a closed jaxpr, or an ONNX model.
+        source: A path that ends in `.onnx`, `.pt2` or `.hlo`, an `ExportedProgram`, a closed jaxpr, or an ONNX model.
         names: Names of the dims of inputs, as `{"input_ids": ("batch", "sequence")}`; None for a dim without one.
         opaque: Whether operations that are not known are kept as `opaque`; else they are one error that lists them.
         training: Whether the one scalar result is a loss, of which a training step is made with our gradients.
@@ -63,13 +88,17 @@ def load(
     name = "import"
     if isinstance(source, str | Path):
         path = Path(source)
+        if path.suffix == _TRACE:
+            if names or opaque or training or settings:
+                raise ShardplanError(f"load: {path.name} is a trace, no model; legal is the path alone")
+            return HloTrace.read(path)
         read = _READERS.get(path.suffix)
         if read is None:
-            raise ShardplanError(f"load: {shown(str(source))}; legal are paths that end in {', '.join(_READERS)}")
+            raise ShardplanError(f"load: {shown(str(source))}; legal are {_ENDINGS}")
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
-            found = settled(partial(write, source, opaque, tuple(names or ())))
+            found = settled(partial(write, source, tuple(names or ())), opaque, training)
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
-    raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and paths that end in {', '.join(_READERS)}")
+    raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and {_ENDINGS}")

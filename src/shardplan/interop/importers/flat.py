@@ -25,7 +25,7 @@ from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, FlatWriter, Stored
+from shardplan.interop.importers.writer import FlatWriter, Stored
 from shardplan.strategy.model import Model, modelled
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.repeats import recovered
@@ -44,11 +44,11 @@ class Flattened(NamedTuple):
     constants: Mapping[str, Any]
 
 
-def settled(write: Callable[[Cuts], Flattened]) -> Flattened:
+def settled(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
     """Write until no step asks for other factors of a parameter."""
     cuts: dict[tuple[str, int], tuple[int, ...]] = {}
     while True:
-        found = write(cuts)
+        found = write(FlatWriter(cuts, opaque, training))
         if not found.writer.wanted:
             return found
         cuts |= found.writer.wanted

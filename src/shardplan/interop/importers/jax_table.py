@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
 from shardplan.core.layout import Layout
@@ -12,13 +14,21 @@ from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
+_COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
+
 
 def _expression(text: str) -> Handler:
     return lambda c, *values, **_: c.each(text, *values)
 
 
 def _compared(sign: str) -> Handler:
-    return lambda c, x, y, **_: c.compare(sign, x, y)
+    def handler(c: Operation, x: Any, y: Any, **_: Any) -> Any:
+        if isinstance(x, Seen) or isinstance(y, Seen):
+            return c.compare(sign, x, y)
+        return _COMPARED[sign](x, y)
+
+    return handler
 
 
 def _same(c: Operation, x: Seen, **_: Any) -> Seen:
@@ -37,7 +47,9 @@ def _power(c: Operation, x: Seen, y: int, **_: Any) -> Seen:
     return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
 
 
-def _chosen(c: Operation, which: Seen, *cases: Any, **_: Any) -> Seen:
+def _chosen(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
+    if not isinstance(which, Seen):
+        return cases[int(which)]
     if len(cases) != 2 or c.w.dtype(which) != "bool":
         raise NotImplementedError("of several cases")
     return c.each("where({a}, {b}, {c})", which, cases[1], cases[0])
@@ -163,5 +175,11 @@ TABLE: dict[str, Handler] = {
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
     "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
     "sharding_constraint": _constrained,
-    **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "optimization_barrier"), _same),
+    "stop_gradient": lambda c, x, **_: c.w.stopped(x) if isinstance(x, Seen) else x,
+    "clamp": lambda c, low, x, high: c.each("minimum(maximum({a}, {b}), {c})", x, low, high),
+    "log1p": _expression("log(1 + {a})"),
+    "expm1": _expression("exp({a}) - 1"),
+    "sign": _expression("where({a} > 0, 1, where({a} < 0, -1, 0))"),
+    "is_finite": lambda c, x: c.compare("<=", c.each("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]),
+    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _same),
 }

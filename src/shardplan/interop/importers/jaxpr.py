@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
+from shardplan.interop.importers.jax_scan import scanned
 from shardplan.interop.importers.jax_table import TABLE
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, FlatWriter
+from shardplan.interop.importers.writer import FlatWriter
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of a primitive that calls
 
@@ -26,9 +28,9 @@ def is_jaxpr(source: object) -> bool:
     return type(source).__name__ == "ClosedJaxpr"
 
 
-def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
+def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the equations."""
-    w, unknown = FlatWriter(cuts, opaque), Unknown("the jaxpr")
+    unknown = Unknown("the jaxpr")
     constants: dict[str, Any] = {}
     values: dict[Any, Any] = {}
     data = list[str]()
@@ -45,7 +47,9 @@ def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> 
             continue
         name = f"constant.{k}"
         values[var], constants[name] = w.input(name, short_name(var.aval.dtype), var.aval.shape), np.asarray(value)
-    outputs = _jaxpr(w, source.jaxpr, values, unknown)
+    found = _jaxpr(w, source.jaxpr, values, unknown)
+    kinds = [short_name(var.aval.dtype) for var in source.jaxpr.outvars]
+    outputs = [v if isinstance(v, Seen) else w.constant(v, kind) for v, kind in zip(found, kinds, strict=True)]
     unknown.check()
     return Flattened(w, data, outputs, constants)
 
@@ -68,19 +72,30 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         args = [value(x) for x in eqn.invars]
         body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
         name = eqn.primitive.name
-        if body is not None and name not in ("scan", "while", "cond"):
+        place = _place(eqn) or outside
+        made: Any
+        if name == "scan" and body is not None and not any(np.ndim(x) for x in body.consts):
+            made = scanned(w, eqn.params, args, partial(_inside, body, unknown, place))
+        elif body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
             given = dict(zip(inner.invars, args, strict=True)) | dict(
                 zip(inner.constvars, getattr(body, "consts", ()), strict=True)
             )
-            made: Any = _jaxpr(w, inner, given, unknown, _place(eqn) or outside)
+            made = _jaxpr(w, inner, given, unknown, place)
         else:
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
             call = Operation(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
-            found = handled(call, TABLE, unknown, _place(eqn) or outside, args, eqn.params)
+            found = handled(call, TABLE, unknown, place, args, eqn.params)
             made = found if eqn.primitive.multiple_results and not isinstance(found, Seen) else [found]
         values |= zip(eqn.outvars, made, strict=True)
     return [value(x) for x in jaxpr.outvars]
+
+
+def _inside(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
+    """Write the body of a scan."""
+    given = dict(zip(body.jaxpr.invars, args, strict=True))
+    given |= zip(body.jaxpr.constvars, (_number(x) for x in body.consts), strict=True)
+    return _jaxpr(w, body.jaxpr, given, unknown, place)
 
 
 def _number(value: Any) -> Any:

@@ -17,7 +17,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE, array_of
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, FlatWriter
+from shardplan.interop.importers.writer import FlatWriter
 
 OLDEST = 10
 
@@ -33,13 +33,13 @@ def is_onnx(source: object) -> bool:
     return type(source).__name__ == "ModelProto"
 
 
-def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
+def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the nodes."""
     onnx: Any = optional("onnx", "onnx")
     versions = [o.version for o in source.opset_import if o.domain in ("", "ai.onnx")]
     if not versions or versions[0] < OLDEST:
         raise ShardplanError(f"load: an ONNX model of opset {versions or 'none'}; legal are {OLDEST} and later")
-    w, unknown = FlatWriter(cuts, opaque), Unknown("the ONNX model")
+    unknown = Unknown("the ONNX model")
     values: dict[str, Any] = {"": None}
     for x in source.graph.initializer:
         kind, shape = _kind(onnx, x.data_type), tuple(x.dims)

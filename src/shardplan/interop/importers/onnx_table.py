@@ -73,6 +73,10 @@ def _scalar(x: Any) -> Any:
 
 
 def _power(c: Operation, x: Any, y: Any) -> Any:
+    if isinstance(y, Seen):
+        base = x if isinstance(x, Seen) else _scalar(x)
+        base = array_of(c.w, base) if isinstance(base, np.ndarray) else base
+        return c.each("exp({b} * log({a}))", base, y, dtype=c.w.dtype(y))
     if not isinstance(x, Seen):
         return np.power(x, y)
     power = _scalar(y)

@@ -15,7 +15,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import Cuts, FlatWriter
+from shardplan.interop.importers.writer import FlatWriter
 
 _INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")  # regions that only say how gradients are kept
 
@@ -32,9 +32,9 @@ def is_export(source: object) -> bool:
     return kind.__module__.startswith("torch.export") and kind.__name__ == "ExportedProgram"
 
 
-def flattened(source: Any, opaque: bool, named: Collection[str], cuts: Cuts) -> Flattened:
+def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the steps of an export."""
-    w, unknown = FlatWriter(cuts, opaque), Unknown("the export")
+    unknown = Unknown("the export")
     values, constants = _given(source, w)
     outputs: list[Seen] = []
     _graph(w, source.graph_module, source.graph, values, unknown, outputs)
@@ -133,7 +133,8 @@ def _inlined(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any]:
     inner, outputs = args[at], list[Any]()
     given = [n for n in inner.graph.nodes if n.op == "placeholder"]
     _graph(w, inner, inner.graph, dict(zip(given, args[at + 1 :], strict=True)), unknown, outputs)
-    return outputs
+    # Without gradients: what is made there is a constant to those outside.
+    return [w.stopped(v) if args[0] is False and isinstance(v, Seen) else v for v in outputs]
 
 
 def _place(node: Any) -> str:

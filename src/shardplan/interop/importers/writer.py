@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from string import ascii_letters
 from typing import NamedTuple
 
@@ -37,9 +38,10 @@ class Stored(NamedTuple):
 class FlatWriter:
     """Steps that were written, inputs, parameters by the names of their inputs, and dims that have a meaning."""
 
-    def __init__(self, cuts: Cuts, opaque: bool = False) -> None:
+    def __init__(self, cuts: Cuts, opaque: bool = False, training: bool = False) -> None:
         self.cuts, self.wanted = cuts, dict[tuple[str, int], tuple[int, ...]]()
-        self.opaque = opaque
+        self.opaque, self.training = opaque, training
+        self.numbers = count()  # of bodies
         self.opaques = 0
         self.draft = Draft({})
         self.inputs: dict[str, Seen] = {}
@@ -48,6 +50,16 @@ class FlatWriter:
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
+    def inside(self) -> FlatWriter:
+        """Begin a body, whose parameters, and what is asked of them, are those of this writer."""
+        inner = FlatWriter(self.cuts, self.opaque, self.training)
+        inner.parameters, inner.wanted, inner.numbers = self.parameters, self.wanted, self.numbers
+        return inner
+
+    def stopped(self, v: Seen) -> Seen:
+        """The same value, through which no gradient goes; itself where there are no gradients."""
+        return Seen(self.draft(Elementwise("a"), v.name, stopped=(0,)), v.dims) if self.training else v
+
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Seen:
         """Declare an input."""
         self.draft.types[name] = TensorType(dtype, tuple(shape), (), ONE)
@@ -55,7 +67,10 @@ class FlatWriter:
         return self.inputs[name]
 
     def known(self, array: np.ndarray) -> Seen:
-        """Declare an input whose value the source has."""
+        """Declare an input whose value the source has; once, however often the source has it."""
+        for name, held in self.constants.items():
+            if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
+                return self.inputs[name]
         name = f"constant.{len(self.constants)}"
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)

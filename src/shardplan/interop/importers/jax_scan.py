@@ -1,0 +1,91 @@
+"""A scan of JAX as `repeat`: what it carries, what every run reads, and what is sliced and stacked along the first dim.
+
+A parameter of which each run takes a row keeps its factors inside the body, so that heads are dims there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.closing import closed
+from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.dtypes import short_name
+from shardplan.core.nested import row
+from shardplan.core.ops import Repeat
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.interop.importers.views import Group, Seen, Strand
+from shardplan.interop.importers.writer import FlatWriter
+
+
+def scanned(
+    w: FlatWriter, params: Mapping[str, Any], args: list[Any], write: Callable[[FlatWriter, list[Any]], list[Any]]
+) -> list[Seen]:
+    """Write a scan; `write` writes its body on values and returns the results."""
+    consts, carried = params["num_consts"], params["num_carry"]
+    inner, tag = w.inside(), f"run.{next(w.numbers)}"
+    kinds = [(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in params["jaxpr"].jaxpr.invars]
+    outer: list[list[str]] = [[], [], []]  # carried, the same, rows
+    given: list[list[tuple[str, TensorType]]] = [[], [], []]
+    values = list[Any]()
+    for k, (value, (dtype, shape)) in enumerate(zip(args, kinds, strict=True)):
+        part = 1 if k < consts else 0 if k < consts + carried else 2
+        name = f"{tag}.in.{k}"
+        if part == 1 and not isinstance(value, Seen):
+            values.append(value)
+            continue
+        seen = value if isinstance(value, Seen) else w.constant(value, dtype, shape)
+        if part == 0:
+            outside = w.whole(w.cast(seen, dtype)).name
+            t, dims = w.draft.types[outside], tuple((Strand(n, d),) for d, n in enumerate(shape))
+        elif part == 1:
+            outside, t, dims = seen.name, w.draft.types[seen.name], seen.dims
+        else:
+            outside, dims = _rows(w, seen)
+            t = row(w.draft.types[outside])
+            w.mean(outside, "layer")
+        outer[part].append(outside)
+        given[part].append((name, t))
+        inner.draft.types[name] = t
+        values.append(Seen(name, dims))
+    outputs = _results(inner, write(inner, values), params)
+    w.opaques += inner.opaques
+    body = _body(w, inner, [pair for side in given for pair in side], outputs, tag)
+    op = Repeat(params["length"], body, len(outer[0]), len(outer[2]), bool(params["reverse"]))
+    return [w.plain(r) for r in w.draft.every(op, *(n for side in outer for n in side))]
+
+
+def _rows(w: FlatWriter, v: Seen) -> tuple[str, tuple[Group, ...]]:
+    """A value whose first dim is ours too, and what a row of it shows."""
+    v = w.joined(v, 0)
+    (first,), rest = v.dims[0], sorted((a for g in v.dims[1:] for a in g if a.held), key=lambda a: a.axis)
+    name = w.laid(v, [(first,), *((a,) for a in rest)])
+    place = {a.axis: k for k, a in enumerate(rest)}
+    return name, tuple(tuple(a._replace(axis=place[a.axis]) if a.held else a for a in g) for g in v.dims[1:])
+
+
+def _results(inner: FlatWriter, found: list[Any], params: Mapping[str, Any]) -> list[str]:
+    """The names of the results of a body, whole."""
+    names = list[str]()
+    for value, var in zip(found, params["jaxpr"].jaxpr.outvars, strict=True):
+        dtype, shape = short_name(var.aval.dtype), tuple(map(int, var.aval.shape))
+        seen = value if isinstance(value, Seen) else inner.constant(np.asarray(value).item(), dtype, shape)
+        names.append(inner.whole(inner.cast(seen, dtype)).name)
+    return names
+
+
+def _body(
+    w: FlatWriter, inner: FlatWriter, given: list[tuple[str, TensorType]], outputs: list[str], tag: str
+) -> Program:
+    """The program of a body, with composites as one step and names that no other value has."""
+    rule, steps = AttentionRule(), [inner.draft.steps[k] for k in inner.draft.live(outputs)]
+    program = closed(Program(given, steps, outputs), rule)
+    own = {r: f"{tag}.{r}" for s in program.steps for r in s.results}
+    w.meanings += [(own.get(v, v), said) for v, said in (*inner.meanings, *rule.said)]
+    new = [Step(s.op, tuple(own.get(o, o) for o in s.operands), tuple(own[r] for r in s.results), s.stopped)
+           for s in program.steps]  # fmt: skip
+    return Program(given, new, [own.get(o, o) for o in program.outputs])
