@@ -48,7 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),  # two of four processes have none of its devices
     "moe expert tensor": ("moe", SGD, {"data": 2, "expert": 2, "tensor": 2, "global_batch": 4}),
     "moe expert 1f1b": ("moe", {}, {"pipeline": 2, "data": 2, "expert": 2, "global_batch": 4}),
-    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8}),
+    # No layers: its I are empty.
+    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8, "schedule": "zb-h1"}),
     "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
     "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
     "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
@@ -57,7 +58,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mlp dualpipev": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipev"}),
     "mlp dualpipe": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipe"}),
     "mlp placed": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": PLACED}),
-    "dlrm split": ("dlrm", SGD, {"data": 4, "global_batch": 8, "schedule": "zb-h1"}),  # no layers: its I are empty
     "mlp interleaved": (
         "mlp",
         SGD,
