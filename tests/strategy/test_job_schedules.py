@@ -100,7 +100,7 @@ def test_forward_only(name: str) -> None:
     big = small.resize(batch=4)
     job = partition(small, strategy)
     assert all(kind == "F" for _, kind in job.programs)
-    found = Counter(k for s, kind, k in order(job) if kind == "F")
+    found = Counter(k for _, kind, k in order(job) if kind == "F")
     assert found == dict.fromkeys(range(4), job.stages // job.schedule.copies)
     assert not any(kind in "BIW" or kind.endswith("_B") for _, kind, _ in order(job))
     given = arrays(big, big.program)

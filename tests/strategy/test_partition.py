@@ -10,7 +10,6 @@ from shardplan import (
     Job,
     LayoutError,
     Layouts,
-    Model,
     ScheduleError,
     ShardplanError,
     Strategy,
@@ -274,14 +273,3 @@ def test_a_bucket_is_reduced_together() -> None:
 def test_one_stage_holds_one_microbatch_at_a_time() -> None:
     job = partition(model("llama"), Strategy(global_batch=3))
     assert [str(a) for a in job.schedule.ranks[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
-
-
-def test_a_model_made_of_a_program_has_one_size() -> None:
-    plain = model("mlp", batch=4)
-    assert plain.forward is not None
-    own = Model.of(
-        plain.forward, {n: plain.dims[n] for n, _ in plain.forward.inputs}, plain.parameters, optimizer="sgd"
-    )
-    assert own.program.outputs == plain.program.outputs
-    with pytest.raises(ShardplanError, match="made of a program"):
-        own.resize(batch=8)

@@ -19,6 +19,7 @@ from shardplan.strategy.schedules.table import GENERATORS
 
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
+AXES = ("replica", "data", "expert", "context", "tensor", "group")  # of a stage, outermost first
 EXPERTS = ("experts", "embedding")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 

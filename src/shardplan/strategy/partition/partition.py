@@ -38,7 +38,7 @@ from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.weigh import weighed
 from shardplan.strategy.partition.write import Movement
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import AXES, Strategy
 
 Where = Topology | Placement
 TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPipe
@@ -111,6 +111,11 @@ class _Partition:
         own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
         held = {name: dims[name] for name in self.model.parameters}
         self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
+        for line in lines:
+            strange = [a for d in (line.op.pinned or Layout(())).dims for a in d if a not in AXES]
+            if strange:
+                what = f"the model pins %{line.results[0]} to {line.op.pinned}, of the axis {shown(strange[0])}"
+                raise LayoutError(f"{what}; legal are {', '.join(AXES)}")
 
     def _of(self, name: str) -> str:
         """The model's name of an input: a copy's parameter."""

@@ -38,7 +38,7 @@ def split(program: Program, sent: Collection[str]) -> Halves:
     The other results are W's, but those that I makes on its way.
     """
     inputs = {name for name, _ in program.inputs}
-    cut = _Halved(program, {*sent, *_handed_on(program)} - inputs)
+    cut = _Split(program, {*sent, *_handed_on(program)} - inputs)
     early = [o for o in program.outputs if o in cut.made or o in sent]
     late = [o for o in program.outputs if o not in early]
     names = {v: v if v in early else f"{KEPT}{v}" for v in cut.kept}
@@ -84,7 +84,7 @@ class _Pair(NamedTuple):
     stacks: Mapping[str, TensorType] = MappingProxyType({})
 
 
-class _Halved:
+class _Split:
     """The steps of a program in two: `first`, which make some values, and the `rest`; what the rest reads is `kept`."""
 
     def __init__(self, program: Program, wanted: Set[str]) -> None:
@@ -156,7 +156,7 @@ class _Loop:
         names = [name for name, _ in body.inputs]
         while True:
             leaves = [body.outputs[k] for k in chosen]
-            cut = _Halved(body, {*leaves} - {*names})
+            cut = _Split(body, {*leaves} - {*names})
             read = _read(cut.first, leaves)
             more = {k for k in range(op.kept) if names[k] in read} - chosen
             if not more:
