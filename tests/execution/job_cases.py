@@ -48,15 +48,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),  # two of four processes have none of its devices
     "moe expert tensor": ("moe", SGD, {"data": 2, "expert": 2, "tensor": 2, "global_batch": 4}),
     "moe expert 1f1b": ("moe", {}, {"pipeline": 2, "data": 2, "expert": 2, "global_batch": 4}),
-    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8}),
+    # No layers: its I are empty.
+    "dlrm data": ("dlrm", {}, {"data": 4, "zero": 1, "global_batch": 8, "schedule": "zb-h1"}),
     "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
     "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
     "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
     "mlp zb-h1": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": "zb-h1"}),
     "mlp zb-v": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "zb-v"}),
     "mlp dualpipev": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipev"}),
+    "mlp dualpipe": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipe"}),
     "mlp placed": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": PLACED}),
-    "dlrm split": ("dlrm", SGD, {"data": 4, "global_batch": 8, "schedule": "zb-h1"}),  # no layers: its I are empty
     "mlp interleaved": (
         "mlp",
         SGD,
@@ -146,9 +147,9 @@ def rank_devices(job: Job, rank: int) -> set[int]:
 def counted(job: Job, record: Record, here: set[int]) -> list[str]:
     """Where a process ran other programs than the job says, or a collective received other bytes than its op says."""
     out: list[str] = []
-    runs: Counter[Program] = Counter()
+    ran: Counter[Program] = Counter()
     for program, seen in record.runs:
-        runs[program] += 1
+        ran[program] += 1
         if [span.step for span in seen.spans] != list(range(len(program.steps))):
             out.append(f"spans of the steps {[span.step for span in seen.spans]} of {len(program.steps)}")
         for span in seen.spans:
@@ -159,21 +160,23 @@ def counted(job: Job, record: Record, here: set[int]) -> list[str]:
             if span.received != want:
                 out.append(f"{step.op.name}: received {span.received} bytes, the op says {want}")
     expected: Counter[Program] = Counter()
+    runs = job.runs
     for key, program in job.programs.items():
-        expected[program] += job.runs[key]
+        expected[program] += runs[key]
     for transfer, move in zip(job.transfers, parts(job).moves, strict=True):
         for program in (move.before, move.rest):
             if program is not None:
-                expected[program] += job.strategy.microbatches if transfer.kind in ("F", "B") else 1
+                kinds = {"F": ("F",), "B": ("B", "I")}.get(transfer.kind, ())
+                expected[program] += sum(runs[transfer.source[0], kind] for kind in kinds) if kinds else 1
     for program, times in expected.items():
-        if here & set(program.devices) and runs.pop(program, 0) != times:
+        if here & set(program.devices) and ran.pop(program, 0) != times:
             out.append(f"a program of {len(program.steps)} steps on {program.devices} not {times} times")
     own = [row for rank, row in enumerate(job.schedule.compute_only().ranks) if here & set(rank_devices(job, rank))]
     order = [job.programs[a.stage, a.kind] for row in own for each in row if each is not None for a in each.leaves]
-    kinds = {program for (_, kind), program in job.programs.items() if kind != "OPT"}
-    if len(here) == 1 and order and [p for p, _ in record.runs if p in kinds] != [p for p in order if p.devices]:
+    computed = {program for (_, kind), program in job.programs.items() if kind != "OPT"}
+    if len(here) == 1 and order and [p for p, _ in record.runs if p in computed] != [p for p in order if p.devices]:
         out.append("the order of the programs is not that of the schedule")
     whole = set(job.programs.meshes[0].devices).union(*(mesh.devices for mesh in job.programs.meshes))
-    if any(set(program.devices) != whole for program in runs) or sum(runs.values()) != 1 + job.strategy.microbatches:
-        out.append(f"runs beside the job's programs: {[(len(p.steps), p.devices, n) for p, n in runs.items()]}")
+    if any(set(program.devices) != whole for program in ran) or sum(ran.values()) != 1 + job.strategy.microbatches:
+        out.append(f"runs beside the job's programs: {[(len(p.steps), p.devices, n) for p, n in ran.items()]}")
     return out

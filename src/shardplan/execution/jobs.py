@@ -50,12 +50,16 @@ class Move(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A job as a backend sees it: its devices, the identity of all that it runs, the movements of its transfers."""
+    """A job as a backend sees it: its devices, the identity of all that it runs, the movements of its transfers.
+
+    `chains` says of each microbatch which of the schedule's chains of stages it goes through.
+    """
 
     devices: tuple[int, ...]
     digest: str
     moves: tuple[Move, ...]
     order: tuple[Action, ...]
+    chains: tuple[int, ...]
 
 
 @lru_cache(maxsize=16)
@@ -66,7 +70,15 @@ def parts(job: Job) -> Parts:
     told = [*map(str, job.programs.shared), *(str(m.rest) for m in moves), *map(str, _ends(job))]
     told += [str(sorted(job.programs.which.items())), str(job.schedule), str(devices)]
     told += [f"{key}: {t}" for key, t in job.state.items()]
-    return Parts(devices, hashlib.sha256("\n".join(told).encode()).hexdigest(), moves, tuple(order(job)))
+    found = tuple(order(job))
+    chains = {k: chain_of(job, stage) for stage, _, k in found}
+    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
+    return Parts(devices, digest, moves, found, tuple(chains[k] for k in sorted(chains)))
+
+
+def chain_of(job: Job, stage: int) -> int:
+    """Return which of the schedule's chains of stages one is in."""
+    return stage * job.schedule.copies // job.schedule.stages
 
 
 def _ends(job: Job) -> Iterator[tuple[Any, ...]]:
@@ -104,24 +116,27 @@ def programs(job: Job, whole: bool) -> Iterator[Program]:
         yield from (p for p in (move.before, move.rest) if p is not None)
     if whole:
         yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
-        yield everywhere(tuple(t for *_, t in left(job)), parts(job).devices)
+        for chain in sorted({*parts(job).chains}):
+            yield everywhere(tuple(t for *_, t in left(job, chain)), parts(job).devices)
 
 
 def kept(job: Job) -> Iterator[str]:
     """Yield which of the state a step returns: gradients, those of copies too, and what takes the place of inputs."""
-    seen: set[str] = set()
-    for key, (_, name, rows) in job.parts.items():
-        if (name.startswith(TOTAL) or name in job.model.replaced) and (rows or name not in seen):
-            seen.add(name)
+    seen: set[tuple[str, int]] = set()
+    for key, (stage, name, rows) in job.parts.items():
+        chain = chain_of(job, stage)
+        wanted = name.startswith(TOTAL) or (name in job.model.replaced and not chain)
+        if wanted and (rows or (name, chain) not in seen):
+            seen.add((name, chain))
             yield key
 
 
-def left(job: Job) -> Iterator[tuple[str, int, TensorType]]:
-    """Yield the results of a microbatch, by name and stage, and their types."""
+def left(job: Job, chain: int = 0) -> Iterator[tuple[str, int, TensorType]]:
+    """Yield the results of a microbatch that goes through a chain of stages, by name and stage, and their types."""
     for name in job.results:
         for stage in range(job.stages):
             program = job.programs[stage, "F"]
-            if name in program.outputs:
+            if name in program.outputs and chain_of(job, stage) == chain:
                 yield name, stage, program.types[name]
 
 
@@ -194,8 +209,8 @@ class JobRun:
         count = job.strategy.microbatches
         out: dict[str, np.ndarray] = {}
         found: dict[str, list[np.ndarray]] = {name: [] for name in job.results}
-        ends = list(left(job))
         for k in range(count):
+            ends = list(left(job, self.parts.chains[k]))
             rows: dict[str, list[np.ndarray]] = {}
             shards = [self.results.get((name, k, stage), []) for name, stage, _ in ends]
             for (name, _, _), array in zip(ends, self.whole(shards, [t for *_, t in ends], place + k), strict=True):
@@ -208,13 +223,14 @@ class JobRun:
             out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
         keys = list(kept(job))
         shards = [self.values.get(job.parts[key][:2], []) for key in keys]
-        stacks: dict[str, list[np.ndarray]] = {}
+        stacks: dict[tuple[str, int], list[np.ndarray]] = {}
         for key, array in zip(keys, self.whole(shards, [job.state[key] for key in keys], place + count), strict=True):
-            stacks.setdefault(job.parts[key].name, []).append(array)
-        for name, found_rows in stacks.items():
+            stage, name, _ = job.parts[key]
+            stacks.setdefault((name, chain_of(job, stage)), []).append(array)
+        for (name, chain), found_rows in stacks.items():
             of, copy, _ = name.partition(".copy")
             array = np.concatenate(found_rows) if len(found_rows) > 1 else found_rows[0]
-            out[of] = out[of] + array if copy else array  # a copy's gradient is a part of its parameter's
+            out[of] = out[of] + array if copy or chain else array  # a copy's gradient is a part of its parameter's
         return out
 
     def acted(self, place: int, stage: int, kind: str, microbatch: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardplan.errors import ScheduleError
+from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
 from shardplan.strategy.schedules.offload import offloaded
@@ -12,13 +13,14 @@ FORWARD = ("F", "SEND_F", "RECV_F")
 RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file says, the programs do themselves
 
 
-def ordered(strategy: Strategy, training: bool) -> Schedule:
+def ordered(strategy: Strategy, model: Model) -> Schedule:
     """Return the order of actions: of a model that does not train the forward part.
 
     Raises `ScheduleError` for a generator that is not defined for these sizes, and for a schedule of one's own that is
     not complete, in whose order ranks wait in a circle, or that does not train where the model does.
     """
     said = strategy.schedule
+    training = bool(model.fields["training"])
     sizes = strategy.pipeline, strategy.microbatches, strategy.interleave
     if not isinstance(said, Schedule):
         found = schedule(str(said), *sizes, forward_only=not training)
@@ -29,9 +31,10 @@ def ordered(strategy: Strategy, training: bool) -> Schedule:
             )
         kinds = RUN if training else FORWARD
         found = check(said.only(lambda a: a.kind in kinds), messages="buffered")
-    if found.copies > 1:
+    apart = strategy.bucket is not None or (model.replaced and not training)  # state that a copy would have alone
+    if found.copies > 2 or (found.copies > 1 and apart):
         raise ScheduleError(
-            f"a job under {found.called}, which holds {found.copies} copies of the parameters; legal are schedules "
-            "of one copy, as dualpipev"
+            f"a job under {found.called}, which holds {found.copies} copies of the parameters; legal are two, without "
+            "bucket, of a model without caches"
         )
     return offloaded(found) if strategy.offload and training else found

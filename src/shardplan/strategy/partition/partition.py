@@ -31,8 +31,9 @@ from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.order import ordered
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
-from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram, half
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
 from shardplan.strategy.partition.settle import Settled, settle
+from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.weigh import weighed
@@ -40,6 +41,7 @@ from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, Strategy
 
 Where = Topology | Placement
+TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPipe
 
 
 def partition(
@@ -77,8 +79,11 @@ class _Partition:
         self.starts = starts
         self.strategy, self.model = strategy, _resized(model, strategy)
         self.training = bool(self.model.fields["training"])
-        self.schedule = ordered(strategy, self.training)
-        self.count, owners = self.schedule.stages, self.schedule.owners
+        self.schedule = ordered(strategy, self.model)
+        self.chains, owners = self.schedule.copies, self.schedule.owners
+        self.count = len(owners) // self.chains  # stages of a chain
+        order = self.schedule.compute_only().ranks
+        self.runs = {(a.stage, a.kind) for row_ in order for action in row_ if action for a in action.leaves}
         self.meshes = [strategy.mesh(self.model, rank) for rank in owners]
         self.mesh = self.meshes[0]
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
@@ -198,6 +203,7 @@ class _Partition:
         )
         written: dict[tuple[int, str], WrittenProgram] = {}
         known: dict[object, WrittenProgram] = {}
+        halves: dict[int, Halves] = {}
 
         def once(key: object, write: Callable[[], WrittenProgram]) -> WrittenProgram:
             if key not in known:
@@ -214,14 +220,20 @@ class _Partition:
                 program = one.program
                 one = once(("B", shape), lambda s=stage, p=program: writers.backward(s, p, self.boundaries))
                 written[stage.number, "B"] = one
-                for kind in ("I", "W"):
-                    written[stage.number, kind] = once((kind, shape), lambda k=kind, w=one: half(w, k))
+                if any((s, "I") in self.runs for s in range(stage.number, len(self.meshes), self.count)):
+                    key = id(one.program)
+                    halves[key] = halves.get(key) or split(one.program, set(one.sent.values()))
+                    written[stage.number, "I"] = WrittenProgram(halves[key].first, (), one.sent)
+                    written[stage.number, "W"] = WrittenProgram(halves[key].rest, (), {})
         types = self._types(written)
         for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
             mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}
             own = types[stage.number]
-            key = ("OPT", tuple(mine), tuple((n, own[n].shape) for n in mine), any(mine.values()))
+            key = ("OPT", *((n, own[n].shape, *others) for n, others in mine.items()))
             written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
+        for (stage, kind), one in [*written.items()] if self.chains > 1 else ():
+            if kind != "OPT":
+                written[stage + self.count, kind] = one
         return self._job(written, settled, types)
 
     def _better(self, settled: Settled) -> tuple[int, ...]:
@@ -239,8 +251,10 @@ class _Partition:
         if math.isinf(device.memory):
             return balanced(weights, self.count)
         flights, owners = in_flight_of_stages(self.schedule), self.schedule.owners
-        held = np.array([[w.state + flights[s] * w.saved for w in layers] for s in range(self.count)])
-        return balanced(weights, self.count, held, [device.memory / owners.count(rank) for rank in owners])
+        most = [max(flights[s :: self.count]) for s in range(self.count)]
+        held = np.array([[w.state + n * w.saved for w in layers] for n in most])
+        room = [device.memory / owners.count(rank) for rank in owners[: self.count]]
+        return balanced(weights, self.count, held, room)
 
     def _leaves(self, stage: PipelineStage, name: str) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
@@ -251,10 +265,15 @@ class _Partition:
         )
 
     def _copies(self, name: str) -> list[str]:
-        return [copy for copy, of in self.micro.copies.items() if of == name]
+        """What is copied of a parameter for other stages, and for the other chain."""
+        found = [copy for copy, of in self.micro.copies.items() if of == name]
+        return found if self.chains == 1 else [*found, *(n + TWIN for n in (name, *found))]
 
     def _types(self, written: Mapping[tuple[int, str], WrittenProgram]) -> list[dict[str, TensorType]]:
-        """By stage the types of all that lives there between programs, with the rows that a stage has of stacks."""
+        """By stage the types of all that lives there between programs, with the rows that a stage has of stacks.
+
+        A second chain has no state of the optimizer.
+        """
         found: list[dict[str, TensorType]] = []
         model = self.model
         for stage in self.stages:
@@ -271,7 +290,8 @@ class _Partition:
             if self.training and "step" in self.state:
                 mine["step"] = self.state["step"]
             found.append(mine)
-        return found
+        state = {n for n in self.model.replaced if n not in self.model.parameters}
+        return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]
 
     def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
         """A type with as many rows as another of its value."""
@@ -285,8 +305,7 @@ class _Partition:
     ) -> Job:
         meshes = self.meshes
         onto = [{self.mesh: mesh} for mesh in meshes]
-        runs = {(a.stage, a.kind) for row in self.schedule.ranks for action in row if action for a in action.leaves}
-        used = {key: one for key, one in written.items() if key in runs or key[1] == "OPT"}
+        used = {key: one for key, one in written.items() if key in self.runs or key[1] == "OPT"}
         shared = list(dict.fromkeys(id(one.program) for one in used.values()))
         found = {id(one.program): one.program for one in used.values()}
         which = {key: shared.index(id(one.program)) for key, one in used.items()}
@@ -295,11 +314,11 @@ class _Partition:
         parts: dict[str, StatePart] = {}
         for s, mine in enumerate(types):
             for n, t in mine.items():
-                if n.startswith((SAVED, RECEIVED)) or n in self.stages[s].saved:
+                if n.startswith((SAVED, RECEIVED)) or n in self.stages[s % self.count].saved:
                     continue
-                key = n if self.count == 1 else f"s{s}.{n}"
+                key = n if len(types) == 1 else f"s{s}.{n}"
                 state[key] = rebased_type(t, onto[s])
-                parts[key] = StatePart(s, n, self._rows(s, n))
+                parts[key] = StatePart(s, n, self._rows(s % self.count, n))
         transfers = tuple(self._transfers(written, meshes, types))
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
@@ -329,19 +348,23 @@ class _Partition:
         types: list[dict[str, TensorType]],
     ) -> Iterator[Transfer]:
         """Yield what goes between stages: of passes, and around the optimizer of parameters with copies."""
-        for b in self.boundaries:
-            (s, value), (t, local) = b.source, b.target
+        ways = [(b, chain * self.count) for chain in range(self.chains) for b in self.boundaries]
+        for b, first in ways:
+            (s, value), (t, local) = (b.source[0] + first, b.source[1]), (b.target[0] + first, b.target[1])
             sent = written[s, b.kind].sent[value]
             source, target = (
                 rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t)
             )
             yield Transfer(b.kind, (s, sent), (t, RECEIVED + local), (source, target), self.where)
-        for copy, name in self.micro.copies.items():
-            away, home = (next(s for s, mine in enumerate(types) if n in mine) for n in (copy, name))
-            if name not in self.model.gradients:
-                continue
+        copies = [(n, of) for n, of in self.micro.copies.items() if of in self.model.gradients]
+        places = [(next(s for s, mine in enumerate(types) if n in mine), n, n, of) for n, of in copies]
+        second = range(self.count, len(types))
+        places += [(s, n, n + TWIN, self._of(n)) for s in second for n in types[s] if n in self.micro.gradients]
+        for away, copy, called, name in places:
+            home = away % self.count
+            home = home if name in types[home] else next(s for s, mine in enumerate(types) if name in mine)
             for kind, s, t, n, m in (
-                ("total", away, home, TOTAL + copy, TOTAL + copy),
+                ("total", away, home, TOTAL + copy, TOTAL + called),
                 ("OPT", home, away, name, copy),
             ):
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]

@@ -39,14 +39,14 @@ def split(program: Program, sent: Collection[str]) -> Halves:
     """
     inputs = {name for name, _ in program.inputs}
     cut = _Split(program, {*sent, *_handed_on(program)} - inputs)
-    early = [o for o in program.outputs if o in cut.made]
-    late = [o for o in program.outputs if o not in cut.made]
+    early = [o for o in program.outputs if o in cut.made or o in sent]
+    late = [o for o in program.outputs if o not in early]
     names = {v: v if v in early else f"{KEPT}{v}" for v in cut.kept}
     first = [_called(step, names) for step in cut.first]
     rest = [_called(step, names) for step in cut.rest]
     given = [(names.get(v, v), t) for v, t in cut.inputs(cut.rest, late)]
     leaving = (*early, *(name for v, name in names.items() if v not in early))
-    return Halves(Program(cut.inputs(cut.first, ()), first, leaving), Program(given, rest, late))
+    return Halves(Program(cut.inputs(cut.first, early), first, leaving), Program(given, rest, late))
 
 
 def _called(step: Step, names: Mapping[str, str]) -> Step:
