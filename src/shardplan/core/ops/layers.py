@@ -17,10 +17,9 @@ from shardplan.core.ops.compute import WHOLE, counted
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.products import Einsum
+from shardplan.core.ops.ring import MASKED, RingAttention
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-
-MASKED = -1e30  # what a masked score is set to
 
 
 def _wide(d: Draft, name: str) -> str:
@@ -175,6 +174,11 @@ class Attention(Composed):
             scores = d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
         out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), _wide(d, "2"))
         return [_as(d, out, q)]
+
+    def in_rounds(self, *operands: TensorType) -> RingAttention | None:
+        """Keys and values go round where a sequence attends to itself, and not to a cache."""
+        alike = len(operands) == 3 and operands[0].shape[1] == operands[1].shape[1]
+        return RingAttention(self.causal, self.scale) if alike else None
 
     def share(self, *operands: TensorType) -> float:
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
