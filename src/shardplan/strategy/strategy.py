@@ -14,7 +14,7 @@ from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
 
-ContextKind = Literal["ulysses", "gather"]
+ContextKind = Literal["ulysses", "gather", "ring"]
 TENSOR = ("kv_heads", "ffn", "vocab")
 EXPERTS = ("experts", "embedding")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
@@ -40,7 +40,8 @@ class Strategy:
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
-        context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
+        context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
+            around while attention to those at hand is computed.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
@@ -78,6 +79,8 @@ class Strategy:
             border.whole(f"strategy: {name}", getattr(self, name), 1)
         border.whole("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
+        if self.context_kind == "ring" and self.context == 1:
+            raise LayoutError("strategy: context_kind='ring' with context=1; legal are 2 devices of a sequence and more")
         if self.data % self.expert:
             legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
             raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")

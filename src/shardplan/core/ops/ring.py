@@ -161,7 +161,7 @@ class RingAttention(_Rotating):
         kind = wide_name(operands[0].dtype)
         out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
         state = out, own("y1", ring.queries[:, :4])
-        buffers = {"t0": Buffer(ring.most, operands[1].dtype), "t1": Buffer(ring.most, operands[1].dtype)}
+        buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
         run = partial(_tile, causal=self.causal, scale=self._scale(operands[0]))
@@ -180,7 +180,7 @@ class RingAttention(_Rotating):
             if out.buffer == "sum":
                 yield ring.rounded((out,), (out._replace(buffer="y0"),))
 
-        return Lowering(devices, buffers if ring.size > 1 else dict([*buffers.items()][2:]), rounds)
+        return Lowering(devices, buffers, rounds)
 
 
 @dataclass(frozen=True, slots=True)

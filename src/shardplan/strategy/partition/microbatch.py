@@ -23,7 +23,7 @@ from shardplan.core.weighted import weighted
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import LineBlock, flow
-from shardplan.strategy.partition.opening import Refused, opened
+from shardplan.strategy.partition.opening import Refused, in_rounds, opened
 from shardplan.strategy.training import renamed, trained
 
 WEIGHT = "weight"  # the input that says what every sequence counts
@@ -57,13 +57,16 @@ class Microbatch:
 
 
 def microbatch(
-    model: Model, stages: int, count: int, recompute: Recompute, refused: Refused, *, even: bool = True
+    model: Model, stages: int, count: int, recompute: Recompute, refused: Refused, *, even: bool = True,
+    rounds: bool = False,
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages.
 
-    Where they are not `even`, an input `weight` says what every sequence counts in the loss.
+    Where they are not `even`, an input `weight` says what every sequence counts in the loss. With `rounds` ops are in
+    rounds where they can be.
     """
     program = model.forward or model.program
+    program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
     if not even:
         program = _weighted(program, dims)
