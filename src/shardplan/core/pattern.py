@@ -2,7 +2,7 @@
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
 point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program, or the rounds of a step, do,
-again and again, and an `AtOnce` what moves do that are posted together.
+again and again, and an `AtOnce` what moves do that are posted together, or a kernel beside messages.
 """
 
 from __future__ import annotations
