@@ -14,46 +14,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, infer
-from shardplan.core.layout import Layout
-from shardplan.core.lowering import (
-    Block,
-    Boxes,
-    Buffer,
-    Copy,
-    Group,
-    Ints,
-    Kernel,
-    LocalKernel,
-    Lowering,
-    Put,
-    Region,
-    Round,
-    Take,
-    run_of,
-)
-from shardplan.core.namespace import Namespace, Tensor, wide
+from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
+from shardplan.core.namespace import wide
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
 from shardplan.core.ops.compute import common_dtype
-from shardplan.core.ops.indexing import Iota
-from shardplan.core.ops.movement import AllGather
+from shardplan.core.ops.movement import AllGather, Slice
 from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
+from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, Ring, Tile, own, tile_backward, tile_forward
+from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 
-MASKED = -1e30  # what a masked score is set to
 _PAIRS = 6  # operations on a score beside products: scale, mask, maximum, difference, exponential, sum
 _PAIRS_BACK = 5  # and in the gradient: scale, mask, difference, exponential, product
-_SEQUENCE = 1  # the dim of all operands
 
 
 def wide_name(dtype: str) -> str:
@@ -67,10 +50,14 @@ class _Rotating(Overlapped):
 
     causal: bool = True
     scale: float = 0.0
+    zigzag: int = 1
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the sequence, round which tiles go."""
-        return t.layout.dims[_SEQUENCE]
+        return t.layout.dims[SEQUENCE]
+
+    def _order(self, q: TensorType) -> Zigzag | None:
+        return Zigzag(q.shape[SEQUENCE], self.zigzag) if self.causal else None
 
     def _scale(self, q: TensorType) -> float:
         return self.scale or q.shape[-1] ** -0.5
@@ -81,14 +68,15 @@ class _Rotating(Overlapped):
         x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
         if not self.causal:
             return x
-        row = d(Iota("i32", (t.shape[1], 1, 1, 1), 0, Layout((t.layout.dims[1], (), (), ())), t.mesh))
-        column = d(Iota("i32", (u.shape[1],), 0, Layout(((),)), t.mesh))
+        column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
+        axes = self.members(t)
+        row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
         late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
         return d(Elementwise(f"where(a, {MASKED}, b)"), late, x)
 
     def _gathered(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
-        return d(AllGather(_SEQUENCE, axes), name) if axes else name
+        return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
 def _wide(d: Draft, name: str) -> str:
@@ -104,7 +92,9 @@ def _as(d: Draft, name: str, dtype: str) -> str:
 class RingAttention(_Rotating):
     """As `Attention` of queries `[b s g r d]`, keys `[b s g d]` and values `[b s g e]`, the sequence cut alike.
 
-    Results are `[b s g r e]` and the log-sum-exp of the scores `[b s g r]`, in f32 or wider.
+    Results are `[b s g r e]` and the log-sum-exp of the scores `[b s g r]`, in f32 or wider. What is causal goes by
+    positions, of which the sequence has the zigzag order over so many tiles (`zigzag`): cut into as many, every device
+    has as much to do, and else the last has most.
 
     >>> q, k = (TensorType.parse(f"f32[2, 12@c, 4, {dims}8]", "c=3") for dims in ("2, ", ""))
     >>> op = RingAttention()
@@ -153,18 +143,18 @@ class RingAttention(_Rotating):
         came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
         inner = draft(Einsum("bsgre,bsgre->bsgr"), _wide(draft, came), _wide(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
-        return draft.every(RingAttentionBackward(self.causal, self.scale), *operands, results[1], inner, came)
+        return draft.every(RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came)
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """As many rounds as tiles, in all but the last of which they go on."""
-        ring = _Ring(self.members(operands[1]), operands, devices, self.causal)
+        ring = Ring(self.members(operands[1]), operands, devices, self._order(operands[0]))
         kind = wide_name(operands[0].dtype)
         out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
         state = out, own("y1", ring.queries[:, :4])
         buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
-        run = partial(_tile, causal=self.causal, scale=self._scale(operands[0]))
+        run = partial(tile_forward, scale=self._scale(operands[0]), order=self._order(operands[0]))
         work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS
 
         def rounds() -> Iterator[Round]:
@@ -236,7 +226,7 @@ class RingAttentionBackward(_Rotating):
         found = [d(Einsum("bsgrt,btgd->bsgrd"), ds, k)]
         for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
             made = d(Einsum(spec), x, y)
-            found.append(d(ReduceScatter(_SEQUENCE, axes), made) if axes else made)
+            found.append(d(ReduceScatter(SEQUENCE, axes), made) if axes else made)
         return d.done(*(_as(d, name, of) for name in found))
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
@@ -245,7 +235,7 @@ class RingAttentionBackward(_Rotating):
         In a round the cotangents of the tile before go on behind the tile: in one message with it where they are of its
         dtype. What a device adds to those that come it computes meanwhile.
         """
-        ring = _Ring(self.members(operands[1]), operands, devices, self.causal)
+        ring = Ring(self.members(operands[1]), operands, devices, self._order(operands[0]))
         dtype, kind = operands[0].dtype, wide_name(operands[0].dtype)
         joint, alone = dtype == kind, ring.size == 1
         buffers = {f"t{k}": Buffer((1 + joint) * ring.most * (k or not alone), dtype) for k in (0, 1)}
@@ -254,7 +244,7 @@ class RingAttentionBackward(_Rotating):
             buffers["sum"] = Buffer(np.prod(ring.queries, axis=1), kind)
         buffers["part"] = Buffer(ring.most * (not alone), kind)
         dq = own("y0" if joint else "sum", ring.queries)
-        run = partial(_tile_back, causal=self.causal, scale=self._scale(operands[0]))
+        run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
         work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK
 
         def sums(r: int) -> Tile:
@@ -288,156 +278,3 @@ class RingAttentionBackward(_Rotating):
             yield ring.rounded((dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into)
 
         return Lowering(devices, buffers, rounds)
-
-
-class Tile(NamedTuple):
-    """Keys and values, or their cotangents, one behind the other in a buffer."""
-
-    buffer: str
-    start: Ints  # int64 [devices]
-    keys: Ints  # the shapes, int64 [devices, 4]
-    values: Ints
-
-    @property
-    def elements(self) -> Ints:
-        """Of both."""
-        return np.prod(self.keys, axis=1) + np.prod(self.values, axis=1)
-
-    @property
-    def blocks(self) -> tuple[Block, Block]:
-        """Keys, and values."""
-        first = Block(self.buffer, self.start, self.keys)
-        return first, Block(self.buffer, self.start + first.elements, self.values)
-
-    @property
-    def region(self) -> Region:
-        """Both."""
-        return run_of(self.buffer, self.start, self.elements)
-
-
-def own(buffer: str, shape: Ints, *more: int) -> Block:
-    """Return a whole buffer of a shape, int64 [devices, ndim], with `more` dims."""
-    live = shape.any(axis=1)[:, None] * np.array(more, dtype=np.int64)
-    return Block(buffer, np.zeros(len(shape), dtype=np.int64), np.concatenate([shape, live], axis=1))
-
-
-class _Ring:
-    """Who holds what in the rounds of some devices: in round r the tile of the r-th member before it is at hand.
-
-    `size` is how many tiles there are, `most` the elements of the largest; `queries` the shape of a device's own.
-    """
-
-    def __init__(
-        self, axes: tuple[str, ...], operands: Sequence[TensorType], devices: Ints, causal: bool
-    ) -> None:
-        self.queried, self.keyed, self.valued = operands[:3]
-        self.group, self.causal = Group(self.keyed, axes, devices), causal
-        self.size = self.group.size
-        self.queries, self.first = self._box(self.queried, 0)
-        self.most = np.max([self.tile(r).elements for r in range(self.size)], axis=0)
-
-    def _box(self, t: TensorType, r: int) -> tuple[Ints, Ints]:
-        """The shape of a tile, 0 on idle devices, and where it begins in the sequence."""
-        held = Boxes(t, self.group.place(self.group.me - r))
-        shape = (held.boxes[:, :, 1] - held.boxes[:, :, 0]) * held.live[:, None]
-        return shape, held.boxes[:, _SEQUENCE, 0]
-
-    def tile(self, r: int, buffer: str = "t0", start: Ints | int = 0) -> Tile:
-        """Return the tile of round r where it lies in a buffer; that of as many rounds as tiles is the device's own."""
-        at = np.zeros(len(self.queries), dtype=np.int64) + start
-        return Tile(buffer, at, self._box(self.keyed, r)[0], self._box(self.valued, r)[0])
-
-    def at_hand(self, r: int) -> tuple[Block, Block]:
-        """Return the keys and values of round r."""
-        if r:
-            return self.tile(r, f"t{r % 2}").blocks
-        found = self.tile(0)
-        return own("x1", found.keys), own("x2", found.values)
-
-    def loaded(self) -> Iterator[Round]:
-        """Yield what puts a device's own keys and values one behind the other, so that they go in one message."""
-        if self.size > 1:
-            zero = np.zeros(len(self.queries), dtype=np.int64)
-            into = (run_of(b.buffer, b.start, b.elements) for b in self.tile(0).blocks)
-            given = (run_of(b.buffer, zero, b.elements) for b in self.at_hand(0))
-            yield Round(meanwhile=tuple(map(Copy, given, into)))
-
-    def put(self, buffer: str, elements: Ints, start: Ints | int = 0) -> Put:
-        """Send to the next member."""
-        return self.group.put(self.group.me + 1, run_of(buffer, start + 0 * elements, elements))
-
-    def take(self, buffer: str, elements: Ints, start: Ints | int = 0) -> Take:
-        """Receive from the member before."""
-        return self.group.take(self.group.me - 1, run_of(buffer, start + 0 * elements, elements))
-
-    def kernel(
-        self, run: LocalKernel, sources: tuple[Block, ...], targets: tuple[Block, ...], r: int, work: float
-    ) -> Kernel:
-        """Return what computes with the tile of round r, of so many operations a pair; no device a masked tile."""
-        shape, start = self._box(self.keyed, r)
-        low, high = self.first, self.first + self.queries[:, _SEQUENCE]
-        end = start + shape[:, _SEQUENCE]
-        live = self.queries.all(axis=1) & shape.all(axis=1)
-        pairs = (high - low) * (end - start)
-        if self.causal:
-            live &= start < high
-            pairs = _seen(high, start, end) - _seen(low, start, end)
-        heads = self.queries[:, 0] * self.queries[:, 2] * self.queries[:, 3]
-        return Kernel(run, sources, targets, np.stack([low, start], axis=1), live, work * heads * pairs)
-
-    def rounded(self, sources: tuple[Block, ...], targets: tuple[Block, ...]) -> Round:
-        """Return a round that writes blocks into results."""
-        none = np.zeros((len(self.queries), 0), dtype=np.int64)
-        live = np.any([b.elements > 0 for b in sources], axis=0)
-        return Round(kernels=(Kernel(_same, sources, targets, none, live, np.zeros(len(live))),))
-
-
-def _seen(end: Ints, start: Ints, stop: Ints) -> Ints:
-    """How many pairs of a query before `end` and a key from `start` to `stop` are not masked; half on the diagonal."""
-    inside = np.clip(end, start, stop) - start
-    return inside * inside / 2 + np.maximum(end - stop, 0) * (stop - start)
-
-
-def _same(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
-    return arrays
-
-
-def _scores(xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], causal: bool, scale: float) -> Tensor:
-    """Scaled scores `[b s g r t]`; `numbers` are the positions of the first query and key."""
-    x = xp.einsum("bsgrd,btgd->bsgrt", q, k) * scale
-    if not causal:
-        return x
-    row, column = (xp.arange(y.shape[1]) + first for y, first in zip((q, k), numbers, strict=True))
-    late = row[:, None, None, None] < column
-    return xp.where(late, xp.full((), MASKED, xp.dtype(x)), x)
-
-
-def _tile(
-    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], causal: bool, scale: float
-) -> Sequence[Tensor]:
-    """Fold attention to a tile into what was found so far."""
-    q, k, v, *state = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    x = _scores(xp, q, k, numbers, causal, scale)
-    top = xp.reduce("max", x, (4,), True, -np.inf)
-    e = xp.exp(x - top)
-    total = xp.reduce("sum", e, (4,), True, 0)
-    out, lse = xp.einsum("bsgrt,btge->bsgre", e / total, v), (top + xp.log(total))[..., 0]
-    if state:
-        before, known = state
-        most = xp.maximum(known, lse)
-        joint = most + xp.log(xp.exp(known - most) + xp.exp(lse - most))
-        out = before * xp.exp(known - joint)[..., None] + out * xp.exp(lse - joint)[..., None]
-        lse = joint
-    return out, lse
-
-
-def _tile_back(
-    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], causal: bool, scale: float
-) -> Sequence[Tensor]:
-    """Add to the cotangents of queries what a tile brings, and return the tile's own."""
-    q, k, v, lse, less, came, *before = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    p = xp.exp(_scores(xp, q, k, numbers, causal, scale) - lse[..., None])
-    ds = p * (xp.einsum("bsgre,btge->bsgrt", came, v) - less[..., None]) * scale
-    dq = xp.einsum("bsgrt,btgd->bsgrd", ds, k)
-    dk, dv = xp.einsum("bsgrt,bsgrd->btgd", ds, q), xp.einsum("bsgrt,bsgre->btge", p, came)
-    return (dq + before[0] if before else dq), dk, dv

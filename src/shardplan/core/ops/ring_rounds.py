@@ -1,0 +1,166 @@
+"""The rounds in which tiles of keys and values go round, and what is computed with the one at hand; see `ring`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.core.lowering import Block, Boxes, Copy, Group, Ints, Kernel, LocalKernel, Put, Region, Round, Take, run_of
+from shardplan.core.namespace import Namespace, Tensor, wide
+from shardplan.core.ops.zigzag import Zigzag, seen
+from shardplan.core.tensor import TensorType
+
+MASKED = -1e30  # what a masked score is set to
+SEQUENCE = 1  # the dim of all operands along which they are cut
+
+
+class Tile(NamedTuple):
+    """Keys and values, or their cotangents, one behind the other in a buffer."""
+
+    buffer: str
+    start: Ints  # int64 [devices]
+    keys: Ints  # the shapes, int64 [devices, 4]
+    values: Ints
+
+    @property
+    def elements(self) -> Ints:
+        """Of both."""
+        return np.prod(self.keys, axis=1) + np.prod(self.values, axis=1)
+
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """Keys, and values."""
+        first = Block(self.buffer, self.start, self.keys)
+        return first, Block(self.buffer, self.start + first.elements, self.values)
+
+    @property
+    def region(self) -> Region:
+        """Both."""
+        return run_of(self.buffer, self.start, self.elements)
+
+
+def own(buffer: str, shape: Ints, *more: int) -> Block:
+    """Return a whole buffer of a shape, int64 [devices, ndim], with `more` dims."""
+    live = shape.any(axis=1)[:, None] * np.array(more, dtype=np.int64)
+    return Block(buffer, np.zeros(len(shape), dtype=np.int64), np.concatenate([shape, live], axis=1))
+
+
+class Ring:
+    """Who holds what in the rounds of some devices: in round r the tile of the r-th member before it is at hand.
+
+    `size` is how many tiles there are, `most` the elements of the largest; `queries` the shape of a device's own. Where
+    an `order` is given a query sees keys up to its own position.
+    """
+
+    def __init__(
+        self, axes: tuple[str, ...], operands: Sequence[TensorType], devices: Ints, order: Zigzag | None
+    ) -> None:
+        self.queried, self.keyed, self.valued = operands[:3]
+        self.group, self.order = Group(self.keyed, axes, devices), order
+        self.size = self.group.size
+        self.queries, self.first = self._box(self.queried, 0)
+        self.most = np.max([self.tile(r).elements for r in range(self.size)], axis=0)
+
+    def _box(self, t: TensorType, r: int) -> tuple[Ints, Ints]:
+        """The shape of a tile, 0 on idle devices, and where it begins in the sequence."""
+        held = Boxes(t, self.group.place(self.group.me - r))
+        shape = (held.boxes[:, :, 1] - held.boxes[:, :, 0]) * held.live[:, None]
+        return shape, held.boxes[:, SEQUENCE, 0]
+
+    def tile(self, r: int, buffer: str = "t0", start: Ints | int = 0) -> Tile:
+        """Return the tile of round r where it lies in a buffer; that of as many rounds as tiles is the device's own."""
+        at = np.zeros(len(self.queries), dtype=np.int64) + start
+        return Tile(buffer, at, self._box(self.keyed, r)[0], self._box(self.valued, r)[0])
+
+    def at_hand(self, r: int) -> tuple[Block, Block]:
+        """Return the keys and values of round r."""
+        if r:
+            return self.tile(r, f"t{r % 2}").blocks
+        found = self.tile(0)
+        return own("x1", found.keys), own("x2", found.values)
+
+    def loaded(self) -> Iterator[Round]:
+        """Yield what puts a device's own keys and values one behind the other, so that they go in one message."""
+        if self.size > 1:
+            zero = np.zeros(len(self.queries), dtype=np.int64)
+            into = (run_of(b.buffer, b.start, b.elements) for b in self.tile(0).blocks)
+            given = (run_of(b.buffer, zero, b.elements) for b in self.at_hand(0))
+            yield Round(meanwhile=tuple(map(Copy, given, into)))
+
+    def put(self, buffer: str, elements: Ints, start: Ints | int = 0) -> Put:
+        """Send to the next member."""
+        return self.group.put(self.group.me + 1, run_of(buffer, start + 0 * elements, elements))
+
+    def take(self, buffer: str, elements: Ints, start: Ints | int = 0) -> Take:
+        """Receive from the member before."""
+        return self.group.take(self.group.me - 1, run_of(buffer, start + 0 * elements, elements))
+
+    def kernel(
+        self, run: LocalKernel, sources: tuple[Block, ...], targets: tuple[Block, ...], r: int, work: float
+    ) -> Kernel:
+        """Return what computes with the tile of round r, of so many operations a pair; no device a masked tile."""
+        shape, start = self._box(self.keyed, r)
+        low, high = self.first, self.first + self.queries[:, SEQUENCE]
+        end = start + shape[:, SEQUENCE]
+        live = self.queries.all(axis=1) & shape.all(axis=1)
+        pairs = (high - low) * (end - start)
+        if self.order is not None:
+            found, pairs = seen(self.order.within(low, high), self.order.within(start, end))
+            live &= found
+        heads = self.queries[:, 0] * self.queries[:, 2] * self.queries[:, 3]
+        return Kernel(run, sources, targets, np.stack([low, start], axis=1), live, work * heads * pairs)
+
+    def rounded(self, sources: tuple[Block, ...], targets: tuple[Block, ...]) -> Round:
+        """Return a round that writes blocks into results."""
+        none = np.zeros((len(self.queries), 0), dtype=np.int64)
+        live = np.any([b.elements > 0 for b in sources], axis=0)
+        return Round(kernels=(Kernel(same, sources, targets, none, live, np.zeros(len(live))),))
+
+
+def same(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
+    return arrays
+
+
+def _scores(xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], scale: float, order: Zigzag | None) -> Tensor:
+    """Scaled scores `[b s g r t]`; `numbers` are the indices of the first query and key."""
+    x = xp.einsum("bsgrd,btgd->bsgrt", q, k) * scale
+    if order is None:
+        return x
+    row, column = (
+        order.positions(xp, xp.arange(y.shape[1]) + first) for y, first in zip((q, k), numbers, strict=True)
+    )
+    late = row[:, None, None, None] < column
+    return xp.where(late, xp.full((), MASKED, xp.dtype(x)), x)
+
+
+def tile_forward(
+    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], scale: float, order: Zigzag | None
+) -> Sequence[Tensor]:
+    """Fold attention to a tile into what was found so far."""
+    q, k, v, *state = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
+    x = _scores(xp, q, k, numbers, scale, order)
+    top = xp.reduce("max", x, (4,), True, -np.inf)
+    e = xp.exp(x - top)
+    total = xp.reduce("sum", e, (4,), True, 0)
+    out, lse = xp.einsum("bsgrt,btge->bsgre", e / total, v), (top + xp.log(total))[..., 0]
+    if state:
+        before, known = state
+        most = xp.maximum(known, lse)
+        joint = most + xp.log(xp.exp(known - most) + xp.exp(lse - most))
+        out = before * xp.exp(known - joint)[..., None] + out * xp.exp(lse - joint)[..., None]
+        lse = joint
+    return out, lse
+
+
+def tile_backward(
+    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], scale: float, order: Zigzag | None
+) -> Sequence[Tensor]:
+    """Add to the cotangents of queries what a tile brings, and return the tile's own."""
+    q, k, v, lse, less, came, *before = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
+    p = xp.exp(_scores(xp, q, k, numbers, scale, order) - lse[..., None])
+    ds = p * (xp.einsum("bsgre,btge->bsgrt", came, v) - less[..., None]) * scale
+    dq = xp.einsum("bsgrt,btgd->bsgrd", ds, k)
+    dk, dv = xp.einsum("bsgrt,bsgrd->btgd", ds, q), xp.einsum("bsgrt,bsgre->btge", p, came)
+    return (dq + before[0] if before else dq), dk, dv
