@@ -14,7 +14,7 @@ from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
 
-ContextKind = Literal["ulysses", "gather", "ring"]
+ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
 TENSOR = ("kv_heads", "ffn", "vocab")
 EXPERTS = ("experts", "embedding")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
@@ -41,7 +41,8 @@ class Strategy:
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
-            around while attention to those at hand is computed.
+            around while attention to those at hand is computed, `zigzag` too, of a sequence in an order that gives every
+            device as much of a causal mask.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
@@ -79,8 +80,9 @@ class Strategy:
             border.whole(f"strategy: {name}", getattr(self, name), 1)
         border.whole("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
-        if self.context_kind == "ring" and self.context == 1:
-            raise LayoutError("strategy: context_kind='ring' with context=1; legal are 2 devices of a sequence and more")
+        if self.rotates and self.context == 1:
+            kind = self.context_kind
+            raise LayoutError(f"strategy: context_kind={kind!r} with context=1; legal are 2 devices of a sequence and more")
         if self.data % self.expert:
             legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
             raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")
@@ -114,6 +116,11 @@ class Strategy:
             border.names("strategy: recompute", self.recompute)
         if self.fsdp and self.zero not in (0, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys and values go round the context."""
+        return self.context_kind in ("ring", "zigzag")
 
     @property
     def microbatches(self) -> int:

@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased
 from shardplan.core.tensor import TensorType
@@ -82,6 +85,7 @@ class Job:
 
     `programs` has by stage and kind of action (F, B, OPT) a program. Its inputs are state, by name; rows of a batch;
     what the stage's F saved; and what comes from other stages. Of its results `next.x` takes the place of x.
+    Arrays are given in the order of positions, and go to programs in that of `order`.
     `results` are the model's, each with its dim `batch`, or None where microbatches add up.
     """
 
@@ -102,6 +106,12 @@ class Job:
     def stages(self) -> int:
         """How many stages it has."""
         return 1 + max(stage for stage, _ in self.programs)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The positions of the elements of a sequence as programs take them, int64; None where in their own order."""
+        fields = self.model.fields
+        return Zigzag(fields["seq"], fields["zigzag"]).order() if self.strategy.context_kind == "zigzag" else None
 
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""
