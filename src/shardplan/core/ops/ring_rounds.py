@@ -57,22 +57,35 @@ class Ring:
     def __init__(
         self, axes: tuple[str, ...], operands: Sequence[TensorType], devices: Ints, order: Zigzag | None
     ) -> None:
-        self.queried, self.keyed, self.valued = operands[:3]
-        self.group, self.order = Group(self.keyed, axes, devices), order
+        queried, keyed, valued = operands[:3]
+        self.group = Group(keyed, axes, devices)
         self.size = self.group.size
-        self.queries, self.first = self._box(self.queried, 0)
-        self.most = np.max([self.tile(r).elements for r in range(self.size)], axis=0)
+        cuts = keyed.boxes()[keyed.mesh.group_places(axes)[0], SEQUENCE]  # of every member
+        self.starts, self.sizes = cuts[:, 0], cuts[:, 1] - cuts[:, 0]
+        self.queries, self.keys, self.values = (self._shape(t) for t in (queried, keyed, valued))
+        self.most = self._long(self.keys, self.sizes.max()).prod(axis=1) + self._long(self.values, self.sizes.max()).prod(axis=1)
+        pairs = self.sizes[:, None] * self.sizes
+        self.seen = pairs > 0, pairs
+        if order is not None:
+            low, high = order.within(self.starts, self.starts + self.sizes)
+            self.seen = seen((low[:, None], high[:, None]), (low[None], high[None]))
 
-    def _box(self, t: TensorType, r: int) -> tuple[Ints, Ints]:
-        """The shape of a tile, 0 on idle devices, and where it begins in the sequence."""
-        held = Boxes(t, self.group.place(self.group.me - r))
-        shape = (held.boxes[:, :, 1] - held.boxes[:, :, 0]) * held.live[:, None]
-        return shape, held.boxes[:, SEQUENCE, 0]
+    def _shape(self, t: TensorType) -> Ints:
+        """The shapes of devices' own shards, 0 on idle ones."""
+        held = Boxes(t, self.group.places)
+        return (held.boxes[:, :, 1] - held.boxes[:, :, 0]) * self.group.live[:, None]
+
+    def _long(self, shape: Ints, size: Ints) -> Ints:
+        """Shapes with another part of the sequence."""
+        found = shape.copy()
+        found[:, SEQUENCE] = np.where(self.group.live, size, 0)
+        return found
 
     def tile(self, r: int, buffer: str = "t0", start: Ints | int = 0) -> Tile:
         """Return the tile of round r where it lies in a buffer; that of as many rounds as tiles is the device's own."""
         at = np.zeros(len(self.queries), dtype=np.int64) + start
-        return Tile(buffer, at, self._box(self.keyed, r)[0], self._box(self.valued, r)[0])
+        size = self.sizes[(self.group.me - r) % self.size]
+        return Tile(buffer, at, self._long(self.keys, size), self._long(self.values, size))
 
     def at_hand(self, r: int) -> tuple[Block, Block]:
         """Return the keys and values of round r."""
@@ -101,16 +114,11 @@ class Ring:
         self, run: LocalKernel, sources: tuple[Block, ...], targets: tuple[Block, ...], r: int, work: float
     ) -> Kernel:
         """Return what computes with the tile of round r, of so many operations a pair; no device a masked tile."""
-        shape, start = self._box(self.keyed, r)
-        low, high = self.first, self.first + self.queries[:, SEQUENCE]
-        end = start + shape[:, SEQUENCE]
-        live = self.queries.all(axis=1) & shape.all(axis=1)
-        pairs = (high - low) * (end - start)
-        if self.order is not None:
-            found, pairs = seen(self.order.within(low, high), self.order.within(start, end))
-            live &= found
+        mine, other = self.group.me % self.size, (self.group.me - r) % self.size
+        live, pairs = (table[mine, other] for table in self.seen)
         heads = self.queries[:, 0] * self.queries[:, 2] * self.queries[:, 3]
-        return Kernel(run, sources, targets, np.stack([low, start], axis=1), live, work * heads * pairs)
+        numbers = np.stack([self.starts[mine], self.starts[other]], axis=1)
+        return Kernel(run, sources, targets, numbers, live & self.queries.all(axis=1), work * heads * pairs)
 
     def rounded(self, sources: tuple[Block, ...], targets: tuple[Block, ...]) -> Round:
         """Return a round that writes blocks into results."""

@@ -70,16 +70,13 @@ class Zigzag(NamedTuple):
         return np.array([run for run in found if run[0] < run[1]])
 
     def within(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-        """Return the runs of some tiles, indices int64 [devices]: first position, and the one behind the last."""
-        ends, at = np.unique(np.stack([start, stop]), axis=1, return_inverse=True)
+        """Return the runs of tiles, indices int64 [tiles]: first position, and the one behind the last, [tiles, runs]."""
         first, last, position = self.runs().T
-        low, high = np.maximum(ends[0][:, None], first), np.minimum(ends[1][:, None], last)
+        low, high = np.maximum(start[:, None], first), np.minimum(stop[:, None], last)
         none = low >= high
-        most = int((~none).sum(axis=1).max(initial=0))
-        few = np.argsort(none, axis=1, kind="stable")[:, :most]
-        begin = position + low - first
-        size = np.where(none, 0, high - low)
-        begin, size = (np.take_along_axis(x, few, axis=1)[at.reshape(-1)] for x in (begin, size))
+        few = np.argsort(none, axis=1, kind="stable")[:, : int((~none).sum(axis=1).max(initial=0))]
+        begin, size = position + low - first, np.where(none, 0, high - low)
+        begin, size = (np.take_along_axis(x, few, axis=1) for x in (begin, size))
         return begin, begin + size
 
     def written(self, write: Callable[..., str], mesh: Mesh) -> str:
@@ -100,14 +97,14 @@ class Zigzag(NamedTuple):
 def seen(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """Return whether any query of runs sees any key of others, and how many pairs: half of those on the diagonal.
 
-    Runs are their first positions, and those behind the last: int64 [devices, runs].
+    Runs are their first positions, and those behind the last: int64 [..., runs].
     """
-    low, high = (x[:, :, None] for x in queries)
-    start, stop = (x[:, None, :] for x in keys)
+    low, high = (x[..., :, None] for x in queries)
+    start, stop = (x[..., None, :] for x in keys)
 
     def before(end: Ints) -> Any:
         inside = np.clip(end, start, stop) - start
         return inside * inside / 2 + np.maximum(end - stop, 0) * (stop - start)
 
     there = (low < high) & (start < stop) & (start < high)
-    return there.any(axis=(1, 2)), (before(high) - before(low)).sum(axis=(1, 2))
+    return there.any(axis=(-2, -1)), (before(high) - before(low)).sum(axis=(-2, -1))
