@@ -35,8 +35,8 @@ from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 
-_PAIRS = 6  # operations on a score beside products: scale, mask, maximum, difference, exponential, sum
-_PAIRS_BACK = 5  # and in the gradient: scale, mask, difference, exponential, product
+_PAIRS = 6  # operations on a score beside products: scale, maximum, difference, exponential, sum, quotient; and a mask
+_PAIRS_BACK = 6  # in the gradient: scale, two differences, exponential, two products; and a mask
 
 
 def wide_name(dtype: str) -> str:
@@ -155,7 +155,7 @@ class RingAttention(_Rotating):
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
         run = partial(tile_forward, scale=self._scale(operands[0]), order=self._order(operands[0]))
-        work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS
+        work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS + self.causal
 
         def rounds() -> Iterator[Round]:
             yield from ring.loaded()
@@ -245,7 +245,7 @@ class RingAttentionBackward(_Rotating):
         buffers["part"] = Buffer(ring.most * (not alone), kind)
         dq = own("y0" if joint else "sum", ring.queries)
         run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
-        work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK
+        work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
 
         def sums(r: int) -> Tile:
             """The cotangents of the tile of round r, behind it."""

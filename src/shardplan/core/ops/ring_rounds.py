@@ -118,7 +118,7 @@ class Ring:
         live, pairs = (table[mine, other] for table in self.seen)
         heads = self.queries[:, 0] * self.queries[:, 2] * self.queries[:, 3]
         numbers = np.stack([self.starts[mine], self.starts[other]], axis=1)
-        return Kernel(run, sources, targets, numbers, live & self.queries.all(axis=1), work * heads * pairs)
+        return Kernel(run, sources, targets, numbers, live & self.group.live, work * heads * pairs)
 
     def rounded(self, sources: tuple[Block, ...], targets: tuple[Block, ...]) -> Round:
         """Return a round that writes blocks into results."""
