@@ -12,7 +12,7 @@ from gradient_examples import Lettered, _torch, back
 from shardplan.core.accounting import account
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
-from shardplan.core.ops import Attention, RingAttention
+from shardplan.core.ops import Attention, RingAttention, RingAttentionBackward
 from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.pattern import AtOnce, InTurn, Messages, StepPattern, Work
@@ -121,7 +121,12 @@ def test_every_other_tile_comes_once_and_two_are_staged(cut: tuple[Any, ...]) ->
     assert (op.rounds(*given), rear.rounds(*more)) == (rounds, rounds + 2 * (rounds > 0))
     sums = 0 if k.itemsize >= 4 else given[0].elements().max() // 8 * 5 * wide  # of the result, where it is narrow
     assert op.staging(*given) == 2 * tiles.max() * k.itemsize * (rounds > 0) + sums
-    assert account(Program({"q": given[0], "k": k, "v": v}, [Step(op, ("q", "k", "v"), ("y", "l"))], ("y",))).received.tolist() == op.received(*given).tolist()
+    assert (
+        account(
+            Program({"q": given[0], "k": k, "v": v}, [Step(op, ("q", "k", "v"), ("y", "l"))], ("y",))
+        ).received.tolist()
+        == op.received(*given).tolist()
+    )
 
 
 def test_it_holds_two_tiles_where_gathering_holds_all() -> None:
@@ -130,7 +135,7 @@ def test_it_holds_two_tiles_where_gathering_holds_all() -> None:
     held = sum(t.local_bytes() for t in given)
     op = RingAttention()
     made = sum(t.local_bytes() for t in op.infer(*given))
-    inputs = {name: t for name, t in zip("qkv", given, strict=True)}
+    inputs = dict(zip("qkv", given, strict=True))
     ring = account(Program(inputs, [Step(op, tuple("qkv"), ("y", "lse"))], ("y",)))
     tile = given[1].local_bytes() + given[2].local_bytes()
     assert ring.workspace_bytes == pytest.approx(held + made + 2 * tile, rel=0.01)
@@ -152,10 +157,12 @@ def test_operations_are_those_of_attention_and_zigzag_deals_them_out_evenly(size
         assert max(work[1]) == min(work[1])
         assert max(work[0]) / sum(work[0]) == pytest.approx(7 / 16 if causal else 1 / 4)
     forward, rear = both(RingAttention(zigzag=4), given)
-    assert rear[0].flops(*rear[1]) / forward[0].flops(*forward[1]) == pytest.approx((6 * 8 + 4 * 5 + 7) / (2 * 8 + 2 * 5 + 7))
+    assert rear[0].flops(*rear[1]) / forward[0].flops(*forward[1]) == pytest.approx(
+        (6 * 8 + 4 * 5 + 7) / (2 * 8 + 2 * 5 + 7)
+    )
     uneven = types(size + 1, "c=4", "@c")
     most, all_of = RingAttention(zigzag=4).flops(*uneven), RingAttention().flops(*uneven)
-    assert most < 0.7 * all_of
+    assert most < 0.8 * all_of
 
 
 def _work(op: RingAttention, given: tuple[TensorType, ...]) -> list[float]:
@@ -221,6 +228,9 @@ def test_what_cannot_go_round_is_said() -> None:
     scalar = TensorType("i32", (), (), q.mesh)
     assert Attention().in_rounds(q, longer, longer) is None
     assert Attention().in_rounds(q, k, v, scalar) is None
+    for op in (RingAttention, RingAttentionBackward):
+        with pytest.raises(TypingError, match=f"{op.name}: zigzag is 0; legal is a whole number of at least 1"):
+            op(zigzag=0)
     with pytest.raises(TypingError, match=r"zigzag=2 of .* with keys .*; legal is 1, or a sequence and itself"):
         Attention(zigzag=2).infer(q.with_layout(Layout(())), longer, longer)
 

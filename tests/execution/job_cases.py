@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
     "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
     "llama ring": ("llama", SGD, {"context": 4, "context_kind": "ring"}),
-    "odd ring tensor": ("odd", SGD, {"context": 2, "context_kind": "ring", "tensor": 2}),
+    "odd zigzag tensor": ("odd", SGD, {"context": 2, "context_kind": "zigzag", "tensor": 2}),
     "gpt tensor data": ("gpt", SGD, {"tensor": 2, "data": 2}),
     "gpt 1f1b": ("gpt", SGD, {"pipeline": 2, "data": 2, "global_batch": 5}),
     "gpt gpipe": ("gpt", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 3, "schedule": "gpipe"}),
@@ -53,7 +53,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
     ),
 }
-MPI = ("odd ring tensor", "llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved")
+MPI = (
+    "odd zigzag tensor",
+    "llama fsdp sequence",
+    "llama 1f1b",
+    "gpt gpipe",
+    "moe expert tensor",
+    "dlrm tensor data",
+    "mlp interleaved",
+)
 JAX = ("llama ring", "llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import Block, Copy, Kernel, Lowering, Region, matched
+from shardplan.core.lowering import BufferBlock, Copy, Kernel, Lowering, Region, matched
 from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Array
 
@@ -52,7 +52,7 @@ def _run_kernel(held: Mapping[str, Sequence[Array]], kernel: Kernel) -> None:
             _block(held, block, row)[...] = x.reshape(-1)
 
 
-def _block(held: Mapping[str, Sequence[Array]], block: Block, row: int) -> Array:
+def _block(held: Mapping[str, Sequence[Array]], block: BufferBlock, row: int) -> Array:
     start = int(block.start[row])
     return held[block.buffer][row].reshape(-1)[start : start + int(block.elements[row])]
 

@@ -100,7 +100,7 @@ Action = Put | Take | Copy
 LocalKernel = Callable[[Namespace, Sequence[Tensor], Sequence[Any]], Sequence[Tensor]]
 
 
-class Block(NamedTuple):
+class BufferBlock(NamedTuple):
     """Elements of a buffer in a row, as an array."""
 
     buffer: str
@@ -122,8 +122,8 @@ class Kernel:
     """
 
     run: LocalKernel
-    sources: tuple[Block, ...]
-    targets: tuple[Block, ...]
+    sources: tuple[BufferBlock, ...]
+    targets: tuple[BufferBlock, ...]
     numbers: Ints  # int64 [devices, n]
     live: Ints  # bool [devices]
     flops: Ints  # float64 [devices]

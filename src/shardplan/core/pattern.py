@@ -87,6 +87,13 @@ def communicates(pattern: Pattern) -> bool:
     return isinstance(pattern, Groups | Messages)
 
 
+def computes(pattern: Pattern) -> bool:
+    """Say whether it is kernels, and nothing else."""
+    if isinstance(pattern, InTurn | AtOnce):
+        return bool(pattern.steps) and all(computes(step.pattern) for step in pattern.steps)
+    return isinstance(pattern, Work)
+
+
 def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
     """Return the ids that take part in a step with this pattern whose op is on these devices, ascending.
 

@@ -349,7 +349,9 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
             raise LayoutError(
                 f"run of a job: {name} is of dtype {x.dtype} and shape {x.shape}; legal is {dtype} and {tuple(shape)}"
             )
-        found[name] = x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))
+        found[name] = (
+            x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))
+        )
     for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
         more = (
             [

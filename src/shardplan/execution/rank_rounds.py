@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.core.box_table import runs
-from shardplan.core.lowering import Block, Copy, Kernel, LocalKernel, Put, Region, Take
+from shardplan.core.lowering import BufferBlock, Copy, Kernel, LocalKernel, Put, Region, Take
 from shardplan.core.namespace import Namespace
 from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
@@ -153,12 +153,12 @@ def rank_rounds(
 
 
 def _kernel(k: Kernel) -> RankKernel:
-    def block(b: Block) -> RankBlock:
+    def block(b: BufferBlock) -> RankBlock:
         start, n = int(b.start[0]), int(b.elements[0])
         return RankBlock(b.buffer, start, start + n, tuple(b.shape[0].tolist()))
 
-    ends = (tuple(map(block, blocks)) for blocks in (k.sources, k.targets))
-    return RankKernel(k.run, *ends, tuple(k.numbers[0].tolist()))
+    sources, targets = (tuple(map(block, blocks)) for blocks in (k.sources, k.targets))
+    return RankKernel(k.run, sources, targets, tuple(k.numbers[0].tolist()))
 
 
 def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:

@@ -71,8 +71,8 @@ class PermuteRounds:
     def received(self) -> dict[int, int]:
         """Return the bytes that each device receives, padding included, by id."""
         out = dict.fromkeys(self.devices, 0)
-        for one in itertools.chain(*self.batches):
-            for sender, receiver in () if isinstance(one, Kernel) else one.pairs:
+        for one in (p for p in itertools.chain(*self.batches) if isinstance(p, PermuteRound)):
+            for sender, receiver in one.pairs:
                 if sender != receiver:
                     out[self.devices[receiver]] += math.prod(one.shape) * itemsize(self.dtypes[one.target])
         return out
@@ -118,7 +118,9 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 @lru_cache(maxsize=MOST_MOVES)
 def permute_rounds(op: Op, operands: tuple[TensorType, ...]) -> PermuteRounds:
-    """Return the rounds of an op that has a lowering and whose types are even; one in chunks sends the pieces of a permute in as many parts.
+    """Return the rounds of an op that has a lowering and whose types are even.
+
+    One in chunks sends the pieces of a permute in as many parts.
 
     Messages of one shape go in permutes of their own where that costs no permute more, so that nothing is padded.
     """

@@ -83,7 +83,9 @@ class DecoderSizes:
 
     def __post_init__(self) -> None:
         """Derive what is left out, then check."""
-        _check(self, "layers", "hidden", "heads", "seq", "vocab", "batch", "zigzag", "router_groups", "router_groups_kept")
+        _check(
+            self, "layers", "hidden", "heads", "seq", "vocab", "batch", "zigzag", "router_groups", "router_groups_kept"
+        )
         gpt, latent = self.family == "gpt", bool(self.kv_lora_rank)
         if not self.head_dim:
             _divides("heads", self.heads, "hidden", self.hidden)

@@ -41,8 +41,8 @@ class Strategy:
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
-            around while attention to those at hand is computed, `zigzag` too, of a sequence in an order that gives every
-            device as much of a causal mask.
+            around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
+            every device has as much to do under a causal mask.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
@@ -82,7 +82,9 @@ class Strategy:
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
         if self.rotates and self.context == 1:
             kind = self.context_kind
-            raise LayoutError(f"strategy: context_kind={kind!r} with context=1; legal are 2 devices of a sequence and more")
+            raise LayoutError(
+                f"strategy: context_kind={kind!r} with context=1; legal are 2 devices of a sequence and more"
+            )
         if self.data % self.expert:
             legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
             raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")

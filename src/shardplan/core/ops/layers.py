@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
+from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
@@ -168,6 +169,7 @@ class Attention(Composed):
         q, k = counted(self.name, operands[:3], 3)[:2]
         scores = d(Einsum("bsgrd,btgd->bgrst"), _wide(d, "0"), _wide(d, "1"))
         scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
+        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
         if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
             raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
         if self.causal and self.zigzag > 1:

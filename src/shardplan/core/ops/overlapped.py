@@ -42,9 +42,7 @@ class Overlapped(FactorTyped):
         """Run the lowering on all devices."""
         results = self.infer(*types)
         arrays: dict[str, Sequence[Array]] = {f"x{k}": x for k, x in enumerate(operands)}
-        made = [
-            [poison(t.local_shape(k), numpy_dtype(t.dtype)) for k in range(t.mesh.size)] for t in results
-        ]
+        made = [[poison(t.local_shape(k), numpy_dtype(t.dtype)) for k in range(t.mesh.size)] for t in results]
         arrays |= {f"y{k}": y for k, y in enumerate(made)}
         interpret(self.lowering(types, types[0].mesh.ids), arrays, self.name)
         return made
@@ -119,9 +117,7 @@ def _figures(op: Overlapped, operands: tuple[TensorType, ...]) -> _Figures:
             pattern = known[key]
             steps.append(StepPattern(pattern, taking_part(pattern, ids), (len(steps) - 1,) * bool(steps)))
     room = sum((b.elements * widths[name] for name, b in lowering.buffers.items()), np.zeros_like(ids))
-    return _Figures(
-        float(busy.max()), received, sent, rounds, int(room.max()), InTurn(1, tuple(steps))
-    )
+    return _Figures(float(busy.max()), received, sent, rounds, int(room.max()), InTurn(1, tuple(steps)))
 
 
 def _work(kernel: Kernel, dtype: str, widths: dict[str, int]) -> Work | None:
@@ -141,5 +137,3 @@ def _at_once(works: Sequence[Work], joint: RoundMessages | None, ids: Ints) -> P
         found = Messages(joint.sender, joint.receiver, joint.amount.astype(np.float64))
         parts.append(StepPattern(found, taking_part(found, ids)))
     return parts[0].pattern if len(parts) == 1 else AtOnce(tuple(parts))
-
-

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from shardplan.core import border
 from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, infer
@@ -30,10 +31,11 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
-from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, Ring, Tile, own, tile_backward, tile_forward
+from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, own, tile_backward, tile_forward
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 
 _PAIRS = 6  # operations on a score beside products: scale, maximum, difference, exponential, sum, quotient; and a mask
 _PAIRS_BACK = 6  # in the gradient: scale, two differences, exponential, two products; and a mask
@@ -51,6 +53,10 @@ class _Rotating(Overlapped):
     causal: bool = True
     scale: float = 0.0
     zigzag: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the order."""
+        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the sequence, round which tiles go."""
@@ -107,9 +113,7 @@ class RingAttention(_Rotating):
     def rule(self, *operands: TensorType) -> FactorRule:
         """Everything but what is contracted may be cut."""
         common_dtype(self.name, operands)
-        return rule_of(
-            self.name, "[b s g r d] [b s g d] [b s g e] -> [b s g r e] [b s g r] | fixed: d e", operands
-        )
+        return rule_of(self.name, "[b s g r d] [b s g d] [b s g e] -> [b s g r e] [b s g r] | fixed: d e", operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """No sums: scores are exponentiated."""
@@ -143,11 +147,13 @@ class RingAttention(_Rotating):
         came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
         inner = draft(Einsum("bsgre,bsgre->bsgr"), _wide(draft, came), _wide(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
-        return draft.every(RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came)
+        return draft.every(
+            RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
+        )
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """As many rounds as tiles, in all but the last of which they go on."""
-        ring = Ring(self.members(operands[1]), operands, devices, self._order(operands[0]))
+        ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
         kind = wide_name(operands[0].dtype)
         out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
         state = out, own("y1", ring.queries[:, :4])
@@ -196,7 +202,7 @@ class RingAttentionBackward(_Rotating):
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Sums of both cotangents."""
-        return reduction == "sum" and partial == {4, 5}
+        return reduction == "sum" and partial == frozenset({4, 5})
 
     def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
         """Those of the values."""
@@ -235,7 +241,7 @@ class RingAttentionBackward(_Rotating):
         In a round the cotangents of the tile before go on behind the tile: in one message with it where they are of its
         dtype. What a device adds to those that come it computes meanwhile.
         """
-        ring = Ring(self.members(operands[1]), operands, devices, self._order(operands[0]))
+        ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
         dtype, kind = operands[0].dtype, wide_name(operands[0].dtype)
         joint, alone = dtype == kind, ring.size == 1
         buffers = {f"t{k}": Buffer((1 + joint) * ring.most * (k or not alone), dtype) for k in (0, 1)}
@@ -247,7 +253,7 @@ class RingAttentionBackward(_Rotating):
         run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
         work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
 
-        def sums(r: int) -> Tile:
+        def sums(r: int) -> KeyTile:
             """The cotangents of the tile of round r, behind it."""
             ahead = ring.tile(r + 1).elements * (r < ring.size - 1)
             return ring.tile(r, f"t{(r + 1) % 2}", ahead) if joint else ring.tile(r, f"d{(r + 1) % 2}")
@@ -275,6 +281,8 @@ class RingAttentionBackward(_Rotating):
                             (ring.take(home.buffer, home.elements),))  # fmt: skip
             found = (last if alone else home).blocks
             into = own("y1", found[0].shape), own("y2", found[1].shape)
-            yield ring.rounded((dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into)
+            yield ring.rounded(
+                (dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into
+            )
 
         return Lowering(devices, buffers, rounds)

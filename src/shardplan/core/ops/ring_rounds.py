@@ -7,7 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core.lowering import Block, Boxes, Copy, Group, Ints, Kernel, LocalKernel, Put, Region, Round, Take, run_of
+from shardplan.core.lowering import (
+    Boxes,
+    BufferBlock,
+    Copy,
+    Group,
+    Ints,
+    Kernel,
+    LocalKernel,
+    Put,
+    Region,
+    Round,
+    Take,
+    run_of,
+)
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.zigzag import Zigzag, seen
 from shardplan.core.tensor import TensorType
@@ -16,7 +29,7 @@ MASKED = -1e30  # what a masked score is set to
 SEQUENCE = 1  # the dim of all operands along which they are cut
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """Keys and values, or their cotangents, one behind the other in a buffer."""
 
     buffer: str
@@ -30,10 +43,10 @@ class Tile(NamedTuple):
         return np.prod(self.keys, axis=1) + np.prod(self.values, axis=1)
 
     @property
-    def blocks(self) -> tuple[Block, Block]:
+    def blocks(self) -> tuple[BufferBlock, BufferBlock]:
         """Keys, and values."""
-        first = Block(self.buffer, self.start, self.keys)
-        return first, Block(self.buffer, self.start + first.elements, self.values)
+        first = BufferBlock(self.buffer, self.start, self.keys)
+        return first, BufferBlock(self.buffer, self.start + first.elements, self.values)
 
     @property
     def region(self) -> Region:
@@ -41,13 +54,13 @@ class Tile(NamedTuple):
         return run_of(self.buffer, self.start, self.elements)
 
 
-def own(buffer: str, shape: Ints, *more: int) -> Block:
+def own(buffer: str, shape: Ints, *more: int) -> BufferBlock:
     """Return a whole buffer of a shape, int64 [devices, ndim], with `more` dims."""
-    live = shape.any(axis=1)[:, None] * np.array(more, dtype=np.int64)
-    return Block(buffer, np.zeros(len(shape), dtype=np.int64), np.concatenate([shape, live], axis=1))
+    live = (shape.sum(axis=1) > 0)[:, None] * np.array(more, dtype=np.int64)
+    return BufferBlock(buffer, np.zeros(len(shape), dtype=np.int64), np.concatenate([shape, live], axis=1))
 
 
-class Ring:
+class TileRing:
     """Who holds what in the rounds of some devices: in round r the tile of the r-th member before it is at hand.
 
     `size` is how many tiles there are, `most` the elements of the largest; `queries` the shape of a device's own. Where
@@ -63,7 +76,9 @@ class Ring:
         cuts = keyed.boxes()[keyed.mesh.group_places(axes)[0], SEQUENCE]  # of every member
         self.starts, self.sizes = cuts[:, 0], cuts[:, 1] - cuts[:, 0]
         self.queries, self.keys, self.values = (self._shape(t) for t in (queried, keyed, valued))
-        self.most = self._long(self.keys, self.sizes.max()).prod(axis=1) + self._long(self.values, self.sizes.max()).prod(axis=1)
+        self.most = self._long(self.keys, self.sizes.max()).prod(axis=1) + self._long(
+            self.values, self.sizes.max()
+        ).prod(axis=1)
         pairs = self.sizes[:, None] * self.sizes
         self.seen = pairs > 0, pairs
         if order is not None:
@@ -81,13 +96,13 @@ class Ring:
         found[:, SEQUENCE] = np.where(self.group.live, size, 0)
         return found
 
-    def tile(self, r: int, buffer: str = "t0", start: Ints | int = 0) -> Tile:
+    def tile(self, r: int, buffer: str = "t0", start: Ints | int = 0) -> KeyTile:
         """Return the tile of round r where it lies in a buffer; that of as many rounds as tiles is the device's own."""
         at = np.zeros(len(self.queries), dtype=np.int64) + start
         size = self.sizes[(self.group.me - r) % self.size]
-        return Tile(buffer, at, self._long(self.keys, size), self._long(self.values, size))
+        return KeyTile(buffer, at, self._long(self.keys, size), self._long(self.values, size))
 
-    def at_hand(self, r: int) -> tuple[Block, Block]:
+    def at_hand(self, r: int) -> tuple[BufferBlock, BufferBlock]:
         """Return the keys and values of round r."""
         if r:
             return self.tile(r, f"t{r % 2}").blocks
@@ -111,7 +126,7 @@ class Ring:
         return self.group.take(self.group.me - 1, run_of(buffer, start + 0 * elements, elements))
 
     def kernel(
-        self, run: LocalKernel, sources: tuple[Block, ...], targets: tuple[Block, ...], r: int, work: float
+        self, run: LocalKernel, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...], r: int, work: float
     ) -> Kernel:
         """Return what computes with the tile of round r, of so many operations a pair; no device a masked tile."""
         mine, other = self.group.me % self.size, (self.group.me - r) % self.size
@@ -120,7 +135,7 @@ class Ring:
         numbers = np.stack([self.starts[mine], self.starts[other]], axis=1)
         return Kernel(run, sources, targets, numbers, live & self.group.live, work * heads * pairs)
 
-    def rounded(self, sources: tuple[Block, ...], targets: tuple[Block, ...]) -> Round:
+    def rounded(self, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...]) -> Round:
         """Return a round that writes blocks into results."""
         none = np.zeros((len(self.queries), 0), dtype=np.int64)
         live = np.any([b.elements > 0 for b in sources], axis=0)
@@ -128,6 +143,7 @@ class Ring:
 
 
 def same(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
+    """Return what is given, to be rounded."""
     return arrays
 
 
@@ -136,9 +152,7 @@ def _scores(xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], scale: 
     x = xp.einsum("bsgrd,btgd->bsgrt", q, k) * scale
     if order is None:
         return x
-    row, column = (
-        order.positions(xp, xp.arange(y.shape[1]) + first) for y, first in zip((q, k), numbers, strict=True)
-    )
+    row, column = (order.positions(xp, xp.arange(y.shape[1]) + first) for y, first in zip((q, k), numbers, strict=True))
     late = row[:, None, None, None] < column
     return xp.where(late, xp.full((), MASKED, xp.dtype(x)), x)
 

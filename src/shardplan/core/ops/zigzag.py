@@ -1,4 +1,4 @@
-"""The zigzag order of a sequence: of tiles of equal size the first half is early, the second as late (2310.01889 evened).
+"""The zigzag order of a sequence: the first half of every tile is as early as the second is late.
 
 Tile w of W, of ceil(n / W) elements, has the w-th run of positions from the start, then the w-th from the end; a last
 tile that is not full has what is left. So under a causal mask all tiles have as many pairs. Over one tile it is no
@@ -70,7 +70,7 @@ class Zigzag(NamedTuple):
         return np.array([run for run in found if run[0] < run[1]])
 
     def within(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
-        """Return the runs of tiles, indices int64 [tiles]: first position, and the one behind the last, [tiles, runs]."""
+        """Return the runs of tiles, indices int64 [tiles]: first positions and those behind the last, [tiles, runs]."""
         first, last, position = self.runs().T
         low, high = np.maximum(start[:, None], first), np.minimum(stop[:, None], last)
         none = low >= high
@@ -107,4 +107,4 @@ def seen(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Int
         return inside * inside / 2 + np.maximum(end - stop, 0) * (stop - start)
 
     there = (low < high) & (start < stop) & (start < high)
-    return there.any(axis=(-2, -1)), (before(high) - before(low)).sum(axis=(-2, -1))
+    return np.asarray(there.any(axis=(-2, -1))), (before(high) - before(low)).sum(axis=(-2, -1))

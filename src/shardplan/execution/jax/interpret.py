@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import Block, Kernel
+from shardplan.core.lowering import BufferBlock, Kernel
 from shardplan.core.op import Op, poison
 from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import carried, restored
@@ -58,14 +58,16 @@ def _computed(held: Mapping[str, Any], kernel: Kernel, dtypes: Mapping[str, Any]
 
     xp, row = jax_namespace(), int(np.flatnonzero(kernel.live)[0])  # all types are even: blocks are of one size
 
-    def seen(x: Any, block: Block) -> Any:
+    def seen(x: Any, block: BufferBlock) -> Any:
         start = int(block.start[row])
         n = int(block.elements[row])
         if (block.start[kernel.live] == start).all():
             return x[start : start + n]
         return lax.dynamic_slice(x, [wire.own(block.start)], [n])
 
-    flat = {b.buffer: restored(held[b.buffer], dtypes[b.buffer]).reshape(-1) for b in (*kernel.sources, *kernel.targets)}
+    flat = {
+        b.buffer: restored(held[b.buffer], dtypes[b.buffer]).reshape(-1) for b in (*kernel.sources, *kernel.targets)
+    }
     arrays = [seen(flat[b.buffer], b).reshape(b.shape[row]) for b in kernel.sources]
     numbers = wire.own(kernel.numbers)
     found = kernel.run(xp, arrays, [numbers[k] for k in range(kernel.numbers.shape[1])])

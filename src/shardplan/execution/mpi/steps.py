@@ -73,7 +73,9 @@ def _move(
             return out
 
         group = tuple(sorted({device, *near, *one.peers}))
-        return MpiRound(messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group, one.kernels)
+        return MpiRound(
+            messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group, one.kernels
+        )
 
     rounds = _bound_rounds(start, with_types, binding.types)
 

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work, communicates
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work, computes
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
@@ -194,9 +194,9 @@ def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
     Kernels run beside messages: what takes longer counts.
     """
     found = prices(pattern.steps, fabric, algorithm)
-    moving = [communicates(step.pattern) or isinstance(step.pattern, Local) for step in pattern.steps]
-    parts = [part for part, moves in zip(found, moving, strict=True) if moves]
-    busy = max((part.seconds for part, moves in zip(found, moving, strict=True) if not moves), default=0.0)
+    kernels = [computes(step.pattern) for step in pattern.steps]
+    parts = [part for part, alone in zip(found, kernels, strict=True) if not alone]
+    busy = max((part.seconds for part, alone in zip(found, kernels, strict=True) if alone), default=0.0)
     moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
     load = _all(parts, fabric)
     own = max((part.own for part in parts), default=0.0)

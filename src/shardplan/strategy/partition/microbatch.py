@@ -57,7 +57,13 @@ class Microbatch:
 
 
 def microbatch(
-    model: Model, stages: int, count: int, recompute: Recompute, refused: Refused, *, even: bool = True,
+    model: Model,
+    stages: int,
+    count: int,
+    recompute: Recompute,
+    refused: Refused,
+    *,
+    even: bool = True,
     rounds: bool = False,
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages.

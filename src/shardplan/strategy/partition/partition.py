@@ -71,7 +71,12 @@ class _Partition:
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
-            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even,
+            self.model,
+            self.count,
+            strategy.microbatches,
+            strategy.recompute,
+            self._refused,
+            even=even,
             rounds=strategy.rotates,
         )
         self._check_layouts()
