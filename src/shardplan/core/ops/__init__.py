@@ -45,7 +45,7 @@ from shardplan.core.ops.layers import (
 )
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.opaque import Opaque
-from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.placing import Cast, Crop, Pad, Pin, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.ops.ring import RingAttention, RingAttentionBackward
@@ -75,6 +75,7 @@ OPS.update(
         Pad,
         Crop,
         Cast,
+        Pin,
         Gather,
         ScatterAdd,
         Write,
@@ -148,6 +149,7 @@ __all__ = [
     "Op",
     "Opaque",
     "Pad",
+    "Pin",
     "Permute",
     "Reduce",
     "ReduceDims",
