@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama fsdp sequence": ("llama", SGD, {"data": 2, "tensor": 2, "fsdp": True, "sequence_parallel": True}),
     "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
     "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
+    "llama ring": ("llama", SGD, {"context": 4, "context_kind": "ring"}),
+    "odd zigzag tensor": ("odd", SGD, {"context": 2, "context_kind": "zigzag", "tensor": 2}),
     "gpt tensor data": ("gpt", SGD, {"tensor": 2, "data": 2}),
     "gpt 1f1b": ("gpt", SGD, {"pipeline": 2, "data": 2, "global_batch": 5}),
     "gpt gpipe": ("gpt", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 3, "schedule": "gpipe"}),
@@ -64,9 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
     ),
 }
-MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved",
-       "mlp placed")  # fmt: skip
-JAX = ("llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
+MPI = ("odd zigzag tensor", "llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data",
+       "mlp interleaved", "mlp placed")  # fmt: skip
+JAX = ("llama ring", "llama 1f1b", "moe expert", "dlrm tensor data", "mlp fsdp")
 
 
 class Case(NamedTuple):

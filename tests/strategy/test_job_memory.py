@@ -1,7 +1,7 @@
 """Closed forms of what a job holds and computes: nothing passes by being replicated, and what leaves is gone."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -102,7 +102,8 @@ def passes(found: Job) -> float:
 @pytest.mark.parametrize(
     "said",
     [{"tensor": 4}, {"data": 4}, {"context": 4}, {"tensor": 2, "data": 2, "zero": 1}, {"data": 4, "fsdp": True},
-     {"tensor": 2, "context": 2, "sequence_parallel": True}, {"pipeline": 4, "global_batch": 4}],
+     {"tensor": 2, "context": 2, "sequence_parallel": True}, {"pipeline": 4, "global_batch": 4},
+     {"context": 4, "context_kind": "zigzag"}],
     ids=str,
 )  # fmt: skip
 def test_operations_are_dealt_out(said: dict[str, Any]) -> None:
@@ -113,6 +114,38 @@ def test_operations_are_dealt_out(said: dict[str, Any]) -> None:
     attention = L * (2 + 5) * HEADS * D * S * S * sequences
     share = found.strategy.devices // found.strategy.pipeline
     assert near(passes(found) * share, products + attention, 0.02)
+
+
+def test_a_ring_holds_two_tiles_and_saves_a_number_a_query() -> None:
+    """Of keys and values, in bf16; what is folded and the log-sum-exp are in f32. Its last device has 7 of 16 parts."""
+    ring, gathered = (job(context=4, context_kind=kind) for kind in ("ring", "gather"))
+    rows = S // 4
+    tile, queries = 2 * 2 * KV * D * rows, HEADS * rows
+    assert saved_bytes(ring, 0) == saved_bytes(gathered, 0) + L * 4 * queries
+    found = {kind: body_of(ring, kind) for kind in "FB"}
+    assert found["F"].staging == 2 * tile + 4 * D * queries
+    assert found["B"].staging == 2 * tile + 3 * 2 * tile + 4 * D * queries  # sums of cotangents, in f32
+    assert found["F"].received == 3 * tile and found["B"].received == 3 * tile + 4 * 2 * tile
+    products = 6 * (L * LAYER["cut"] + V * H) * S
+    attention = L * (2 + 5) * HEADS * D * S * S
+    assert near(passes(ring), products / 4 + attention * 7 / 16, 0.02)
+
+
+class Round(NamedTuple):
+    """Of an op that goes round: bytes."""
+
+    staging: int
+    received: int
+
+
+def body_of(found: Job, kind: str) -> Round:
+    """Of the op of a program that computes and receives something."""
+    ((op, types),) = [
+        (op, types)
+        for _, op, types in program_leaves(found.programs[0, kind])
+        if computing(op) and op.received(*types).any()
+    ]
+    return Round(op.staging(*types), int(op.received(*types).max()))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])

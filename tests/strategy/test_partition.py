@@ -17,6 +17,7 @@ from shardplan import (
     TopologyError,
     partition,
 )
+from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
@@ -33,6 +34,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "part": {"data": 4, "shard": 2, "fsdp": True},
     "ulysses": {"context": 2},
     "gathered keys": {"context": 2, "context_kind": "gather"},
+    "ring": {"context": 2, "context_kind": "ring"},
+    "uneven ring": {"context": 3, "context_kind": "ring"},
+    "zigzag": {"context": 2, "context_kind": "zigzag", "recompute": "full"},
     "pipeline": {"pipeline": 3, "global_batch": 4},
     "gpipe": {"pipeline": 2, "global_batch": 3, "schedule": "gpipe"},
     "chunks": {"pipeline": 1, "interleave": 1, "global_batch": 2},
@@ -57,6 +61,16 @@ THREE: dict[str, dict[str, Any]] = {
     "context, tensor, uneven": {"context": 2, "tensor": 2, "context_kind": "gather", "data": 2, "global_batch": 3},
     "tensor, part, microbatches": {"tensor": 3, "data": 4, "shard": 2, "zero": 3, "global_batch": 8},
     "context, pipeline, zero 1": {"context": 2, "pipeline": 2, "data": 2, "zero": 1, "global_batch": 4},
+    "ring, data, tensor": {"context": 2, "context_kind": "ring", "data": 2, "tensor": 4},
+    "ring, pipeline, zero 1": {
+        "context": 2,
+        "context_kind": "ring",
+        "pipeline": 2,
+        "data": 2,
+        "zero": 1,
+        "global_batch": 4,
+    },
+    "zigzag, tensor, fsdp": {"context": 3, "context_kind": "zigzag", "tensor": 2, "data": 2, "fsdp": True},
 }
 
 
@@ -74,6 +88,11 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("odd", {"tensor": 2, "data": 3, "global_batch": 12}),
     ("odd", {"tensor": 2, "data": 3, "sequence_parallel": True, "fsdp": True}),
     ("odd", {"context": 2, "data": 3, "zero": 2, "pipeline": 2, "global_batch": 6}),
+    ("odd", {"context": 4, "context_kind": "ring", "data": 2, "global_batch": 3}),
+    ("odd", {"context": 3, "context_kind": "zigzag", "tensor": 2, "pipeline": 2, "global_batch": 2}),
+    ("gpt", {"context": 4, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),
+    ("gpt", {"context": 2, "context_kind": "zigzag", "pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
+    ("moe", {"context": 2, "context_kind": "ring", "data": 2, "expert": 2}),
     ("gpt", {"tensor": 2, "data": 2, "zero": 1, "global_batch": 4}),
     ("gpt", {"pipeline": 3, "tensor": 4, "sequence_parallel": True, "global_batch": 4}),
     ("gpt", {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
@@ -165,12 +184,51 @@ def test_prefill_and_decode_are_the_whole_sequence(said: dict[str, Any]) -> None
     assert apart(np.concatenate(got, 1), want) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "kind", "text"),
+    [
+        (
+            "llama",
+            {"training": False, "cache": 8, "seq": 4},
+            "ring",
+            "context_kind='ring': no op of the model goes round; legal are models with attention of a whole sequence "
+            "to itself, and no cache; for others ulysses and gather",
+        ),
+        ("llama", {"training": False}, "zigzag",
+         "context_kind='zigzag' of a forward pass, whose results are in order; legal is ring"),
+        ("moe", {}, "zigzag", "Model.load: a moe of zigzag=2; legal is 1"),
+        ("mlp", {}, "ring",
+         "context_kind='ring': no op of the model goes round; legal are models with attention of a whole sequence to "
+         "itself, and no cache; for others ulysses and gather"),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_round_is_said_in_a_line(name: str, fields: dict[str, Any], kind: Any, text: str) -> None:
+    with pytest.raises(ShardplanError) as caught:
+        partition(model(name, **fields), Strategy(context=2, context_kind=kind))
+    assert str(caught.value) == text
+
+
+def test_a_forward_pass_goes_round() -> None:
+    found, strategy = model("llama", training=False, seq=7), Strategy(context=3, context_kind="ring")
+    given = arrays(found, found.program)
+    assert apart(stepped(partition(found, strategy), given)["logits"], by_name(found.program, given)["logits"]) < 1e-12
+
+
 def moves(job: Job, kind: str, layers: bool = True) -> Counter[str]:
     """The moves of a program, of those in the bodies of layers, or outside: names of ops."""
     found = Counter[str]()
     for m in job.movements[0, kind]:
         if bool(m.path) == layers:
             found.update(step.op.name for step in m.plan.program.steps if step.op.name != "slice")
+    return found
+
+
+def around(job: Job, kind: str) -> dict[str, int]:
+    """The ops of a program that are no moves and receive something, and how often they run."""
+    found = Counter[str]()
+    for times, op, types in program_leaves(job.programs[0, kind]):
+        if computing(op) is not None and op.received(*types).any():
+            found[op.name] += times
     return found
 
 
@@ -185,6 +243,10 @@ def test_found_and_not_written() -> None:
     assert moves(sequence, "B") == {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 2}  # two gains of norms
     ulysses = partition(one, Strategy(context=2))
     assert moves(ulysses, "F") == moves(ulysses, "B") == {"all_to_all": 4}
+    for kind in ("ring", "zigzag"):
+        ring = partition(one, Strategy(context=2, context_kind=kind))
+        assert not moves(ring, "F") and not moves(ring, "B")
+        assert [around(ring, k) for k in "FB"] == [{"ring_attention": 2}, {"ring_attention_backward": 2}]
     expert = partition(model("moe", dense_layers=0), Strategy(data=2, expert=2))
     assert moves(expert, "F") == moves(expert, "B") == {"all_to_all": 2}
     count = len([n for n in one.parameters if n.startswith("layers.")])
@@ -236,6 +298,10 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
         ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
+        (
+            {"context_kind": "ring"},
+            "strategy: context_kind='ring' with context=1; legal are 2 devices of a sequence and more",
+        ),
     ],
 )
 def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) -> None:

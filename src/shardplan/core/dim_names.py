@@ -25,7 +25,7 @@ from shardplan.core.gradients import Origin
 from shardplan.core.nested import Nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import Ruled, computing
+from shardplan.core.ops.compute import FactorTyped, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -254,7 +254,7 @@ def ordered(program: Program) -> list[int]:
 def links(op: Op, operands: tuple[TensorType, ...]) -> Links:
     """Return which dims of an op's operands and results are one, by its rule, or by those of its steps."""
     compute = computing(op)
-    if isinstance(op, Ruled):
+    if isinstance(op, FactorTyped):
         rule = op.rule(*operands)
         return Links(rule.operands, rule.results, {f.name: f.size for f in rule.factors})
     results = results_of(op, operands)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import Copy, Lowering, Region, matched
+from shardplan.core.lowering import BufferBlock, Copy, Kernel, Lowering, Region, matched
+from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Array
 
 
@@ -23,6 +24,8 @@ def interpret(lowering: Lowering, arrays: Mapping[str, Sequence[Array]], what: s
         came = [(row, into, read(held, frm, sender)) for sender, row, frm, into in matched(one, ids, what)]
         for copy in one.meanwhile:
             _copy(held, copy)
+        for kernel in one.kernels:
+            _run_kernel(held, kernel)
         for row, into, elements in came:
             write(held, into, row, elements)
         for copy in one.then:
@@ -38,6 +41,20 @@ def _copy(held: Mapping[str, Sequence[Array]], copy: Copy) -> None:
             new = read(held, copy.source, row)
             new = COMBINE[copy.fold](old, new).astype(old.dtype) if copy.fold else new
         write(held, copy.target, row, new)
+
+
+def _run_kernel(held: Mapping[str, Sequence[Array]], kernel: Kernel) -> None:
+    for row in np.flatnonzero(kernel.live).tolist():
+        arrays = [_block(held, block, row).reshape(block.shape[row]) for block in kernel.sources]
+        with np.errstate(all="ignore"):
+            found = kernel.run(NUMPY, arrays, kernel.numbers[row].tolist())
+        for block, x in zip(kernel.targets, found, strict=True):
+            _block(held, block, row)[...] = x.reshape(-1)
+
+
+def _block(held: Mapping[str, Sequence[Array]], block: BufferBlock, row: int) -> Array:
+    start = int(block.start[row])
+    return held[block.buffer][row].reshape(-1)[start : start + int(block.elements[row])]
 
 
 def _view(array: Array, region: Region, row: int) -> Array:

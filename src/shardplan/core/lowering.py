@@ -5,7 +5,8 @@ executor and the event simulation interpret this data, and none of them knows an
 
 In a round the puts read what stood before it. The k-th put from a device to another meets that one's k-th take from
 it. A device enters a round when its takes of the round before are done, and leaves a round that `closes` when its puts
-so far are done too. Chunks and segments are further rounds.
+so far are done too. Chunks and segments are further rounds. An op that communicates and computes has kernels in its
+rounds, which run while messages travel.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
+from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -95,6 +97,36 @@ class Copy:
 
 
 Action = Put | Take | Copy
+LocalKernel = Callable[[Namespace, Sequence[Tensor], Sequence[Any]], Sequence[Tensor]]
+
+
+class BufferBlock(NamedTuple):
+    """Elements of a buffer in a row, as an array."""
+
+    buffer: str
+    start: Ints  # int64 [devices]
+    shape: Ints  # int64 [devices, ndim]
+
+    @property
+    def elements(self) -> Ints:
+        """The number of elements, int64 [devices]."""
+        return np.multiply.reduce(self.shape, axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """Compute blocks from blocks, in any array namespace, on the devices that are `live`.
+
+    `run` takes the namespace, the sources, and the `numbers` of the device, which in JAX are traced; what it returns is
+    rounded to the dtypes of the targets. It may read what it writes; of what it writes no message of its round is part.
+    """
+
+    run: LocalKernel
+    sources: tuple[BufferBlock, ...]
+    targets: tuple[BufferBlock, ...]
+    numbers: Ints  # int64 [devices, n]
+    live: Ints  # bool [devices]
+    flops: Ints  # float64 [devices]
 
 
 class Round(NamedTuple):
@@ -109,6 +141,7 @@ class Round(NamedTuple):
     takes: tuple[Take, ...] = ()
     then: tuple[Copy, ...] = ()  # in order, when all takes are done
     closes: bool = True
+    kernels: tuple[Kernel, ...] = ()  # in order, behind `meanwhile` and while messages travel
 
     @staticmethod
     def of(actions: Iterable[Action], closes: bool = True) -> Round:

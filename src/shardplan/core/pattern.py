@@ -2,7 +2,7 @@
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
 point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program, or the rounds of a step, do,
-again and again, and an `AtOnce` what moves do that are posted together.
+again and again, and an `AtOnce` what moves do that are posted together, or a kernel beside messages.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def communicates(pattern: Pattern) -> bool:
     if isinstance(pattern, InTurn | AtOnce):
         return any(communicates(step.pattern) for step in pattern.steps)
     return isinstance(pattern, Groups | Messages)
+
+
+def computes(pattern: Pattern) -> bool:
+    """Say whether it is kernels, and nothing else."""
+    if isinstance(pattern, InTurn | AtOnce):
+        return bool(pattern.steps) and all(computes(step.pattern) for step in pattern.steps)
+    return isinstance(pattern, Work)
 
 
 def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:

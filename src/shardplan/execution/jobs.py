@@ -368,6 +368,7 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
         if name in wanted:
             wanted[name][batch_dim(job, name)] = whole
     found: dict[str, np.ndarray] = {}
+    dims, order = job.model.dims, job.order
     for name, shape in wanted.items():
         if name not in given:
             raise LayoutError(f"run of a job: no array {name}, {types[name]}; legal are arrays of {', '.join(wanted)}")
@@ -376,7 +377,9 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
             raise LayoutError(
                 f"run of a job: {name} is of dtype {x.dtype} and shape {x.shape}; legal is {dtype} and {tuple(shape)}"
             )
-        found[name] = x
+        found[name] = (
+            x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))
+        )
     for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
         more = (
             [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.core.box_table import runs
-from shardplan.core.lowering import Copy, Put, Region, Take
+from shardplan.core.lowering import BufferBlock, Copy, Kernel, LocalKernel, Put, Region, Take
+from shardplan.core.namespace import Namespace
 from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, shape_of, view_of
@@ -48,6 +49,33 @@ class PieceCopy(NamedTuple):
     fold: str | None
 
 
+class RankBlock(NamedTuple):
+    """Elements of a buffer in a row, from one on and up to another, as an array."""
+
+    buffer: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def flat(self, held: Mapping[str, Any]) -> Any:
+        """Return the elements as a view of their buffer."""
+        return held[self.buffer].reshape(-1)[self.start : self.stop]
+
+
+class RankKernel(NamedTuple):
+    """What a rank computes; see `core.lowering.Kernel`."""
+
+    run: LocalKernel
+    sources: tuple[RankBlock, ...]
+    targets: tuple[RankBlock, ...]
+    numbers: tuple[int, ...]
+
+    def found(self, xp: Namespace, arrays: Sequence[Any]) -> list[Any]:
+        """Return the elements of the targets, given those of the sources."""
+        shaped = [x.reshape(b.shape) for b, x in zip(self.sources, arrays, strict=True)]
+        return [y.reshape(-1) for y in self.run(xp, shaped, self.numbers)]
+
+
 class RankRound(NamedTuple):
     """What one rank does in a round; see `core.lowering.Round`."""
 
@@ -56,6 +84,7 @@ class RankRound(NamedTuple):
     takes: tuple[PeerPiece, ...]
     then: tuple[PieceCopy, ...]
     closes: bool
+    kernels: tuple[RankKernel, ...] = ()
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -114,11 +143,22 @@ def rank_rounds(
 
     def rounds() -> Iterator[RankRound]:
         for one in lowering.rounds():
-            mine = RankRound(pairs(one.puts), copies(one.meanwhile), pairs(one.takes), copies(one.then), one.closes)
-            if one.closes or any(mine[:4]):
+            kernels = tuple(_kernel(k) for k in one.kernels if k.live[0])
+            moves = pairs(one.puts), copies(one.meanwhile), pairs(one.takes), copies(one.then)
+            mine = RankRound(*moves, one.closes, kernels)
+            if one.closes or kernels or any(moves):
                 yield mine
 
     return RankRounds(shapes, dtypes, rounds)
+
+
+def _kernel(k: Kernel) -> RankKernel:
+    def block(b: BufferBlock) -> RankBlock:
+        start, n = int(b.start[0]), int(b.elements[0])
+        return RankBlock(b.buffer, start, start + n, tuple(b.shape[0].tolist()))
+
+    sources, targets = (tuple(map(block, blocks)) for blocks in (k.sources, k.targets))
+    return RankKernel(k.run, sources, targets, tuple(k.numbers[0].tolist()))
 
 
 def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:

@@ -3,7 +3,8 @@
 A permute takes at most one piece from every device to at most one, so it is one partial permutation. The messages of a
 lowering's round are edges between senders and receivers; König's theorem colours them with as many colours as the
 busiest device has messages to send or to receive. All pieces of a permute travel in the shape of the largest, per dim:
-what a device receives beyond its piece is padding, and counted.
+what a device receives beyond its piece is padding, and counted. What is computed between messages stands beside those
+of its round.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.dtypes import itemsize
-from shardplan.core.lowering import Copy, Region, matched
-from shardplan.core.ops.collective import Collective
+from shardplan.core.lowering import Copy, Kernel, Region, matched
+from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
 
@@ -65,12 +66,12 @@ class PermuteRounds:
     devices: tuple[int, ...]  # ids; of one mesh in mesh order, of two ascending
     shapes: dict[str, Shape]  # of the buffers: operands "xk", results "yk", staging
     dtypes: dict[str, str]
-    batches: tuple[tuple[PermuteRound, ...], ...]
+    batches: tuple[tuple[PermuteRound | Kernel, ...], ...]
 
     def received(self) -> dict[int, int]:
         """Return the bytes that each device receives, padding included, by id."""
         out = dict.fromkeys(self.devices, 0)
-        for one in itertools.chain(*self.batches):
+        for one in (p for p in itertools.chain(*self.batches) if isinstance(p, PermuteRound)):
             for sender, receiver in one.pairs:
                 if sender != receiver:
                     out[self.devices[receiver]] += math.prod(one.shape) * itemsize(self.dtypes[one.target])
@@ -116,8 +117,10 @@ def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @lru_cache(maxsize=MOST_MOVES)
-def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteRounds:
-    """Return the rounds of an op whose types are even; one in chunks sends the pieces of a permute in as many parts.
+def permute_rounds(op: Op, operands: tuple[TensorType, ...]) -> PermuteRounds:
+    """Return the rounds of an op that has a lowering and whose types are even.
+
+    One in chunks sends the pieces of a permute in as many parts.
 
     Messages of one shape go in permutes of their own where that costs no permute more, so that nothing is padded.
     """
@@ -125,6 +128,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
     meshes = {t.mesh for t in (*operands, *results)}
     devices = operands[0].mesh.devices if len(meshes) == 1 else tuple(sorted({d for m in meshes for d in m.devices}))
     lowering = op.in_chunks(1).lowering(operands, np.array(devices))
+    assert lowering is not None  # asked of no other
     shapes: dict[str, Shape] = {name: (int(b.elements.max()),) for name, b in lowering.buffers.items()}
     dtypes = {name: b.dtype for name, b in lowering.buffers.items()}
     for letter, side in (("x", operands), ("y", results)):
@@ -145,7 +149,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
         for c in copies:
             yield from permutes(_to_itself(c), c.fold)
 
-    batches: list[tuple[PermuteRound, ...]] = []
+    batches: list[tuple[PermuteRound | Kernel, ...]] = []
     for one in lowering.rounds():
         messages = matched(one, devices, op.name)
         kept, sent = list(copied(one.meanwhile)), list(permutes(messages))
@@ -157,7 +161,7 @@ def permute_rounds(op: Collective, operands: tuple[TensorType, ...]) -> PermuteR
         first = 1 if op.chunks > 1 else len(sent)
         batches.append((*kept, *sent[:first]))
         batches += [(p,) for p in sent[first:]]
-        batches[-1] += tuple(copied(one.then))
+        batches[-1] += (*(k for k in one.kernels if k.live.any()), *copied(one.then))
     return PermuteRounds(devices, shapes, dtypes, tuple(batches))
 
 

@@ -27,9 +27,10 @@ def remembered(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mapping
     return s.replaced[name]
 
 
-def attend(s: Scope, given: Given, queries: str, keys: str, values: str) -> str:
+def attend(s: Scope, c: DecoderSizes, given: Given, queries: str, keys: str, values: str) -> str:
     """Write causal attention; tokens before those of a cache's step are its `position` in number."""
-    return s(Attention(), queries, keys, values, *(given[name] for name in ("position",) if name in given))
+    op = Attention(zigzag=c.zigzag)
+    return s(op, queries, keys, values, *(given[name] for name in ("position",) if name in given))
 
 
 def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
@@ -46,7 +47,7 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
     keys = remembered(s, c, given, "key_cache", one, keys)
     values = remembered(s, c, given, "value_cache", one, values)
     file = f"{block}.c_proj.weight"
-    return _joined(s, c, attend(s, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
+    return _joined(s, c, attend(s, c, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
 
 
 def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
@@ -68,7 +69,7 @@ def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: st
     queries, keys = s(turn, queries, given["positions"]), s(turn, keys, given["positions"])
     keys = remembered(s, c, given, "key_cache", {**one, **head}, keys)
     values = remembered(s, c, given, "value_cache", {**one, **head}, values)
-    return _joined(s, c, attend(s, given, queries, keys, values), f"{block}.o_proj.weight")
+    return _joined(s, c, attend(s, c, given, queries, keys, values), f"{block}.o_proj.weight")
 
 
 def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
@@ -100,7 +101,7 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
                   f"{block}.kv_b_proj.weight", "(kv_heads head) kv_rank")  # fmt: skip
     shared = s(Expand(f"b s d -> b s g={c.kv_heads} d"), key)
     keys = s(Concat(3), s.einsum("bsk,kgd->bsgd", latent, k), shared)
-    mixed = attend(s, given, queries, keys, s.einsum("bsk,kgd->bsgd", latent, v))
+    mixed = attend(s, c, given, queries, keys, s.einsum("bsk,kgd->bsgd", latent, v))
     return _joined(s, c, mixed, f"{block}.o_proj.weight")
 
 

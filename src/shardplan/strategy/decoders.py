@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardplan.core.ops import CrossEntropy, Gather, LayerNorm, RmsNorm
+from shardplan.core.ops.zigzag import Zigzag
 from shardplan.errors import ShardplanError
 from shardplan.strategy.attention import Given, gpt_attention, grouped_attention, latent_attention
 from shardplan.strategy.experts import gated_mlp, routed_mlp
-from shardplan.strategy.scope import Scope
+from shardplan.strategy.scope import ONE, Scope
 from shardplan.strategy.sizes import DecoderSizes
 
 
@@ -20,7 +21,7 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     tokens = s.input("tokens", pair, "i32")
     if training:
         s.input("targets", pair, "i32")
-    given: dict[str, str] = {"positions": s.count(c.seq)}
+    given: dict[str, str] = {"positions": Zigzag(c.seq, c.zigzag).written(s, ONE)}
     if c.cache:
         given["position"] = s.input("position", {}, "i32")
         given["positions"] = s.each("a + b", given["positions"], given["position"])

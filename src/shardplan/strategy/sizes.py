@@ -33,7 +33,7 @@ _EXPERTS = (
     "router_groups_kept", "router_scale", "capacity_factor",
 )  # fmt: skip
 _TURNED = ("rope_theta", "qk_norm", "q_lora_rank", "kv_lora_rank")
-_WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions",)}
+_WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions", "zigzag")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class DecoderSizes:
 
     `seq` tokens a sequence; with `cache`, which is how many positions keys and values are kept for, it is a step of
     inference: prefill, or decode with seq 1. A GPT learns `positions`: the larger of both, unless they are said.
+    Tokens and targets are in `zigzag` order over so many tiles: see `core.ops.zigzag`.
     `capacity_factor` is what of its even share of tokens an expert has room for in a sequence, 0: all that come.
     """
 
@@ -76,12 +77,15 @@ class DecoderSizes:
     router_scale: float = 1.0
     capacity_factor: float = 1.0
     cache: int = 0
+    zigzag: int = 1
     model_type: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
         """Derive what is left out, then check."""
-        _check(self, "layers", "hidden", "heads", "seq", "vocab", "batch", "router_groups", "router_groups_kept")
+        _check(
+            self, "layers", "hidden", "heads", "seq", "vocab", "batch", "zigzag", "router_groups", "router_groups_kept"
+        )
         gpt, latent = self.family == "gpt", bool(self.kv_lora_rank)
         if not self.head_dim:
             _divides("heads", self.heads, "hidden", self.hidden)
@@ -126,6 +130,8 @@ class DecoderSizes:
             self._refuse("q_lora_rank", f"is 0 only where kv_lora_rank={self.kv_lora_rank} is")
         if 0 < self.cache < self.seq:
             self._refuse("cache", f"is 0, or seq={self.seq} or more")
+        if self.cache and self.zigzag > 1:
+            self._refuse("zigzag", "is 1 with a cache")
         if gpt and last > self.positions:
             self._refuse("cache" if self.cache else "seq", f"are up to positions={self.positions}")
         if self.family == "moe":

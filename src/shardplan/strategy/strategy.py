@@ -17,7 +17,7 @@ from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, Tabl
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
 
-ContextKind = Literal["ulysses", "gather"]
+ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
 TENSOR = ("kv_heads", "ffn", "vocab")
 AXES = ("replica", "data", "expert", "context", "tensor", "group")  # of a stage, outermost first
 EXPERTS = ("experts", "embedding")
@@ -46,7 +46,9 @@ class Strategy:
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
-        context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
+        context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
+            around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
+            every device has as much to do under a causal mask.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
@@ -87,6 +89,11 @@ class Strategy:
             border.whole(f"strategy: {name}", getattr(self, name), 1)
         border.whole("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
+        if self.rotates and self.context == 1:
+            kind = self.context_kind
+            raise LayoutError(
+                f"strategy: context_kind={kind!r} with context=1; legal are 2 devices of a sequence and more"
+            )
         if self.data % self.expert:
             legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
             raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")
@@ -150,6 +157,11 @@ class Strategy:
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)
         border.whole("strategy: interleave", self.interleave, 1)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys and values go round the context."""
+        return self.context_kind in ("ring", "zigzag")
 
     @property
     def microbatches(self) -> int:

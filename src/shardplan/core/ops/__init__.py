@@ -11,6 +11,8 @@
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `overlapped` `Overlapped`: an op that computes between its messages
+- `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
 - `updates`   updates of parameters: Sgd, AdamW
 - `opaque`    what an import keeps without knowing it: Opaque
@@ -46,6 +48,7 @@ from shardplan.core.ops.opaque import Opaque
 from shardplan.core.ops.placing import Cast, Crop, Pad, Pin, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
+from shardplan.core.ops.ring import RingAttention, RingAttentionBackward
 from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
 from shardplan.core.ops.updates import AdamW, Sgd
 from shardplan.core.registry import OPS
@@ -85,6 +88,8 @@ OPS.update(
         CrossEntropy,
         EmbeddingBag,
         Attention,
+        RingAttention,
+        RingAttentionBackward,
         Rotary,
         Concat,
         Split,
@@ -118,6 +123,8 @@ __all__ = [
     "EmbeddingBag",
     "LayerNorm",
     "OneHot",
+    "RingAttention",
+    "RingAttentionBackward",
     "RmsNorm",
     "Rotary",
     "Sgd",

@@ -1,4 +1,4 @@
-"""`Compute`: what the ops that compute share; `Ruled` are those typed by a factor rule.
+"""`Compute`: what the ops that compute share; `FactorTyped` and `Ruled` are those typed by a factor rule.
 
 Each says what it means on one device, in any array namespace; every backend runs what `bind` returns, and knows no op.
 Products and sums are taken in f32 or wider, integers wrap as their dtype does, and results are rounded once.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -48,7 +48,9 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
-    """An op that computes on every device alone."""
+    """An op that computes, on every device alone unless it says otherwise."""
+
+    alone: ClassVar[bool] = True  # else its lowering says what goes between devices, and what they compute meanwhile
 
     @abc.abstractmethod
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
@@ -85,6 +87,13 @@ class Compute(Op):
 
     def decomposition(self, *operands: TensorType) -> Decomposition | None:
         """Return the op as steps of others that mean the same, None where it has no such form."""
+        return None
+
+    def in_rounds(self, *operands: TensorType) -> Compute | None:
+        """Return an op whose first results are this one's, and that sends around what this one needs whole.
+
+        None where there is no such op for operands of these types.
+        """
         return None
 
     def gradient(
@@ -174,13 +183,13 @@ def common_dtype(op: str, operands: Sequence[TensorType]) -> str:
 
 
 def computing(op: Op) -> Compute | None:
-    """Return the op if it computes on every device alone."""
+    """Return the op if it computes."""
     return op if isinstance(op, Compute) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Ruled(Compute):
-    """An op that is typed by a factor rule, and says what it does to the shards of one device.
+class FactorTyped(Compute):
+    """An op that is typed by a factor rule.
 
     Of an op with factors that only results have, the field `over` says what these carry, in the order in which the
     results name them; none where it ends before.
@@ -196,10 +205,6 @@ class Ruled(Compute):
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Say whether the results are partial with `reduction` when exactly the operands `partial` are."""
 
-    @abc.abstractmethod
-    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Return the results on one device, given its shards; the caller rounds and broadcasts them."""
-
     def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
         """Return the dtypes of the results: one, that of the first operand, unless the op says others."""
         return (operands[0].dtype,)
@@ -213,6 +218,15 @@ class Ruled(Compute):
         if over.partial or over.root or over.boxes is not None:
             raise TypingError(f"{self.name}: over={over}; legal are axes of dims alone")
         return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kinds, over.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruled(FactorTyped):
+    """An op that is typed by a factor rule, and says what it does to the shards of one device."""
+
+    @abc.abstractmethod
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """Return the results on one device, given its shards; the caller rounds and broadcasts them."""
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Work out starts and sizes, once."""

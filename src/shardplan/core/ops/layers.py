@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
+from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
@@ -17,10 +18,11 @@ from shardplan.core.ops.compute import WHOLE, counted
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
 from shardplan.core.ops.products import Einsum
+from shardplan.core.ops.ring import RingAttention
+from shardplan.core.ops.ring_rounds import MASKED
+from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-
-MASKED = -1e30  # what a masked score is set to
 
 
 def _wide(d: Draft, name: str) -> str:
@@ -154,32 +156,48 @@ class Attention(Composed):
 
     With `causal` a query sees keys up to its own position, which is its index, plus a fourth operand where there is
     one: an i32 scalar, how many positions came before (a cache of keys). Scores are scaled by `scale`, by default the
-    root of 1/d.
+    root of 1/d. A sequence that attends to itself may be in `zigzag` order, over so many tiles: see `zigzag`.
     """
 
     name: ClassVar[str] = "attention"
     causal: bool = True
     scale: float = 0.0
+    zigzag: int = 1
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
         q, k = counted(self.name, operands[:3], 3)[:2]
         scores = d(Einsum("bsgrd,btgd->bgrst"), _wide(d, "0"), _wide(d, "1"))
         scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
-        if self.causal:
+        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
+            raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
+        if self.causal and self.zigzag > 1:
+            column = Zigzag(q.shape[1], self.zigzag).written(d, q.mesh)
+            row = d(Reshape("s -> s one=1"), column)
+            scores = d(Elementwise(f"where(a, {MASKED}, b)"), _late(d, row, column), scores)
+        elif self.causal:
             row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
             if len(operands) > 3:
                 row = d(Elementwise("a + b"), row, "3")
             column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
-            late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
-            scores = d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
+            scores = d(Elementwise(f"where(a, {MASKED}, b)"), _late(d, row, column), scores)
         out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), _wide(d, "2"))
         return [_as(d, out, q)]
+
+    def in_rounds(self, *operands: TensorType) -> RingAttention | None:
+        """Keys and values go round where a sequence attends to itself, and not to a cache."""
+        alike = len(operands) == 3 and operands[0].shape[1] == operands[1].shape[1]
+        return RingAttention(self.causal, self.scale, self.zigzag) if alike else None
 
     def share(self, *operands: TensorType) -> float:
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
         q, k = operands[:2]
         return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
+
+
+def _late(d: Draft, row: str, column: str) -> str:
+    return d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
 
 
 @dataclass(frozen=True, slots=True)

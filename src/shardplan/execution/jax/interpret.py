@@ -6,21 +6,22 @@ Buffers hold what travels, the bits of a narrow float; a fold takes the values o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.op import poison
-from shardplan.core.ops.collective import Collective
+from shardplan.core.lowering import BufferBlock, Kernel
+from shardplan.core.op import Op, poison
 from shardplan.core.tensor import TensorType
 from shardplan.execution.jax.bits import carried, restored
+from shardplan.execution.jax.compute import jax_namespace
 from shardplan.execution.jax.wire import JaxWire
 from shardplan.execution.rounds import PermuteRound, permute_rounds
 
 
-def interpret(op: Collective, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
+def interpret(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
     """Return this device's shards of the results; the wire's places are the rows of `permute_rounds`."""
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
     from jax import lax  # pyright: ignore[reportMissingImports]
@@ -35,6 +36,9 @@ def interpret(op: Collective, arrays: Sequence[Any], types: Sequence[TensorType]
         if k:  # one after the other: XLA may neither merge nor overlap them
             held = lax.optimization_barrier(held)
         for one in batch:
+            if isinstance(one, Kernel):
+                held |= _computed(held, one, dtypes, wire)
+                continue
             dtype = dtypes[one.target]
             if one.source is None:
                 piece = carried(jnp.full(one.shape, identity(one.fold or "sum", dtype), dtype))
@@ -43,7 +47,37 @@ def interpret(op: Collective, arrays: Sequence[Any], types: Sequence[TensorType]
             if one.travels:
                 piece = lax.ppermute(piece, wire.axes, one.pairs)
             held[one.target] = _deliver(held[one.target], piece, one, dtype, wire)
-    return [restored(held[f"y{k}"], x.dtype) for k, x in enumerate(arrays)]
+    count = sum(name.startswith("y") for name in plan.shapes)
+    return [restored(held[f"y{k}"], dtypes[f"y{k}"]) for k in range(count)]
+
+
+def _computed(held: Mapping[str, Any], kernel: Kernel, dtypes: Mapping[str, Any], wire: JaxWire) -> dict[str, Any]:
+    """The buffers that a kernel writes; devices on which it is not live compute it too, and keep what they had."""
+    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+    from jax import lax  # pyright: ignore[reportMissingImports]
+
+    xp, row = jax_namespace(), int(np.flatnonzero(kernel.live)[0])  # all types are even: blocks are of one size
+
+    def seen(x: Any, block: BufferBlock) -> Any:
+        start = int(block.start[row])
+        n = int(block.elements[row])
+        if (block.start[kernel.live] == start).all():
+            return x[start : start + n]
+        return lax.dynamic_slice(x, [wire.own(block.start)], [n])
+
+    flat = {
+        b.buffer: restored(held[b.buffer], dtypes[b.buffer]).reshape(-1) for b in (*kernel.sources, *kernel.targets)
+    }
+    arrays = [seen(flat[b.buffer], b).reshape(b.shape[row]) for b in kernel.sources]
+    numbers = wire.own(kernel.numbers)
+    found = kernel.run(xp, arrays, [numbers[k] for k in range(kernel.numbers.shape[1])])
+    for block, y in zip(kernel.targets, found, strict=True):
+        x = flat[block.buffer]
+        y = xp.astype(y, dtypes[block.buffer]).reshape(-1)
+        if not kernel.live.all():
+            y = jnp.where(wire.own(kernel.live) > 0, y, seen(x, block))
+        flat[block.buffer] = lax.dynamic_update_slice(x, y, [wire.own(block.start)])
+    return {b.buffer: wire.varying(carried(flat[b.buffer].reshape(held[b.buffer].shape))) for b in kernel.targets}
 
 
 def reducer(reduction: str) -> Any:

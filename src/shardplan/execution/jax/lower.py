@@ -33,7 +33,7 @@ def lower(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxW
     """Return this device's shards of the results of an op, given those of its operands; all types are even."""
     local = computing(op)
     if local is not None:
-        return compute(local, arrays, types, wire)
+        return compute(local, arrays, types, wire) if local.alone else interpret(local, arrays, types, wire)
     moved = moving(op)
     assert moved is not None  # checked before anything runs
     xla = native(moved)
@@ -61,7 +61,9 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     >>> moved_bytes(Broadcast(("x",)), TensorType("f32", (6,), (None,), Mesh(x=3), root=("x",)))
     {0: 32, 1: 32, 2: 32}
     """
-    moved, received = moving(op), 0
+    moved, received, local = moving(op), 0, computing(op)
+    if local is not None and not local.alone:
+        return permute_rounds(local, operands).received()
     if moved is not None:
         xla = native(moved)
         if xla is None:

@@ -22,11 +22,11 @@ from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running, plain
 from shardplan.execution.lower import group_of, place_of
 from shardplan.execution.mpi.binding import Arrays, Binding
-from shardplan.execution.mpi.compute import compute
+from shardplan.execution.mpi.compute import compute, work
 from shardplan.execution.mpi.copies import write
 from shardplan.execution.mpi.native import together
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
-from shardplan.execution.rank_rounds import PeerPiece, PieceCopy, RankRound, RankRounds, rank_rounds
+from shardplan.execution.rank_rounds import PeerPiece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
 
 MOST_KEPT = 2**14  # an op of more messages and copies than these makes each round, and its datatypes, in its turn
 
@@ -40,6 +40,7 @@ class MpiRound(NamedTuple):
     then: tuple[PieceCopy, ...]
     closes: bool
     group: tuple[int, ...]  # device ids, for messages of failures
+    kernels: tuple[RankKernel, ...]
 
 
 def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound[MpiWire]:
@@ -72,7 +73,9 @@ def _move(
             return out
 
         group = tuple(sorted({device, *near, *one.peers}))
-        return MpiRound(messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group)
+        return MpiRound(
+            messages(one.puts), one.meanwhile, messages(one.takes), one.then, one.closes, group, one.kernels
+        )
 
     rounds = _bound_rounds(start, with_types, binding.types)
 
@@ -88,6 +91,8 @@ def _move(
                 unsent += wire.messages(held, one.sends, {})
             for copy in one.meanwhile:
                 write(held, copy)
+            for kernel in one.kernels:
+                work(held, kernel)
             if not started and (coming or unsent):
                 started = True
                 yield  # the first messages are under way in both directions; next they are waited for
@@ -110,7 +115,7 @@ def _bound_rounds(
     kept: list[RankRound] = []
     actions = 0
     for one in start():
-        actions += sum(map(len, one[:4]))
+        actions += sum(map(len, (one.puts, one.meanwhile, one.takes, one.then)))
         if actions > MOST_KEPT:
             return lambda: _in_turn(start(), with_types)
         kept.append(one)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from shardplan.core.ops.compute import LocalRun, at_place, computing
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.lower import place_of
+from shardplan.execution.rank_rounds import RankKernel
 from shardplan.execution.torch.dtypes import FOREIGN, short_name_of, to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.pack import maker
 
@@ -51,6 +52,18 @@ def on_host(bound: LocalRun, arrays: Sequence[torch.Tensor]) -> list[torch.Tenso
     """Run an op in numpy, as is done for dtypes that torch computes little or nothing with."""
     with np.errstate(all="ignore"):
         return [to_torch(y) for y in bound(NUMPY, [to_numpy(x) for x in arrays])]
+
+
+def work(held: Mapping[str, torch.Tensor], kernel: RankKernel, device: torch.device) -> None:
+    """Run what is computed between messages, on buffers."""
+    arrays = [block.flat(held) for block in kernel.sources]
+    targets = [block.flat(held) for block in kernel.targets]
+    if any(x.dtype in FOREIGN for x in (*arrays, *targets)):
+        found = on_host(kernel.found, arrays)
+    else:
+        found = kernel.found(torch_namespace(device), arrays)
+    for x, y in zip(targets, found, strict=True):
+        x.copy_(y)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ import torch
 
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lower import View, shape_of, strides
-from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankRound
+from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound
 from shardplan.execution.torch.dtypes import fold, identity_of, torch_dtype
 from shardplan.execution.torch.wire import TorchWire
 
@@ -58,6 +58,7 @@ class SpotRound:
     meanwhile: tuple[SpotCopy, ...]
     takes: tuple[Message, ...]
     then: tuple[SpotCopy, ...]
+    kernels: tuple[RankKernel, ...]
 
     @cached_property
     def packs(self) -> tuple[SpotCopy, ...]:
@@ -93,6 +94,7 @@ class Packing:
                 tuple(self._copies(one.meanwhile)),
                 tuple(self._takes(one.takes)),
                 tuple(self._copies(one.then)),
+                one.kernels,
             )
             for one in rounds
         )
@@ -244,6 +246,7 @@ def landings(stages: Iterable[Sequence[RankRound]], names: Iterable[str]) -> set
     for stage in stages if found else ():
         taken: set[Piece] = set()
         for one in stage:
+            found -= {block.buffer for kernel in one.kernels for block in (*kernel.sources, *kernel.targets)}
             touched = [put.piece for put in one.puts] + _touched(one.meanwhile)
             found -= {piece.buffer for piece in touched if piece not in taken}
             taken |= {take.piece for take in one.takes}

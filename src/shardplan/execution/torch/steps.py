@@ -25,7 +25,7 @@ from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running
 from shardplan.execution.rank_rounds import RankRound, rank_rounds
-from shardplan.execution.torch.compute import bind_compute
+from shardplan.execution.torch.compute import bind_compute, work
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.native import bind_native
 from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
@@ -77,6 +77,8 @@ def bind(
                 ins += posted[0]
                 outs += posted[1]
                 copy(held, one.meanwhile)
+                for kernel in one.kernels:
+                    work(held, kernel, wire.device)
                 if not started and (ins or outs):
                     started = True
                     yield  # the first messages are under way in both directions; next they are waited for

@@ -14,7 +14,7 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work, computes
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
@@ -77,7 +77,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
         case InTurn():
             return _in_turn(pattern, fabric, algorithm)
         case AtOnce():
-            return _at_once(prices(pattern.steps, fabric, algorithm), fabric)
+            return _at_once(pattern, fabric, algorithm)
         case _:
             assert_never(pattern)
 
@@ -188,13 +188,23 @@ def _all(parts: Sequence[Price], fabric: Fabric) -> Load:
     return added([(None,) * len(fabric.wires), *(part.load for part in parts)])
 
 
-def _at_once(parts: Sequence[Price], fabric: Fabric) -> Price:
-    """Loads add; the largest alpha and the longest copy count once; no part ends before it would alone."""
+def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
+    """Loads add; the largest alpha and the longest copy count once; no part ends before it would alone.
+
+    Kernels run beside messages: what takes longer counts.
+    """
+    found = prices(pattern.steps, fabric, algorithm)
+    kernels = [computes(step.pattern) for step in pattern.steps]
+    parts = [part for part, alone in zip(found, kernels, strict=True) if not alone]
+    busy = max((part.seconds for part, alone in zip(found, kernels, strict=True) if alone), default=0.0)
     moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
     load = _all(parts, fabric)
     own = max((part.own for part in parts), default=0.0)
     transfer = max([busiest(load) + own, *(part.transfer for part in parts)])
-    return Price("at once", max((p.alpha for p in parts), default=0.0), transfer, tuple(moved.tolist()), load, own)
+    alpha = max((p.alpha for p in parts), default=0.0)
+    if busy > alpha + transfer:
+        alpha, transfer, own = 0.0, busy, busy
+    return Price("at once", alpha, transfer, tuple(moved.tolist()), load, own)
 
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:

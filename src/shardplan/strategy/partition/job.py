@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.mesh import Mesh
+from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased
 from shardplan.core.tensor import TensorType
@@ -84,7 +87,8 @@ class Job:
     `programs` has by stage and kind of action (F, B, I, W, OPT) a program, of those that the schedule has. Its inputs
     are state, by name; rows of a batch; what the stage's F saved, and its I kept; and what comes from other stages. Of
     its results `next.x` takes the place of x. `movements` of I and W are those of their B. `results` are the model's,
-    each with its dim `batch`, or None where microbatches add up.
+    each with its dim `batch`, or None where microbatches add up. Arrays are given in the order of positions, and go to
+    programs in that of `order`.
     """
 
     model: Model
@@ -104,6 +108,12 @@ class Job:
     def stages(self) -> int:
         """How many stages it has."""
         return 1 + max(stage for stage, _ in self.programs)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The positions of the elements of a sequence as programs take them, int64; None where in their own order."""
+        fields = self.model.fields
+        return Zigzag(fields["seq"], fields["zigzag"]).order() if self.strategy.context_kind == "zigzag" else None
 
     @property
     def runs(self) -> Counter[tuple[int, str]]:

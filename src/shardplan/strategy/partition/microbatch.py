@@ -24,7 +24,7 @@ from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
-from shardplan.strategy.partition.opening import Refused, opened
+from shardplan.strategy.partition.opening import Refused, in_rounds, opened
 from shardplan.strategy.training import renamed, trained
 
 WEIGHT = "weight"  # the input that says what every sequence counts
@@ -69,13 +69,16 @@ def microbatch(
     refused: Refused,
     *,
     even: bool = True,
+    rounds: bool = False,
     starts: Sequence[int] | None = None,
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages, which begin with the layers `starts`.
 
-    Where they are not `even`, an input `weight` says what every sequence counts in the loss.
+    Where they are not `even`, an input `weight` says what every sequence counts in the loss. With `rounds` ops are in
+    rounds where they can be.
     """
     program = model.forward or model.program
+    program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
     if not even:
         program = _weighted(program, dims)

@@ -1,4 +1,7 @@
-"""Opening: composed ops as the steps that they come to, where the whole op cannot be laid as its axes serve."""
+"""Ops in other forms: composed ones as the steps that they come to, where the whole op cannot be laid as axes serve.
+
+And ops in rounds, which send around what they would need whole.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from dataclasses import replace
 
 from shardplan.core.dim_names import DimNames, Names, dim_names
 from shardplan.core.nested import Nested, nested
+from shardplan.core.op import results_of
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
+from shardplan.errors import LayoutError
 
 Refused = Callable[[Step, Program, Mapping[str, Names]], bool]  # a step of a program, and the names of its factors
 DEPTH = 8  # of composed ops inside each other
@@ -43,6 +48,32 @@ def _once(program: Program, names: DimNames, refused: Refused, inside: set[Step]
             steps += parts
         else:
             steps.append(step)
+    return program if tuple(steps) == program.steps else Program(program.inputs, steps, program.outputs)
+
+
+def in_rounds(program: Program) -> Program:
+    """Return a program in which ops are in rounds, where they have such a form; raises `LayoutError` where none has."""
+    found = _in_rounds(program)
+    if found is program:
+        raise LayoutError(
+            "context_kind='ring': no op of the model goes round; legal are models with attention of a whole sequence "
+            "to itself, and no cache; for others ulysses and gather"
+        )
+    return found
+
+
+def _in_rounds(program: Program) -> Program:
+    steps: list[Step] = []
+    for step in program.steps:
+        op, inner = computing(step.op), nested(step.op)
+        types = program.step_types(step)[0]
+        if inner is not None and (body := _in_rounds(inner.body)) is not inner.body:
+            step = _with_body(step, inner, body)
+        elif op is not None and (other := op.in_rounds(*types)) is not None:
+            more = range(len(step.results), len(results_of(other, types)))
+            names = (*step.results, *(f"{step.results[0]}.{k}" for k in more))
+            step = replace(step, op=other, results=names)
+        steps.append(step)
     return program if tuple(steps) == program.steps else Program(program.inputs, steps, program.outputs)
 
 

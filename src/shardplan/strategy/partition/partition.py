@@ -93,7 +93,14 @@ class _Partition:
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
-            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even, starts=starts
+            self.model,
+            self.count,
+            strategy.microbatches,
+            strategy.recompute,
+            self._refused,
+            even=even,
+            starts=starts,
+            rounds=strategy.rotates,
         )
         self._check_layouts()
         self.bucket = None if strategy.bucket is None else int(strategy.bucket)
@@ -381,4 +388,8 @@ def _resized(model: Model, strategy: Strategy) -> Model:
         for d, n in zip(dims, model.program.types[name].shape, strict=True)
         if d == "batch"
     }
+    if strategy.context_kind == "zigzag":
+        if not model.fields["training"]:
+            raise LayoutError("context_kind='zigzag' of a forward pass, whose results are in order; legal is ring")
+        return model.resize(batch=batch, zigzag=strategy.context)
     return model if sizes <= {batch} else model.resize(batch=batch)

@@ -1,0 +1,288 @@
+"""Attention whose keys and values go round: ring attention, arXiv 2310.01889, and its gradient.
+
+The sequence of queries, keys and values is cut alike. In every round a device computes with the tile of keys and values
+at hand while that goes on to the next device and another one comes: a device receives every other tile once, and stages
+two. Results of tiles are folded by their log-sum-exp. Causal tiles that a device's queries do not see are passed on
+and not computed.
+
+In the gradient the tiles go round again, each followed by the sum of its cotangents, to which every device adds its
+part, and which come home in the last round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.factor_rule import FactorRule, infer
+from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
+from shardplan.core.namespace import wide
+from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
+from shardplan.core.ops.compute import common_dtype
+from shardplan.core.ops.movement import AllGather, Slice
+from shardplan.core.ops.overlapped import Overlapped
+from shardplan.core.ops.placing import Cast, Reshape
+from shardplan.core.ops.products import Einsum
+from shardplan.core.ops.reduction import ReduceScatter
+from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, own, tile_backward, tile_forward
+from shardplan.core.ops.zigzag import Zigzag
+from shardplan.core.rule_text import rule_of
+from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
+
+_PAIRS = 6  # operations on a score beside products: scale, maximum, difference, exponential, sum, quotient; and a mask
+_PAIRS_BACK = 6  # in the gradient: scale, two differences, exponential, two products; and a mask
+
+
+def wide_name(dtype: str) -> str:
+    """Return the dtype in which sums of a dtype are kept."""
+    return short_name(wide(numpy_dtype(dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotating(Overlapped):
+    """What attention and its gradient share."""
+
+    causal: bool = True
+    scale: float = 0.0
+    zigzag: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the order."""
+        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """Return the axes of the sequence, round which tiles go."""
+        return t.layout.dims[SEQUENCE]
+
+    def _order(self, q: TensorType) -> Zigzag | None:
+        return Zigzag(q.shape[SEQUENCE], self.zigzag) if self.causal else None
+
+    def _scale(self, q: TensorType) -> float:
+        return self.scale or q.shape[-1] ** -0.5
+
+    def _scores(self, d: Draft, q: str, k: str) -> str:
+        """Write scaled scores `[b s g r t]` of queries and all keys."""
+        t, u = d.types[q], d.types[k]
+        x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
+        if not self.causal:
+            return x
+        column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
+        axes = self.members(t)
+        row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
+        late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
+        return d(Elementwise(f"where(a, {MASKED}, b)"), late, x)
+
+    def _gathered(self, d: Draft, name: str) -> str:
+        axes = self.members(d.types[name])
+        return d(AllGather(SEQUENCE, axes), name) if axes else name
+
+
+def _wide(d: Draft, name: str) -> str:
+    to = wide_name(d.types[name].dtype)
+    return name if d.types[name].dtype == to else d(Cast(to), name)
+
+
+def _as(d: Draft, name: str, dtype: str) -> str:
+    return name if d.types[name].dtype == dtype else d(Cast(dtype), name)
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttention(_Rotating):
+    """As `Attention` of queries `[b s g r d]`, keys `[b s g d]` and values `[b s g e]`, the sequence cut alike.
+
+    Results are `[b s g r e]` and the log-sum-exp of the scores `[b s g r]`, in f32 or wider. What is causal goes by
+    positions, of which the sequence has the zigzag order over so many tiles (`zigzag`): cut into as many, every device
+    has as much to do, and else the last has most.
+
+    >>> q, k = (TensorType.parse(f"f32[2, 12@c, 4, {dims}8]", "c=3") for dims in ("2, ", ""))
+    >>> op = RingAttention()
+    >>> print(*op.infer(q, k, k), op.received(q, k, k))
+    f32[2, 12@c, 4, 2, 8] f32[2, 12@c, 4, 2] [4096 4096 4096]
+    """
+
+    name: ClassVar[str] = "ring_attention"
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """Everything but what is contracted may be cut."""
+        common_dtype(self.name, operands)
+        return rule_of(self.name, "[b s g r d] [b s g d] [b s g e] -> [b s g r e] [b s g r] | fixed: d e", operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """No sums: scores are exponentiated."""
+        return False
+
+    def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
+        """That of the operands, and a wide one."""
+        return operands[0].dtype, wide_name(operands[0].dtype)
+
+    def decomposition(self, *operands: TensorType) -> Decomposition:
+        """Keys and values gathered, and attention."""
+        self.infer(*operands)
+        d = Draft.of(operands)
+        x = self._scores(d, _wide(d, "0"), self._gathered(d, _wide(d, "1")))
+        top = d(ReduceDims((4,), "max", keep=True), x)
+        e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
+        total = d(ReduceDims((4,), keep=True), e)
+        out = d(Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gathered(d, _wide(d, "2")))
+        lse = d(Elementwise("log(a) + b"), total, top, stopped=(1,))
+        return d.done(_as(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
+
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
+    ) -> Sequence[str | None]:
+        """One ring back; what it takes of the results is made before: their product with the cotangents."""
+        came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
+        inner = draft(Einsum("bsgre,bsgre->bsgr"), _wide(draft, came), _wide(draft, results[0]))
+        inner = draft(Elementwise("a - b"), inner, more)
+        return draft.every(
+            RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
+        )
+
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
+        """As many rounds as tiles, in all but the last of which they go on."""
+        ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
+        kind = wide_name(operands[0].dtype)
+        out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
+        state = out, own("y1", ring.queries[:, :4])
+        buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
+        if out.buffer == "sum":
+            buffers["sum"] = Buffer(out.elements, kind)
+        run = partial(tile_forward, scale=self._scale(operands[0]), order=self._order(operands[0]))
+        work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS + self.causal
+
+        def rounds() -> Iterator[Round]:
+            yield from ring.loaded()
+            for r in range(ring.size):
+                sources = own("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
+                n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
+                yield Round(
+                    (ring.put(f"t{r % 2}", n),),
+                    takes=(ring.take(f"t{(r + 1) % 2}", more),),
+                    kernels=(ring.kernel(run, sources, state, r, work),),
+                )
+            if out.buffer == "sum":
+                yield ring.rounded((out,), (out._replace(buffer="y0"),))
+
+        return Lowering(devices, buffers, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttentionBackward(_Rotating):
+    """The gradient of `RingAttention`: cotangents of queries, keys and values.
+
+    Operands are these; the log-sum-exp; what each of its elements' cotangent is less, the product of the result with
+    its cotangent; and that cotangent `[b s g r e]`.
+    """
+
+    name: ClassVar[str] = "ring_attention_backward"
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """As forward."""
+        return self._rule(False, *operands)
+
+    def _rule(self, summed: bool, *operands: TensorType) -> FactorRule:
+        common_dtype(self.name, (*operands[:3], *operands[5:]))
+        common_dtype(self.name, operands[3:5])
+        given = "[b s g r d] [b s g d] [b s g e] [b s g r] [b s g r] [b s g r e]"
+        results = "[b s g d] [b s g e] | sum: r" if summed else "[b s g r d] [b s g d] [b s g e]"
+        return rule_of(self.name, f"{given} -> {results} | fixed: d e", operands)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Sums of both cotangents."""
+        return reduction == "sum" and partial == frozenset({4, 5})
+
+    def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
+        """Those of the values."""
+        return (operands[0].dtype,) * 3
+
+    def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Apply the rule; over the axes of query heads cotangents of keys and values are sums."""
+        kinds = self.dtypes(*operands)
+
+        def typed(rule: FactorRule) -> tuple[TensorType, ...]:
+            kind = kinds[: len(rule.results)]
+            return infer(rule, operands, lambda p, r: self.passes(p, r, operands), self.name, kind)
+
+        return typed(self.rule(*operands))[0], *typed(self._rule(True, *operands))
+
+    def decomposition(self, *operands: TensorType) -> Decomposition:
+        """Keys and values gathered; their cotangents reduced and scattered."""
+        self.infer(*operands)
+        d, axes = Draft.of(operands), self.members(operands[1])
+        q, k, v = _wide(d, "0"), self._gathered(d, _wide(d, "1")), self._gathered(d, _wide(d, "2"))
+        came, of = _wide(d, "5"), operands[0].dtype
+        one = " ".join("bsgr")
+        lse, less = (d(Reshape(f"{one} -> {one} one=1"), name) for name in ("3", "4"))
+        p = d(Elementwise("exp(a - b)"), self._scores(d, q, k), lse)
+        ds = d(Elementwise("a - b"), d(Einsum("bsgre,btge->bsgrt"), came, v), less)
+        ds = d(Elementwise(f"a * b * {self._scale(operands[0])}"), p, ds)
+        found = [d(Einsum("bsgrt,btgd->bsgrd"), ds, k)]
+        for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
+            made = d(Einsum(spec), x, y)
+            found.append(d(ReduceScatter(SEQUENCE, axes), made) if axes else made)
+        return d.done(*(_as(d, name, of) for name in found))
+
+    def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
+        """As many rounds as tiles, and one in which the last cotangents come home.
+
+        In a round the cotangents of the tile before go on behind the tile: in one message with it where they are of its
+        dtype. What a device adds to those that come it computes meanwhile.
+        """
+        ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
+        dtype, kind = operands[0].dtype, wide_name(operands[0].dtype)
+        joint, alone = dtype == kind, ring.size == 1
+        buffers = {f"t{k}": Buffer((1 + joint) * ring.most * (k or not alone), dtype) for k in (0, 1)}
+        if not joint:
+            buffers |= {f"d{k}": Buffer(ring.most * (k or not alone), kind) for k in (0, 1)}
+            buffers["sum"] = Buffer(np.prod(ring.queries, axis=1), kind)
+        buffers["part"] = Buffer(ring.most * (not alone), kind)
+        dq = own("y0" if joint else "sum", ring.queries)
+        run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
+        work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
+
+        def sums(r: int) -> KeyTile:
+            """The cotangents of the tile of round r, behind it."""
+            ahead = ring.tile(r + 1).elements * (r < ring.size - 1)
+            return ring.tile(r, f"t{(r + 1) % 2}", ahead) if joint else ring.tile(r, f"d{(r + 1) % 2}")
+
+        def rounds() -> Iterator[Round]:
+            yield from ring.loaded()
+            for r in range(ring.size):
+                made = ring.tile(r, "part") if r else sums(0)
+                sources = (own("x0", ring.queries), *ring.at_hand(r),
+                           *(own(f"x{k}", ring.queries[:, :4]) for k in (3, 4)),
+                           own("x5", ring.queries[:, :4], operands[2].shape[-1]), *([dq] if r else []))  # fmt: skip
+                kernel = ring.kernel(run, sources, (dq, *made.blocks), r, work)
+                n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
+                puts, takes = [ring.put(f"t{r % 2}", n)], [ring.take(f"t{(r + 1) % 2}", more)]
+                then: tuple[Copy, ...] = ()
+                if r:
+                    gone, came = sums(r - 1), sums(r)
+                    puts.append(ring.put(gone.buffer, gone.elements, gone.start))
+                    takes.append(ring.take(came.buffer, came.elements, came.start))
+                    then = (Copy(made.region.only(kernel.live), came.region.only(kernel.live), "sum"),)
+                yield Round(tuple(puts), (), tuple(takes), then, kernels=(kernel,))
+            home, last = ring.tile(ring.size, f"{'t' if joint else 'd'}{(ring.size + 1) % 2}"), sums(ring.size - 1)
+            if not alone:
+                yield Round((ring.put(last.buffer, last.elements, last.start),), (),
+                            (ring.take(home.buffer, home.elements),))  # fmt: skip
+            found = (last if alone else home).blocks
+            into = own("y1", found[0].shape), own("y2", found[1].shape)
+            yield ring.rounded(
+                (dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into
+            )
+
+        return Lowering(devices, buffers, rounds)
