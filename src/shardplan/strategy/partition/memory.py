@@ -17,7 +17,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import SAVED
+from shardplan.strategy.partition.programs import NEXT, SAVED
 
 
 class Moment(NamedTuple):
@@ -119,10 +119,11 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             yield Moment(text, now, now)
             continue
         p = job.programs[stage, kind]
-        own = {job.key(stage, name) for name, _ in p.inputs}
+        made = (name.removeprefix(NEXT) for name in p.outputs if name.startswith(NEXT))
+        own = {job.key(stage, name) for name in (*dict(p.inputs), *made)}  # what a program replaces it need not read
         rest = sum(n for key, n in state.items() if key not in own)
         rest += sum(n for (s, m), n in alive.items() if kind == "F" or (s, m) != (stage, k))
-        during = rest + account(p).peak_bytes
+        during = rest + account(p).workspace_bytes
         if kind == "F" and k is not None:
             alive[stage, k] = saved_bytes(job, stage)
         elif kind == "B" and k is not None:
