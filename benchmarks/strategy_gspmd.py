@@ -110,12 +110,19 @@ ROWS: dict[str, Row] = {
         {},
         "Both keep gathered weights; equal where all-reduces that are sliced are reduce-scatters.",
     ),
+    "fsdp 8, weights kept, joined": (
+        FSDP | {"zero": 2, "bucket": "1 GB"},
+        WHOLE,
+        {"weights": ()},
+        {},
+        "As above, and a layer's parameters are gathered at once, and its gradients reduced at once.",
+    ),
     "fsdp 8, joined": (
         FSDP | {"bucket": "1 GB"},
         WHOLE,
         {},
         {},
-        "The bytes of fsdp 8; a layer's parameters are gathered at once, and its gradients reduced at once.",
+        "The bytes of fsdp 8, fewer messages: a layer's parameters are gathered at once, and its gradients reduced at once.",
     ),
     "fsdp 8, weights too, layers again": (
         FSDP,
