@@ -122,7 +122,10 @@ ROWS: dict[str, Row] = {
         WHOLE,
         {},
         {},
-        "The bytes of fsdp 8, fewer messages: a layer's parameters are gathered at once, and its gradients reduced at once.",
+        (
+            "The bytes of fsdp 8, fewer messages: a layer's parameters are gathered at once, and its gradients reduced "
+            "at once."
+        ),
     ),
     "fsdp 8, weights too, layers again": (
         FSDP,
