@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from shardplan.core.nested import nested
 from shardplan.core.ops.collective import moving
 from shardplan.core.program import Program
 from shardplan.core.step import Step
+from shardplan.errors import LayoutError
+from shardplan.strategy.partition.programs import WrittenProgram
 
 
 def prefetched(program: Program, stacks: Collection[str]) -> Program:
@@ -20,9 +22,18 @@ def prefetched(program: Program, stacks: Collection[str]) -> Program:
     return Program(program.inputs, [_prefetched(step, stacks) for step in program.steps], program.outputs)
 
 
-def runs_ahead(program: Program) -> bool:
-    """Say whether a repeat of a program runs anything ahead."""
-    return any(op.ahead for step in program.steps if (op := nested(step.op)) is not None)
+def early(
+    written: Mapping[tuple[int, str], WrittenProgram], stacks: Collection[str]
+) -> dict[tuple[int, str], WrittenProgram]:
+    """Return programs of stages whose layers gather ahead; those that stages share they share.
+
+    Raises `LayoutError` where no layer does.
+    """
+    found = {id(one): one._replace(program=prefetched(one.program, stacks)) for one in written.values()}
+    ops = (nested(step.op) for one in found.values() for step in one.program.steps)
+    if not any(op is not None and op.ahead for op in ops):
+        raise LayoutError("prefetch: no layer gathers parameters; legal is it where they are dealt out, as by fsdp")
+    return {key: found[id(one)] for key, one in written.items()}
 
 
 def _prefetched(step: Step, stacks: Collection[str]) -> Step:
@@ -32,11 +43,11 @@ def _prefetched(step: Step, stacks: Collection[str]) -> Step:
     names = [name for name, _ in op.body.inputs]
     rows = range(len(names) - op.cut, len(names))
     there = {names[k] for k in rows if step.operands[k] in stacks}
-    early: list[Step] = []
+    first: list[Step] = []
     for inner in op.body.steps:
         if moving(inner.op) is not None and there >= {*inner.operands}:
-            early.append(inner)
+            first.append(inner)
             there |= {*inner.results}
-    rest = [inner for inner in op.body.steps if inner not in early]
-    body = Program(op.body.inputs, [*early, *rest], op.body.outputs)
-    return replace(step, op=replace(op, body=body, ahead=len(early)))
+    rest = [inner for inner in op.body.steps if inner not in first]
+    body = Program(op.body.inputs, [*first, *rest], op.body.outputs)
+    return replace(step, op=replace(op, body=body, ahead=len(first)))
