@@ -76,19 +76,29 @@ ROWS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         TENSOR | {"sequence_parallel": True},
         "sequence",
         (
-            "DTensor keeps gathered activations for the backward pass; ours keeps the cut ones and gathers again, 2 "
-            "all-gathers a layer. The embedding as above."
+            "DTensor keeps gathered activations for the backward pass; this strategy of ours keeps the cut ones and "
+            "gathers again, 2 all-gathers a layer. The embedding as above."
         ),
+    ),
+    "sequence 4 x data 2, kept": (
+        TENSOR | {"sequence_parallel": True, "keep": "sequence"},
+        "sequence",
+        "Both keep what they gathered. The embedding as above.",
     ),
     "fsdp 8": (
         {"data": 8, "fsdp": True},
         "fsdp",
         "Equal in a layer. Outside, FSDP2 keeps the root's parameters gathered until the backward pass.",
     ),
-    "fsdp 8, kept gathered": (
+    "fsdp 8, kept by the peer": (
         {"data": 8, "fsdp": True},
         "kept",
-        ("FSDP2 keeps gathered weights. Ours gathers again: no strategy does what it says."),
+        "FSDP2 keeps gathered weights; this strategy of ours gathers again.",
+    ),
+    "fsdp 8, kept": (
+        {"data": 8, "fsdp": True, "zero": 2},
+        "kept",
+        "Both keep gathered weights.",
     ),
     "context 4 x data 2": (
         {"data": 2, "context": 4},

@@ -100,7 +100,31 @@ ROWS: dict[str, Row] = {
         {},
         (
             "GSPMD keeps gathered weights from the forward to the backward pass: fewer bytes, and all weights in "
-            "memory. Ours gathers again; we have no strategy that keeps them."
+            "memory. This strategy of ours gathers again; the next row keeps them."
+        ),
+    ),
+    "fsdp 8, weights kept": (
+        FSDP | {"zero": 2},
+        WHOLE,
+        {"weights": ()},
+        {},
+        "Both keep gathered weights; equal where all-reduces that are sliced are reduce-scatters.",
+    ),
+    "fsdp 8, weights kept, joined": (
+        FSDP | {"zero": 2, "bucket": "1 GB"},
+        WHOLE,
+        {"weights": ()},
+        {},
+        "As above, and a layer's parameters are gathered at once, and its gradients reduced at once.",
+    ),
+    "fsdp 8, joined": (
+        FSDP | {"bucket": "1 GB"},
+        WHOLE,
+        {},
+        {},
+        (
+            "The bytes of fsdp 8, fewer messages: a layer's parameters are gathered at once, and its gradients reduced "
+            "at once."
         ),
     ),
     "fsdp 8, weights too, layers again": (
@@ -145,6 +169,16 @@ ROWS: dict[str, Row] = {
         (
             "GSPMD reduces gradients over context, then over data, 2.5 times their bytes beside 1.75; it keeps "
             "gathered keys and values, ours gathers them again backward (49,152 bytes more)."
+        ),
+    ),
+    "gathered keys 4 x data 2, keys kept": (
+        KEYS | {"keep": "sequence"},
+        ROWS_OF,
+        KEPT,
+        {},
+        (
+            "Both keep gathered keys and values; GSPMD reduces gradients over context, then over data, 2.5 times "
+            "their bytes beside 1.75."
         ),
     ),
 }

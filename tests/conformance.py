@@ -308,7 +308,7 @@ def backwards(mesh: sp.Mesh) -> Program:
         Step(Elementwise("2 * a + b"), ("x", "v"), ("y",)),
         Step(AllGather(0, ("x",)), ("y",), ("z",)),
     ]
-    layers = Repeat(3, Program({"x": x, "w": w}, steps, ("y", "z")), 1, 1, reverse=True)
+    layers = Repeat(3, Program({"x": x, "w": w}, steps, ("y", "z")), 1, 1, reverse=True, ahead=1)
     stack = TensorType.parse("i32[3, 12]", mesh)
     return Program({"x": x, "w": stack}, [Step(layers, ("x", "w"), ("y", "z"))], ("y", "z"))
 

@@ -345,7 +345,8 @@ def sharing_repeats(draw: st.DrawFn, most: int = 4) -> Program:
     outputs = rng.choices(fitting, k=2 + rng.randint(0, 2))
     n = rng.randint(1, 3)
     body = Program([(k, extra[k]) for k in ("c", "d", *fixed, *cut)], steps, outputs)
-    op = Repeat(n, body, 2, 2, reverse=rng.random() < 0.5)
+    early = next((k for k, s in enumerate(steps) if {"c", "d"} & {*s.operands}), len(steps))
+    op = Repeat(n, body, 2, 2, reverse=rng.random() < 0.5, ahead=rng.randint(0, early))
     given = {f"i{k}": u for k, u in enumerate(operand_types(op))}
     operands = list(given)
     if rng.random() < 0.3:

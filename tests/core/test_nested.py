@@ -227,6 +227,12 @@ def test_the_text_of_a_repeat() -> None:
         ("n=3", "n=-1", r"repeat: repeat: n is -1; legal is a whole number of at least 0\n.*\n +\^"),
         ("n=3", "n=0", r"repeat: repeat: n=0 with sliced operands or stacked results; legal is n of at least 1 row"),
         ("carried=1", "carried=3", r"repeat: carried is 3; legal is a whole number from 0 to 2"),
+        ("sliced=1", "sliced=1, ahead=4", r"repeat: ahead is 4; legal is a whole number from 0 to 3"),
+        (
+            "sliced=1",
+            "sliced=1, ahead=1",
+            r"step 0 \(slice\) of ahead=1 reads %a, which is carried; legal are rows, inv",
+        ),
         ("sliced=1", "sliced=2", r"repeat: sliced is 2; legal is a whole number from 0 to 1"),
         ("n=3", "body=3", r"repeat has no attribute 'body'; legal are n, carried, sliced"),
         ("output %2, %0", "output %0, %2", r"carried value 0 enters as f32\[4, 8\] and leaves as f32\[4, 8@t\]"),
@@ -564,6 +570,23 @@ def test_what_a_loop_carries_out_is_its_own(steps: list[Step]) -> None:
     last = Repeat(2, Program({"c": t, "s": t}, steps, ("2" if steps else "s",)), 1, 1)
     loops = [Step(double, ("w",), ("a",)), Step(last, ("x", "a"), ("y",)), Step(double, ("a",), ("b",))]
     check_driven(Program({"x": t, "w": rows(t, 2)}, loops, ("y", "b")))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_runs_ahead_does_so_a_run_early(n: int) -> None:
+    """Nothing is gathered beyond the last row; and beside what a run gathered there is what the next one will read."""
+    x, w = (TensorType.parse(text, "t=1") for text in ("f64[1048576]", "f64[1048576]"))
+    product = Einsum("i,i->i")
+    steps = [Step(product, ("w", "w"), ("v",)), Step(product, ("x", "v"), ("y",))]
+    bodies = [Repeat(n, Program({"x": x, "w": w}, steps, ("y",)), 1, 1, ahead=k) for k in (0, 1)]
+    plain, early = (Program({"x": x, "w": rows(w, n)}, [Step(op, ("x", "w"), ("z",))], ("z",)) for op in bodies)
+    assert Program.parse(str(early)) == early
+    order = [visit.step.results[0] for _, visit in turns(early)]
+    assert order == ["v", *["v", "y"] * (n - 1), "y"]
+    assert account(early).workspace_bytes - account(plain).workspace_bytes == (x.local_bytes() if n > 1 else 0)
+    assert account(early).received.tolist() == account(plain).received.tolist()
+    most, _ = measured(early)
+    assert n == 1 or near(most, account(early).workspace_bytes)
 
 
 def test_a_driver_copies_no_view() -> None:

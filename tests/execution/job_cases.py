@@ -36,6 +36,20 @@ SGD = {"optimizer": "sgd"}  # has less state, so that there is less to bring to 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama tensor data": ("llama", SGD, {"tensor": 2, "data": 2}),
     "llama fsdp sequence": ("llama", SGD, {"data": 2, "tensor": 2, "fsdp": True, "sequence_parallel": True}),
+    "llama fsdp kept": (
+        "llama",
+        SGD | {"layers": 2},
+        {
+            "data": 2,
+            "tensor": 2,
+            "sequence_parallel": True,
+            "fsdp": True,
+            "zero": 2,
+            "keep": "sequence",
+            "bucket": "1 kB",
+            "prefetch": True,
+        },
+    ),
     "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
     "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
     "llama ring": ("llama", SGD, {"context": 4, "context_kind": "ring"}),

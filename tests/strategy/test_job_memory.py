@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from shardplan import CertificateError, Job, Model, Strategy, partition
+from shardplan.core.accounting import held_inside
+from shardplan.core.nested import nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.partition.memory import certify, moments, saved_bytes, state_bytes
@@ -76,6 +78,42 @@ def test_what_a_microbatch_saves(said: dict[str, Any], more: dict[str, Any]) -> 
     parts = said.get("tensor", 1)
     ends = 2 * rows * (2 * H / (parts if said.get("sequence_parallel") else 1) + V / parts)  # last layer, norm, logits
     assert near(saved_bytes(job(**said), 0), L * saved(**more) + ends, 0.02)
+
+
+def test_what_is_kept_is_saved() -> None:
+    """Of FSDP all parameters but the embedding, which no gradient reads; of a sequence what its layers gather."""
+    gathered = 2 * (L * (LAYER["cut"] + LAYER["whole"]) + V * H + H)
+    said: dict[str, Any] = {"data": 4, "fsdp": True}
+    plain, kept = job(**said), job(**said, zero=2)
+    assert near(saved_bytes(kept, 0) - saved_bytes(plain, 0), gathered)
+    assert near(saved_bytes(kept, 0), L * saved() + 2 * S * (2 * H + V) + gathered)
+    assert state_bytes(kept, 0) == state_bytes(plain, 0)
+    assert max(m.after for m in moments(kept, 0)) == state_bytes(kept, 0) + saved_bytes(kept, 0)
+    more = {"pipeline": 2, "global_batch": 8}
+    flight = job(data=4, fsdp=True, zero=2, **more)
+    assert near(max(m.after for m in moments(flight, 0)) - state_bytes(flight, 0), 2 * saved_bytes(flight, 0))
+    said = {"tensor": 4, "sequence_parallel": True}
+    plain, kept = job(**said), job(**said, keep="sequence")
+    norms = 2 * (2 * L + 1) * S * H * 3 / 4  # what the norms make, whole and not a quarter of it
+    assert near(saved_bytes(kept, 0) - saved_bytes(plain, 0), norms)
+
+
+def test_a_layer_that_is_gathered_early_is_held() -> None:
+    layer = 2 * (LAYER["cut"] + LAYER["whole"])
+    plain, early = job(data=4, fsdp=True), job(data=4, fsdp=True, prefetch=True)
+    for kind in ("F", "B"):
+        (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)))
+        assert held_inside(op.body, op.kept, op.ahead) - held_inside(op.body, op.kept) == layer
+    for less, more in zip(moments(plain, 0), moments(early, 0), strict=True):
+        assert less.during <= more.during <= less.during + 2 * layer and less.after == more.after
+    assert [m.during for m in moments(early, 0)][1] >= state_bytes(early, 0) + 2 * layer
+
+
+def test_totals_that_are_replaced_are_there_once() -> None:
+    """Of one microbatch: B makes the totals that lie in the state, without reading them."""
+    for found in (job(tensor=4), job(tensor=4, global_batch=2)):
+        during = {m.action: m.during for m in moments(found, 0)}
+        assert during["0B0"] < state_bytes(found, 0) + 1.5 * saved_bytes(found, 0)
 
 
 def test_what_is_made_again_is_not_kept() -> None:

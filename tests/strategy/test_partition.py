@@ -17,8 +17,12 @@ from shardplan import (
     TopologyError,
     partition,
 )
+from shardplan.core.nested import nested
 from shardplan.core.ops.compute import computing
-from shardplan.core.walk import program_leaves
+from shardplan.core.walk import program_leaves, turns
+from shardplan.plans.pricing import fabric_of
+from shardplan.strategy.partition.memory import certify
+from shardplan.strategy.partition.prices import Prices
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -41,6 +45,10 @@ ALONE: dict[str, dict[str, Any]] = {
     "gpipe": {"pipeline": 2, "global_batch": 3, "schedule": "gpipe"},
     "chunks": {"pipeline": 1, "interleave": 1, "global_batch": 2},
     "bucket": {"data": 2, "zero": 1, "bucket": "1 GB", "global_batch": 4},
+    "kept": {"data": 2, "fsdp": True, "zero": 2, "global_batch": 4},
+    "sequence kept": {"tensor": 2, "sequence_parallel": True, "keep": "sequence"},
+    "bucket in layers": {"data": 2, "fsdp": True, "bucket": "1 kB"},
+    "prefetch": {"data": 2, "fsdp": True, "prefetch": True},
     "names": {"tensor": 2, "recompute": ("attention", "rms_norm")},
     "full": {"tensor": 2, "recompute": "full"},
     "selective": {"tensor": 2, "recompute": "selective"},
@@ -71,6 +79,35 @@ THREE: dict[str, dict[str, Any]] = {
         "global_batch": 4,
     },
     "zigzag, tensor, fsdp": {"context": 3, "context_kind": "zigzag", "tensor": 2, "data": 2, "fsdp": True},
+    "pipeline, sequence, fsdp, kept": {
+        "pipeline": 2,
+        "tensor": 2,
+        "sequence_parallel": True,
+        "data": 2,
+        "fsdp": True,
+        "zero": 2,
+        "keep": "sequence",
+        "global_batch": 4,
+    },
+    "context, tensor, fsdp, kept": {
+        "context": 2,
+        "context_kind": "gather",
+        "tensor": 2,
+        "data": 2,
+        "fsdp": True,
+        "keep": ("sequence", "head", "layers.[qkv]"),
+        "bucket": "1 kB",
+        "prefetch": True,
+    },
+    "pipeline, tensor, fsdp, prefetch": {
+        "pipeline": 2,
+        "tensor": 2,
+        "data": 2,
+        "fsdp": True,
+        "bucket": "1 kB",
+        "prefetch": True,
+        "global_batch": 4,
+    },
 }
 
 
@@ -256,6 +293,60 @@ def test_found_and_not_written() -> None:
     assert moves(zero[2], "B") == {"reduce_scatter": count} and not moves(zero[2], "F")
     assert moves(zero[3], "F") == {"all_gather": count}
     assert moves(zero[3], "B") == {"all_gather": count, "reduce_scatter": count}
+    assert moves(zero[3], "B", layers=False) == {"all_gather": 2, "reduce_scatter": 3}  # head and norm
+
+
+def test_what_is_kept_is_not_moved_again() -> None:
+    """Section 3: the reverse body moves a copy again unless `keep` names it; zero 2 of FSDP names all parameters."""
+    one = model("llama", layers=2)
+    count = len([n for n in one.parameters if n.startswith("layers.")])
+    plain = partition(one, Strategy(data=2, fsdp=True, global_batch=4))
+    for strategy in (Strategy(data=2, fsdp=True, zero=2, global_batch=4), Strategy(data=2, zero=3, keep="*")):
+        kept = partition(one, strategy)
+        assert moves(kept, "F") == moves(plain, "F") == {"all_gather": count}
+        assert moves(kept, "B") == {"reduce_scatter": count}
+        assert moves(kept, "B", layers=False) == {"reduce_scatter": 3}
+        assert not any(name in kept.programs[0, "B"].types for name in one.parameters)  # nothing else is read
+    ends = partition(one, Strategy(data=2, fsdp=True, keep=("head", "norm")))
+    assert moves(ends, "B") == {"all_gather": count, "reduce_scatter": count}
+    assert moves(ends, "B", layers=False) == {"reduce_scatter": 3}
+    sequence = partition(one, Strategy(tensor=2, sequence_parallel=True, keep="sequence"))
+    assert moves(sequence, "F") == {"all_gather": 2, "reduce_scatter": 2}
+    assert moves(sequence, "B") == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}
+    keys = partition(one, Strategy(context=2, context_kind="gather", keep="sequence"))
+    assert moves(keys, "F") == {"all_gather": 2} and moves(keys, "B") == {"reduce_scatter": 2}
+
+
+def test_a_movement_that_is_kept_is_paid_once() -> None:
+    """Seconds of a settlement are those of ops and of the movements that were written."""
+    found = {}
+    for keep in ((), "sequence"):
+        job = partition(model("llama"), Strategy(tensor=2, sequence_parallel=True, keep=keep))
+        assert job.settled is not None
+        prices = Prices(fabric_of(Topology.load("nominal", devices=2), [job.programs.meshes[0]]))
+        sides = [m.plan.program for m in job.movements[0, "F"] + job.movements[0, "B"] for _ in range(m.times)]
+        moved = [prices.move(p.input_types[0], p.output_types[0]) for p in sides if len(p.inputs) == 1]
+        found[keep] = job.settled.seconds - sum(moved)
+        assert not any(t.layout.partial for types in job.settled.kept.values() for t in types)
+    assert found["sequence"] == pytest.approx(found[()], rel=1e-3)
+
+
+def test_what_is_gathered_ahead_is_as_much() -> None:
+    """The gathers of a layer are the first steps of its body, and run a layer early; none is run beyond the last."""
+    strategy = {"data": 2, "fsdp": True, "bucket": "1 kB"}
+    sizes = set[int]()
+    for layers in (2, 5):
+        one = model("llama", layers=layers)
+        plain, early = (partition(one, Strategy(**strategy, prefetch=on)) for on in (False, True))
+        assert certify(plain).axis_bytes == certify(early).axis_bytes
+        for kind in ("F", "B"):
+            (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)) and not op.at_once)
+            run = [visit.step.op.name for _, visit in turns(early.programs[0, kind]) if "gather" in visit.step.op.name]
+            assert op.ahead == len([m for m in early.movements[0, kind] if m.path and "gather" in str(m.plan.program)])
+            assert {step.op.name for step in op.body.steps[: op.ahead]} <= {"all_gather", "together"}
+            assert run == [v.step.op.name for _, v in turns(plain.programs[0, kind]) if "gather" in v.step.op.name]
+        sizes.add(sum(len(op.body.steps) for p in early.programs.shared for s in p.steps if (op := nested(s.op))))
+    assert len(sizes) == 1
 
 
 def test_totals_of_zero_1_stay_sums_until_the_optimizer() -> None:
@@ -295,7 +386,22 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
             {"data": 4, "shard": 3},
             "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]",
         ),
-        ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
+        ({"data": 2, "fsdp": True, "zero": 1}, "strategy: fsdp with zero=1; legal are 2, and 3, as by default"),
+        (
+            {"data": 2, "fsdp": True, "keep": "embed"},
+            "keep='embed': the forward pass moves nothing of that name which the backward pass reads so; legal are "
+            "dims, and parameters that are gathered in both: layers.attention_norm, layers.q, layers.k, layers.v, "
+            "layers.o, layers.mlp_norm, layers.gate, layers.up, layers.down, norm, head",
+        ),
+        (
+            {"tensor": 2, "keep": ("sequence",)},
+            "keep='sequence': the forward pass moves nothing of that name which the backward pass reads so; legal are "
+            "dims, and parameters that are gathered in both: none",
+        ),
+        (
+            {"data": 2, "prefetch": True},
+            "prefetch: no layer gathers parameters; legal is it where they are dealt out, as by fsdp",
+        ),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
         (
@@ -313,10 +419,6 @@ def test_what_is_not_legal_is_said_in_a_line(said: dict[str, Any], text: str) ->
 def test_what_would_do_nothing_is_refused() -> None:
     for said, text in (
         ({"data": 2, "shard": 2}, "strategy: shard=2 without zero or fsdp; legal is one of them, or no shard"),
-        (
-            {"data": 2, "zero": 2, "bucket": 9},
-            "strategy: bucket with gradients that are dealt out; legal are zero=0 and zero=1",
-        ),
     ):
         with pytest.raises(LayoutError) as caught:
             partition(model("llama"), Strategy(**said))
@@ -334,6 +436,25 @@ def test_a_bucket_is_reduced_together() -> None:
     job = partition(model("llama"), Strategy(data=2, zero=1, bucket="1 GB"))
     names = [step.op.name for step in job.programs[0, "OPT"].steps]
     assert names.count("together") == 1 and "reduce_scatter" not in names
+
+
+def test_a_bucket_of_layers_is_moved_together() -> None:
+    """Parameters of a layer are gathered, and their gradients reduced where they are ready, in as many bytes."""
+    one = model("llama")
+    plain = partition(one, Strategy(data=2, fsdp=True))
+    for bucket, many in (("1 GB", 1), (8 * 12 * 20 * 2, 3)):
+        job = partition(one, Strategy(data=2, fsdp=True, bucket=bucket))
+        assert certify(job).axis_bytes == certify(plain).axis_bytes
+        ways = {kind: [m for m in job.movements[0, kind] if m.path] for kind in ("F", "B")}
+        assert len(ways["F"]) == many and len(ways["B"]) == 2 * many
+        for m in (*ways["F"], *ways["B"]):
+            sides = m.plan.program.input_types, m.plan.program.output_types
+            larger = [max(t.local_bytes(), u.local_bytes()) for t, u in zip(*sides, strict=True)]
+            assert bucket == "1 GB" or sum(larger) <= bucket
+    (op,) = (op for step in job.programs[0, "B"].steps if (op := nested(step.op)))
+    names = [step.op.name for step in op.body.steps]
+    first = names.index("reduce_scatter")  # of a bucket, right behind its last gradient: it waits for no other
+    assert {*op.body.steps[first - 1].results} & {*op.body.steps[first].operands} and first < len(names) / 2
 
 
 def test_one_stage_holds_one_microbatch_at_a_time() -> None:

@@ -239,7 +239,7 @@ def test_what_is_saved_has_no_more_bytes_than_what_was_made() -> None:
     assert_least(case)
     prices = Prices(Fabric(MACHINE))
     found = case.settled(prices)
-    assert found.saved(((), "v")) == given["x"]
+    assert found.saved(((), "v")) == (given["x"],)
     assert found.seconds > 2 * prices.move(given["x"], t.with_layout(Layout(()), mesh))
 
 
@@ -249,7 +249,7 @@ def test_what_is_saved_may_lie_as_it_was_made() -> None:
     inner = [key for key in settled.saves if key[0]]  # of bodies; outside them a name is what is saved after the cut
     assert inner
     for key in inner:
-        assert settled.saved(key).local_bytes() <= settled.type_of(key).local_bytes()
+        assert settled.saved(key)[0].local_bytes() <= settled.type_of(key).local_bytes()
 
 
 # --- several axes, beside an integer programme

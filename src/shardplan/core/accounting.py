@@ -227,18 +227,26 @@ def books_of(body: Program) -> Account:
 
 
 @lru_cache(maxsize=256)
-def held_inside(body: Program, carried: int) -> int:
+def held_inside(body: Program, carried: int, ahead: int = 0) -> int:
     """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
+
+    That is also what the steps that are run `ahead` have made of the next row.
 
     Operands are its invariants and slices; what it carries is its own from the second run on. Of the results, those
     carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied,
     also where the stack takes the storage of a sliced operand.
     """
     ledger = _Ledger(body.devices)
-    start, found = holds(body, body.devices, [name for name, _ in body.inputs[carried:]])
+    outside = [name for name, _ in body.inputs[carried:]]
+    start, found = holds(body, body.devices, outside)
+    sizes = ledger.sizes(body)
+    of = storages(body, sizes, outside).of
+    made = {of[r] for step in body.steps[:ahead] for r in step.results} - dict(body.inputs).keys()
+    read = {of[o] for o in (*body.outputs, *(o for step in body.steps[ahead:] for o in step.operands))}
+    early = sum((sizes[name] for name in made & read), 0)
     staged = [step.op.staging(*body.step_types(step)[0]) for step in body.steps]
     results = sum((ledger.size(t) for t in body.output_types[:carried]), 0)
-    moments = [start, *(hold.during + n for hold, n in zip(found, staged, strict=True))]
+    moments = [start, *(hold.during + early + n for hold, n in zip(found, staged, strict=True))]
     return max(0, *(_worst(moment - results) for moment in moments))
 
 

@@ -52,6 +52,11 @@ class Nested(Op):
         return 0
 
     @property
+    def ahead(self) -> int:
+        """How many of the body's first steps are run before the run that is theirs, on the next row."""
+        return 0
+
+    @property
     def meshes(self) -> tuple[Mesh, ...]:
         """Those of the body."""
         return self.body.meshes

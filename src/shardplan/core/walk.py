@@ -86,14 +86,18 @@ def program_leaves(program: Program) -> Iterator[LeafOp]:
 def turns(program: Program) -> Iterator[tuple[int, Visit]]:
     """Yield every step as often as it runs, in order, with the number of the program's step it is in.
 
-    A body that runs again and again is opened; one that runs at once is one step.
+    A body that runs again and again is opened, with the steps that are run ahead before the run that they precede; one
+    that runs at once is one step.
     """
     for visit in walk(program):
         if visit.nested is None or visit.nested.at_once:
             yield visit.number, visit
             continue
-        for _ in range(visit.nested.times):
-            yield from ((visit.number, inner) for _, inner in turns(visit.nested.body))
+        every = [(number < visit.nested.ahead, (visit.number, inner)) for number, inner in turns(visit.nested.body)]
+        early, late = ([one for ahead, one in every if ahead is side] for side in (True, False))
+        for left in range(visit.nested.times, -1, -1):
+            yield from early if left else ()
+            yield from late if left < visit.nested.times else ()
 
 
 def inside(step: Step) -> Sequence[Step]:

@@ -8,6 +8,7 @@ view, and of a loop that takes an operand's place, which the account says; an in
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,14 +105,25 @@ class Hands(Generic[Wire]):
             if place_of(u, self.device) is not None
         }
 
+        def begun(arrays: list[Any], wire: Wire, k: int | None) -> Generator[None, None, dict[str, Any]]:
+            if k is None:
+                return {}
+            rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
+            values = dict(zip(names[carried:], [*arrays[carried:whole], *rows], strict=True))
+            yield from drive(steps[: op.ahead], values, (), wire)
+            return values
+
         def run(arrays: list[Any], wire: Wire) -> Running:
             state = list(arrays[:carried])
             stacks = [arrays[places[k]] if k in places else make(wire) for k, make in enumerate(makers, carried)]
-            for k in op.order:
-                rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
-                values = dict(zip(names, [*state, *arrays[carried:whole], *rows], strict=True))
-                del state, rows  # else what the body frees would live on
-                state = yield from drive(steps, values, body.outputs, wire)
+            order = (*op.order, None)
+            coming = yield from begun(arrays, wire, order[0])
+            for k, after in itertools.pairwise(order):
+                values = coming
+                coming = yield from begun(arrays, wire, after)
+                values |= zip(names, state, strict=False)
+                del state  # else what the body frees would live on
+                state = yield from drive(steps[op.ahead :], values, body.outputs, wire)
                 for stack, here in zip(reversed(stacks), reversed(stacked), strict=True):
                     row = state.pop()
                     if here:

@@ -45,12 +45,19 @@ class Strategy:
             tuple of names of ops whose results are.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
-        fsdp: As `zero` 3 over `data` and `context`.
+        fsdp: As `zero` 3 over `data` and `context`; with `zero` 2 parameters stay gathered from the forward to the
+            backward pass of a microbatch.
+        keep: What the backward pass has as the forward pass moved it, and does not move again: parameters, by patterns
+            of their names, and what a microbatch makes that has one of these dims. Fewer bytes, and more memory.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
             around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
             every device has as much to do under a causal mask.
         gradient_dtype: Of accumulated gradients; by default that of the parameter.
-        bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
+        bucket: Bytes up to which gradients are reduced together: before the update, or where they are dealt out in
+            every layer, as parameters that are dealt out are gathered there; where that takes less time. By default
+            each is alone.
+        prefetch: Whether a layer's parameters that are dealt out are gathered while the layer before it runs; two
+            layers of them are there at once.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
             schedule and the account of memory; `run` leaves it where it is.
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
@@ -81,6 +88,8 @@ class Strategy:
     shard: int | None = None
     bucket: float | str | None = None
     offload: bool = False
+    keep: str | tuple[str, ...] = ()
+    prefetch: bool = False
     cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -113,20 +122,19 @@ class Strategy:
                 f"strategy: shard={group} does not divide data={self.data}, or is no multiple of expert={self.expert}; "
                 f"legal are {legal}"
             )
-        for name in ("sequence_parallel", "fsdp", "offload"):
+        for name in ("sequence_parallel", "fsdp", "offload", "prefetch"):
             border.flag(f"strategy: {name}", getattr(self, name))
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
             object.__setattr__(self, "bucket", limit_of("strategy: bucket", self.bucket))
-            if self.zero > 1 or self.fsdp:
-                raise LayoutError("strategy: bucket with gradients that are dealt out; legal are zero=0 and zero=1")
         if isinstance(self.recompute, str):
             border.choice("strategy: recompute", self.recompute, RECOMPUTE)
         else:
             border.names("strategy: recompute", self.recompute)
-        if self.fsdp and self.zero not in (0, 3):
-            raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
+        object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
+        if self.fsdp and self.zero == 1:
+            raise LayoutError("strategy: fsdp with zero=1; legal are 2, and 3, as by default")
 
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
@@ -167,6 +175,12 @@ class Strategy:
     def microbatches(self) -> int:
         """How many microbatches a step has; the last is filled up with rows that weigh nothing."""
         return -(-self.sequences // (self.data * self.microbatch))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What is kept as it was moved; all parameters under `fsdp` with `zero` 2."""
+        named = border.names("strategy: keep", self.keep)
+        return ("*", *named) if self.fsdp and self.zero == 2 else named
 
     @property
     def sequences(self) -> int:

@@ -30,7 +30,8 @@ from shardplan.errors import TypingError
 class Repeat(Nested):
     """`n` runs of a body; the first `carried` and the last `sliced` operands: see `core.nested`.
 
-    In `reverse` rows are taken, and stacked, from the last to the first.
+    In `reverse` rows are taken, and stacked, from the last to the first. The first `ahead` steps of the body, which
+    read nothing carried, are run a run early, before the others of that run: what they make is there twice.
 
     With n = 0 all results are carried: a stack has at least one row. Raises `TypingError`.
 
@@ -52,6 +53,7 @@ class Repeat(Nested):
     carried: int = 0
     sliced: int = 0
     reverse: bool = False
+    ahead: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]  # a field, as n is behind `times`
 
     def __post_init__(self) -> None:
         """Check the counts, and that what is carried keeps its type."""
@@ -59,6 +61,14 @@ class Repeat(Nested):
         border.whole("repeat: n", self.n, 0, kind=TypingError)
         border.whole("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
         border.whole("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
+        border.whole("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
+        carried = {name for name, _ in body.inputs[: self.carried]}
+        for number, step in enumerate(body.steps[: self.ahead]):
+            if late := [o for o in step.operands if o in carried]:
+                raise TypingError(
+                    f"repeat: step {number} ({step.op.name}) of ahead={self.ahead} reads %{late[0]}, which is carried; "
+                    "legal are rows, invariants and what is made of them"
+                )
         if not body.outputs:
             raise TypingError("repeat: the body has no outputs; legal is at least one")
         if not self.n and (self.sliced or self.carried < len(body.outputs)):
@@ -128,7 +138,7 @@ class Repeat(Nested):
 
     def staging(self, *operands: TensorType) -> int:
         """What a run of the body holds, on the worst device, beside this op's operands and carried results."""
-        return held_inside(self.body, self.carried) if self.n else 0
+        return held_inside(self.body, self.carried, self.ahead if self.n > 1 else 0) if self.n else 0
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of the body's steps, n times."""

@@ -297,7 +297,10 @@ def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire
 
 
 def _looped(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
-    """Return this device's shards of the results of an op with a body, which is traced once."""
+    """Return this device's shards of the results of an op with a body, which is traced once.
+
+    What is run ahead XLA orders as it does all else: values are the same.
+    """
     from jax import lax  # pyright: ignore[reportMissingImports]
 
     names = [name for name, _ in op.body.inputs]

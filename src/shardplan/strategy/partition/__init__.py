@@ -14,6 +14,7 @@ Reading order:
 - `stages`      the lines of every stage, and what goes between them
 - `write`       lines as programs, with planned movements
 - `programs`    the programs of a stage: F, B, OPT
+- `prefetch`    layers gather their parameters a layer early
 - `job`         `Job`
 - `partition`   `partition`
 """

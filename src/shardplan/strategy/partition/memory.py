@@ -18,7 +18,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import SAVED
+from shardplan.strategy.partition.programs import NEXT, SAVED
 from shardplan.strategy.schedules.run import MESSAGES
 
 MOVED = ("OFFLOAD", "RELOAD")
@@ -108,7 +108,7 @@ def saved_bytes(job: Job, stage: int) -> int:
 def moments(job: Job, rank: int) -> Iterator[Moment]:
     """Yield the actions of a rank in the order of the schedule, then its optimizer's, with the bytes that are live."""
     state = {k: t.local_bytes() for k, t in job.state.items() if _is_state(job, k, rank)}
-    peaks = {key: account(p).peak_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
+    peaks = {key: account(p).workspace_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
     alive: dict[tuple[int, int], dict[str, int]] = {}  # by stage and microbatch
     row = (a for action in job.schedule.ranks[rank] if action is not None for a in action.leaves)
     actions = [(a.stage, a.kind, a.microbatch, str(a)) for a in row if a.kind not in MESSAGES]
@@ -126,7 +126,9 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             continue
         read = {name for name, _ in job.programs[stage, kind].inputs}
         rest = sum(n for name, n in mine.items() if name not in read)
-        own = sum(n for key, n in state.items() if key in {job.key(stage, name) for name in read})
+        made = [n.removeprefix(NEXT) for n in job.programs[stage, kind].outputs if n.startswith(NEXT)]
+        replaced = {job.key(stage, name) for name in (*read, *made)}  # also what it does not read
+        own = sum(n for key, n in state.items() if key in replaced)
         yield Moment(text, others - own + rest + peaks[stage, kind], after)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 import numpy as np
 
+from shardplan.core import border
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -29,6 +31,7 @@ from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.order import ordered
+from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
@@ -177,14 +180,46 @@ class _Partition:
             elif not t.shape:
                 wanted[(), name] = t.with_layout(Layout(()), self.mesh)
         held = {key: Layout(self.held[name].dims[-types[key].ndim :]) for key, (name, _) in ends.items()}
-        cut = Cut(self.micro.count, tuple(dict.fromkeys(v for stage in self.stages for v in stage.saved)))
-        problem = SettleProblem(block, self.mesh, self.state, wanted, self.held, held, cut)
+        problem = SettleProblem(block, self.mesh, self.state, wanted, self.held, held, self._cut())
         settled = settle(problem, dict(self.layouts.serve), self.mesh.axes, self.prices)
+        self._check_kept(settled)
         for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
             ends[key] = name, at_most(t, settled.type_of(key))
             total, layout = self.state[TOTAL + name], ends[key][1].layout
             self.state[TOTAL + name] = total.with_layout(Layout(total.layout.dims, layout.partial, layout.reduction))
         return settled, ends
+
+    def _cut(self) -> Cut:
+        """Where the backward pass begins, and what it has of the forward pass."""
+        micro, keep = self.micro, self.strategy.kept
+        loops = [line for line in micro.block.lines if isinstance(line, Loop) and line.number >= micro.count]
+        origins = [(line.block.path, micro.origins[line.number]) for line in loops]
+        twins = {path: (o.forward,) for path, o in origins if o is not None and o.forward is not None}
+        inputs = {n for n, _ in micro.block.inputs for pattern in keep if fnmatchcase(self._of(n), pattern)}
+        saved = tuple(dict.fromkeys(v for stage in self.stages for v in stage.saved))
+        parameters = inputs & self.held.keys()
+        return Cut(micro.count, saved, twins, frozenset(parameters), frozenset(keep))
+
+    def _check_kept(self, settled: Settled) -> None:
+        """Refuse to keep what the forward pass does not move, or the backward pass does not read as it was moved."""
+        blocks = {block.path: block for block in self.micro.block.every()}
+        moved = [
+            key
+            for key, source in settled.sources.items()
+            if not (made := settled.type_of(key)).layout.partial  # else none could be saved as it was made
+            and any(t != made for t in settled.kept.get(source, ()))
+        ]
+        names = {self._of(settled.sources[key].name) for key in moved}
+        dims = {dim for path, name in moved for names in blocks[path].dims[name] for dim in names}
+        for said in border.names("keep", self.strategy.keep):
+            if said not in dims and not any(fnmatchcase(name, said) for name in names):
+                later = [line for line in self.micro.block.lines if line.number >= self.micro.count]
+                read = {o for line in later for o in line.operands}
+                dealt = [n for n, layout in self.held.items() if n in read and layout.dims != self.state[n].layout.dims]
+                raise LayoutError(
+                    f"keep={said!r}: the forward pass moves nothing of that name which the backward pass reads so; "
+                    f"legal are dims, and parameters that are gathered in both: {', '.join(dealt) or 'none'}"
+                )
 
     def _end(self, value: str, t: TensorType) -> tuple[Key, TensorType]:
         """Where a value that leaves is made, in a body that stacks it, and its type there."""
@@ -224,14 +259,14 @@ class _Partition:
             one = once(("F", shape), lambda s=stage, o=outputs: writers.forward(s, o, self.boundaries))
             written[stage.number, "F"] = one
             if self.training:
-                program = one.program
-                one = once(("B", shape), lambda s=stage, p=program: writers.backward(s, p, self.boundaries))
+                one = once(("B", shape), lambda s=stage, f=one: writers.backward(s, f, self.boundaries))
                 written[stage.number, "B"] = one
                 if any((s, "I") in self.runs for s in range(stage.number, len(self.meshes), self.count)):
                     key = id(one.program)
                     halves[key] = halves.get(key) or split(one.program, set(one.sent.values()))
-                    written[stage.number, "I"] = WrittenProgram(halves[key].first, (), one.sent)
-                    written[stage.number, "W"] = WrittenProgram(halves[key].rest, (), {})
+                    written[stage.number, "I"] = WrittenProgram(halves[key].first, (), one.sent, {})
+                    written[stage.number, "W"] = WrittenProgram(halves[key].rest, (), {}, {})
+        written = early(written, self.held) if self.strategy.prefetch else written
         types = self._types(written)
         for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
             mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardplan.core.dim_names import Names
@@ -121,11 +121,23 @@ class Option:
     laid: LaidLine | None = None
 
 
-class Cut(NamedTuple):
-    """From which line on the backward pass is, and the values that it reads of those before."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """From which line on the backward pass is, and the values that it reads of those before.
+
+    `twins` has of each body of the backward pass the body that it is the gradient of. What is `kept`, by the names of
+    inputs and of dims, the backward pass reads as the forward pass moved it.
+    """
 
     number: int
     values: tuple[str, ...]
+    twins: Mapping[Path, Path] = field(default_factory=dict[Path, Path])
+    kept_inputs: frozenset[str] = frozenset()
+    kept_dims: frozenset[str] = frozenset()
+
+    def keeps(self, block: LineBlock, name: str) -> bool:
+        """Say whether copies of a value that the forward pass makes are kept."""
+        return not self.kept_dims.isdisjoint(dim for names in block.dims[name] for dim in names)
 
 
 class SettleProblem:
@@ -166,6 +178,8 @@ class SettleProblem:
             if name in held:
                 self.held[(), name] = HeldDims(held[name].dims)
         self.wanted = wanted
+        self.cut = cut or Cut(len(root.lines), ())
+        self.late: Sequence[Use] = ()  # uses by the backward pass of what the forward pass is given, or makes
         self._block(root, cut)
         for key, t in wanted.items():
             times = next(b.times for b in root.every() if b.path == key[0])
@@ -188,11 +202,17 @@ class SettleProblem:
     def _block(self, block: LineBlock, cut: Cut | None = None) -> None:
         for line in block.lines:
             if cut is not None and line.number >= cut.number:
+                early = {*self.makers, None}
                 for name in cut.values:
-                    self.sources[block.path, name] = self._saved(block, name)
-                for name, _ in block.inputs:
+                    if not cut.keeps(block, name):
+                        self.sources[block.path, name] = self._saved(block, name)
+                for name in dict(block.inputs).keys() - cut.kept_inputs:
                     self.sources[block.path, name] = self.sources[block.path, name]._replace(again=True)
-                cut = None
+                made = len(self.uses)
+                self._block(replace(block, lines=block.lines[block.lines.index(line) :]))
+                late = [use for use in self.uses[made:] if use.source.maker in early and not use.source.again]
+                self.late = [use for use in late if use.source.maker not in self.saves.values()]
+                return
             if isinstance(line, Loop):
                 self._loop(block, line)
                 continue
@@ -241,6 +261,7 @@ class SettleProblem:
                 self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
                 self.sources[block.path, outside] = ValueSource(carries[k], 0)
             else:
-                if (inner.path, name) not in self.wanted:
+                kept = loop.number < self.cut.number and self.cut.keeps(inner, name)
+                if (inner.path, name) not in self.wanted and not kept:
                     source = self._saved(inner, name)
                 self.sources[block.path, outside] = source.stack(op.times)

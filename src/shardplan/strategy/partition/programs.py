@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
-from shardplan.strategy.partition.write import Movement, Planner, Writer
+from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
 from shardplan.strategy.training import OPTIMIZERS, renamed
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
@@ -24,11 +24,12 @@ Types = Mapping[str, TensorType]
 
 
 class WrittenProgram(NamedTuple):
-    """A program, the movements in it, and what goes to other stages, by its name in the model."""
+    """A program, the movements in it, what goes to other stages, and what is saved, by its name in the model."""
 
     program: Program
     movements: tuple[Movement, ...]
-    sent: dict[str, str]
+    sent: Mapping[str, str]
+    saved: Mapping[str, Mapping[TensorType, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Writers:
 
     def _writer(self, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
         """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
-        writer = Writer(self.settled, self.prices, self.plan, [])
+        writer = Writer(self.settled, self.prices, self.plan, [], self.bucket)
         self._receive(writer, stage, kind, boundaries)
         for line in stage.forward if kind == "F" else stage.backward:
             for k, name in enumerate(line.operands):
@@ -66,20 +67,29 @@ class Writers:
         writer = self._writer(stage, "F", boundaries)
         writer.lines(stage.forward, {}, add=False)
         called = {writer.want(o, self._left(writer, o), "output"): o for o in outputs}
-        for v in stage.saved:
-            kept = writer.made(v).with_layout(self.settled.saved(((), v)).layout)
-            called.setdefault(writer.want(v, kept, "the backward pass"), f"{SAVED}{v}")
+        saved: dict[str, dict[TensorType, str]] = {}
+        for v in (*stage.saved, *(name for name, _ in writer.inputs if name in self.state)):
+            for k, t in enumerate(self._saved(writer, v)):
+                value = writer.want(v, t, "the backward pass")
+                name = called.setdefault(value, f"{SAVED}{v}" + (f".{k}" if k else ""))
+                saved.setdefault(v, {})[writer.types[value]] = name
         sent = self._send(writer, stage, "F", boundaries, called)
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent)
+        return WrittenProgram(program, tuple(writer.movements), sent, saved)
 
-    def backward(self, stage: PipelineStage, forward: Program, boundaries: Sequence[Boundary]) -> WrittenProgram:
+    def _saved(self, writer: Writer, name: str) -> Iterator[TensorType]:
+        """The types in which a value is saved, which has as many rows as this stage has layers."""
+        made = writer.made(name)
+        for t in self.settled.saved(((), name)):
+            yield made.with_layout(t.layout)
+        yield from self.settled.saved_rows(((), name), made)
+
+    def backward(self, stage: PipelineStage, forward: WrittenProgram, boundaries: Sequence[Boundary]) -> WrittenProgram:
         """Write B: its results are totals of gradients, and what goes back."""
         writer = self._writer(stage, "B", boundaries)
-        for v in stage.saved:
-            name = f"{SAVED}{v}" if f"{SAVED}{v}" in forward.types else v
-            writer.given(name, forward.types[name])
-            writer.values[v] = writer.values.pop(name)
+        for v, found in forward.saved.items():
+            for t, name in found.items():
+                writer.given(v, t, name)
         inner = {key: (f"{TOTAL}{name}", t) for key, (name, t) in self.ends.items() if key[0]}
         writer.lines(stage.backward, inner, self.add)
         called: dict[str, str] = {}
@@ -96,8 +106,10 @@ class Writers:
                     writer.given(total, t)
                 called[writer.accumulated(value, t, total if self.add else None, f"gradient of {name}")] = NEXT + total
         sent = self._send(writer, stage, "B", boundaries, called)
+        read = {o for step in writer.steps for o in step.operands} | {*called}
+        writer.inputs = [(name, t) for name, t in writer.inputs if name in read or name not in forward.saved]
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent)
+        return WrittenProgram(program, tuple(writer.movements), sent, {})
 
     def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
@@ -107,7 +119,7 @@ class Writers:
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
         op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})  # pyright: ignore
-        writer = Writer(self.settled, self.prices, self.plan, [])
+        writer = Writer(self.settled, self.prices, self.plan, [], self.bucket)
         called: dict[str, str] = {}
         now: list[str] = []
         if rule.counts:
@@ -132,30 +144,21 @@ class Writers:
                 writer.values[value] = {writer.types[value]: value}
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), {})
+        return WrittenProgram(program, tuple(writer.movements), {}, {})
 
     def _bucketed(
         self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str]
     ) -> None:
         """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
-        bucket: list[tuple[str, TensorType]] = []
+        wishes: list[Wish] = []
         for name in [n for n, copies in reversed([*parameters.items()]) if not copies] if self.bucket else ():
             total = types[TOTAL + name]
             t = total.with_layout(types[f"{name}.{state[0]}" if state else name].layout)
-            if t == total:
-                continue
-            writer.given(TOTAL + name, total)
-            size = sum(u.local_bytes() for _, u in bucket) + total.local_bytes()
-            if bucket and size > (self.bucket or 0):
-                self._reduced(writer, bucket)
-                bucket = []
-            bucket.append((name, t))
-        if bucket:
-            self._reduced(writer, bucket)
-
-    def _reduced(self, writer: Writer, bucket: Sequence[tuple[str, TensorType]]) -> None:
-        names = [TOTAL + name for name, _ in bucket]
-        writer.want_together(names, [t for _, t in bucket], "a bucket of gradients")
+            if t != total:
+                writer.given(TOTAL + name, total)
+                wishes.append(Wish(TOTAL + name, total, t))
+        for bucket in buckets(wishes, self.bucket):
+            writer.want_together(bucket, "a bucket of gradients")
 
     def _left(self, writer: Writer, name: str) -> TensorType:
         """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""

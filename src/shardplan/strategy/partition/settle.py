@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.core.layout import Layout
+from shardplan.core.nested import rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.strategy.partition.choices import Choice, LaidLine, options
@@ -38,20 +39,25 @@ class Settled:
     carries: Mapping[tuple[Path, int], Maker]
     saves: Mapping[Key, Maker]
     wanted: Mapping[Key, TensorType]  # what values come to at the end of their block
+    kept: Mapping[ValueSource, Types]  # of what is kept the types in which the backward pass has it
     seconds: float
     sweeps: tuple[float, ...]
     widest: int
 
     def type_of(self, key: Key) -> TensorType:
         """Return the type that a value is made in; of rows of a stack that of a row."""
-        source = self.sources[key]
-        t = source.fixed if source.maker is None else self.options[source.maker].made[source.result]
-        assert t is not None  # of an input
-        return source.seen(t)
+        return _made(self.sources[key], self.options)
 
-    def saved(self, key: Key) -> TensorType:
-        """Return the type in which a value leaves its body, or the forward pass."""
-        return self.wanted[key] if key in self.wanted else self.options[self.saves[key]].made[0]
+    def saved(self, key: Key) -> Types:
+        """Return the types in which a value leaves its body, or the forward pass."""
+        if key in self.wanted:
+            return (self.wanted[key],)
+        return self.options[self.saves[key]].made if key in self.saves else self.kept.get(self.sources[key], ())
+
+    def saved_rows(self, key: Key, made: TensorType) -> Iterator[TensorType]:
+        """Yield the types in which bodies keep a stack row by row, of as many rows as it was made of."""
+        if key not in self.saves:
+            yield from (rows(t, made.shape[0]) for t in self.kept.get(self.sources[key].row(), ()))
 
     def laid(self, line: Line) -> LaidLine:
         """Return a line as it was laid."""
@@ -98,10 +104,38 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
         problem.carries,
         problem.saves,
         problem.wanted,
+        _kept(problem, now),
         seconds,
         tuple(totals),
         widest,
     )
+
+
+def _made(source: ValueSource, now: Mapping[Maker, Option]) -> TensorType:
+    """The type in which a value is made, or given."""
+    t = source.fixed if source.maker is None else now[source.maker].made[source.result]
+    assert t is not None  # of an input
+    return source.seen(t)
+
+
+def _kept(problem: SettleProblem, now: Mapping[Maker, Option]) -> dict[ValueSource, Types]:
+    """Of what is kept the types in which the backward pass has it: those that the forward pass has, or as it was made.
+
+    What is made as a sum leaves as what it becomes. Inputs are there as they were given.
+    """
+    late = {id(use) for use in problem.late}
+    there: dict[ValueSource, set[TensorType]] = {}
+    for use in problem.uses:
+        if id(use) not in late:
+            there.setdefault(use.source, set()).add(now[use.maker].wanted[use.operand])
+    found: dict[ValueSource, dict[TensorType, None]] = {}
+    for use in problem.late:
+        t, made = now[use.maker].wanted[use.operand], _made(use.source, now)
+        if t not in there.get(use.source, ()) and not made.layout.partial:
+            t = made
+        if use.source.maker is not None or t != made:
+            found.setdefault(use.source, {})[t] = None
+    return {source: tuple(types) for source, types in found.items()}
 
 
 def _start(problem: SettleProblem, maker: Maker) -> Option:
@@ -163,9 +197,13 @@ def tables(
     for use in problem.uses:
         if use.maker in saves and use.source.maker is not None:
             yield (use.source.maker, use.maker), _no_more(use.source.types(found, axes), found[use.maker])
+    for use in problem.late:  # what is kept is no sum
+        sums = [bool(o.wanted[use.operand].layout.partial) for o in found[use.maker]]
+        yield (use.maker,), np.where(sums, math.inf, 0.0)
     groups: dict[tuple[ValueSource, Path], list[Use]] = {}
-    for use in problem.uses:
-        groups.setdefault((use.source, use.path), []).append(use)
+    twins = problem.cut.twins
+    for use in problem.uses:  # what is kept both passes read of one source, and a movement is paid once
+        groups.setdefault((use.source, twins.get(use.path, use.path)), []).append(use)
     for (source, path), uses in groups.items():
         wanted = [tuple(o.wanted[use.operand] for o in found[use.maker]) for use in uses]
         yield from _movements(source.maker, source.types(found, axes), uses, wanted, prices, (source, path))

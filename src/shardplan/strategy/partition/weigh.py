@@ -38,7 +38,8 @@ def weighed(
     ends: list[Weight] = []
     for stage in stages:
         named: dict[str, None] = {}
-        weight = Weight(saved=sum(settled.saved(((), v)).local_bytes() for v in _alone(stage)))
+        inputs = dict(micro.block.inputs).keys() & {o for line in _lines(stage) for o in line.operands}
+        weight = Weight(saved=sum(_saved(settled, v) for v in (*_alone(stage), *inputs)))
         weight = weight.and_(_block(micro.block, _lines(stage), settled, prices))
         for line in _lines(stage):
             named |= dict.fromkeys(line.operands)
@@ -52,14 +53,21 @@ def weighed(
             found = _block(line.block, line.block.lines, settled, prices)
             if line.number < micro.count:
                 kept = {v for stage in stages for v in stage.saved} & set(line.results[line.op.kept :])
-                saved = sum(settled.saved(((), v)).local_bytes() for v in kept) / line.op.times
                 sliced = line.operands[len(line.operands) - line.op.cut :]
+                saved = sum(_saved(settled, v) for v in (*kept, *sliced)) / line.op.times
                 found = found._replace(saved=saved, state=sum(state(name, True) for name in sliced))
             rows[number] = rows[number].and_(found)
     layers = [rows[line.number] for line in micro.block.lines if isinstance(line, Loop) and line.number in rows
               for _ in range(line.op.times)]  # fmt: skip
     layers[0], layers[-1] = layers[0].and_(ends[0]), layers[-1].and_(ends[-1] if len(ends) > 1 else Weight())
     return layers
+
+
+def _saved(settled: Settled, name: str) -> float:
+    """The bytes in which a value is saved, and of a parameter those in which it is kept."""
+    key = (), name
+    types = (*settled.saved(key), *settled.saved_rows(key, settled.type_of(key)))
+    return sum(t.local_bytes() for t in types)
 
 
 def _alone(stage: PipelineStage) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.plans.plan import Plan
-from shardplan.strategy.partition.flow import Key, Line, Loop, Path
+from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 
@@ -31,14 +31,41 @@ class Movement(NamedTuple):
     times: int
 
 
+class Wish(NamedTuple):
+    """A value, the type in which it is there, or will be, and the type that is wanted."""
+
+    value: str
+    there: TensorType
+    wanted: TensorType
+
+
+def buckets(wishes: Iterable[Wish], most: int | None) -> Iterator[list[Wish]]:
+    """Yield wishes that are moved together: in order, those whose larger sides have at most so many bytes."""
+    bucket: list[Wish] = []
+    size = 0
+    for wish in wishes if most is not None else ():
+        more = max(wish.there.local_bytes(), wish.wanted.local_bytes())
+        if bucket and size + more > (most or 0):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(wish)
+        size += more
+    if bucket:
+        yield bucket
+
+
 @dataclass(slots=True)
 class Writer:
-    """A program, or a body, being written; `values` has by name of the model the types in which a value is there."""
+    """A program, or a body, being written; `values` has by name of the model the types in which a value is there.
+
+    `bucket`: bytes up to which parameters of a body are gathered, and their gradients reduced, together.
+    """
 
     settled: Settled
     prices: Prices
     plan: Planner
     movements: list[Movement]
+    bucket: int | None = None
     path: Path = ()
     times: int = 1
     steps: list[Step] = field(default_factory=list[Step])
@@ -46,12 +73,16 @@ class Writer:
     inputs: list[tuple[str, TensorType]] = field(default_factory=list[tuple[str, TensorType]])
     values: dict[str, dict[TensorType, str]] = field(default_factory=dict[str, dict[TensorType, str]])
     stems: dict[str, str] = field(default_factory=dict[str, str])  # what names were made of
+    early: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by parameter what is gathered with it
+    late: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by the last gradient of a bucket
 
-    def given(self, name: str, t: TensorType) -> None:
-        """Declare an input."""
-        self.inputs.append((name, t))
-        self.types[name] = t
-        self.values[name] = {t: name}
+    def given(self, name: str, t: TensorType, called: str | None = None) -> str:
+        """Declare an input: a value, or the value in one more type."""
+        called = called or (self.free(name) if name in self.types else name)
+        self.inputs.append((called, t))
+        self.types[called] = t
+        self.values.setdefault(name, {})[t] = called
+        return called
 
     def made(self, name: str) -> TensorType:
         """Return the type in which a value was made, or came."""
@@ -79,6 +110,8 @@ class Writer:
     def want(self, name: str, t: TensorType, by: str) -> str:
         """Return what a value is called in a type, into which it is moved the first time that it is wanted."""
         have = self.values[name]
+        if t not in have and name in self.early:
+            self.want_together(self.early.pop(name), by)
         if t not in have:
             source = min(have, key=lambda u: self.prices.move(u, t))  # the first of equal ones: as it was made
             plan = self.plan(source, t)
@@ -86,13 +119,35 @@ class Writer:
             self.movements.append(Movement(self.path, name, by, plan, self.times))
         return have[t]
 
-    def want_together(self, names: Sequence[str], types: Sequence[TensorType], by: str) -> None:
-        """Move several values at once."""
-        plan = self.plan([self.made(n) for n in names], types)
-        found = self.inline(plan.program, [self.values[n][self.made(n)] for n in names])
-        for name, t, value in zip(names, types, found, strict=True):
+    def want_together(self, wishes: Sequence[Wish], by: str) -> None:
+        """Move several values at once, where that takes less time than one by one."""
+        names, there, wanted = zip(*wishes, strict=True)
+        plan = self.plan(there, wanted)
+        alone = sum(self._seconds(self.plan(t, u)) for t, u in zip(there, wanted, strict=True))
+        if self._seconds(plan) >= alone:
+            return
+        found = self.inline(plan.program, [self.values[n][t] for n, t, _ in wishes])
+        for name, t, value in zip(names, wanted, found, strict=True):
             self.values[name][t] = value
         self.movements.append(Movement(self.path, ", ".join(names), by, plan, self.times))
+
+    def _seconds(self, plan: Plan) -> float:
+        program = plan.program
+        return sum(self.prices.op(step.op, program.step_types(step)[0]) for step in program.steps)
+
+    def join(self, block: LineBlock, totals: Totals) -> None:
+        """Say what lines will be moved together: parameters at the first that is read, gradients behind the last."""
+        reads = [x for line in block.lines if isinstance(line, Line)
+                 for x in zip(line.operands, self.settled.laid(line).operands, strict=True)]  # fmt: skip
+        held = {n for n in self.values if self.settled.sources[block.path, n].maker is None}
+        wishes = dict.fromkeys(Wish(n, self.made(n), t) for n, t in reads if n in held and t not in self.values[n])
+        for bucket in buckets(wishes, self.bucket):
+            self.early |= {wish.value: bucket for wish in bucket}
+        made = [r for line in block.lines for r in line.results if (block.path, r) in totals]
+        types = [(r, self.settled.type_of((block.path, r)), totals[block.path, r][1]) for r in made]
+        sums = [Wish(r, t, t.with_layout(u.layout)) for r, t, u in types]
+        for bucket in buckets((wish for wish in sums if wish.there != wish.wanted), self.bucket):
+            self.late[bucket[-1].value] = bucket
 
     def inline(self, program: Program, operands: Sequence[str]) -> list[str]:
         """Write the steps of a plan, and return what its outputs are called."""
@@ -114,6 +169,8 @@ class Writer:
         self.op(laid.op, operands, line.results)
         for name, t in zip(line.results, laid.results, strict=True):
             self.values[name] = {t: name}
+            if name in self.late:
+                self.want_together(self.late[name], "a bucket of gradients")
 
     def accumulated(self, gradient: str, t: TensorType, total: str | None, by: str) -> str:
         """Return a gradient in a type and its dtype, added to the total where there is one."""
@@ -129,46 +186,57 @@ class Writer:
         """
         op: Any = loop.op
         block, by = loop.block, f"step {loop.number} (repeat)"
+        count = loop.end - loop.first
         inner = Writer(
-            self.settled, self.prices, self.plan, self.movements, block.path, self.times * (loop.end - loop.first)
+            self.settled, self.prices, self.plan, self.movements, self.bucket, block.path, self.times * count
         )
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
-        operands: list[str] = []
+        operands: dict[str, str] = {}  # by input of the body
+        sliced: dict[str, str] = {}
+        extra: list[tuple[str, str, TensorType]] = []  # what is kept: a stack, its value inside, and a row's type
         for k, (outside, name) in enumerate(zip(loop.operands, names, strict=True)):
             if k < op.kept:
                 t = self.settled.type_of((block.path, name))
-                operands.append(self.want(outside, t, by))
-            else:
-                t = self.made(outside)
-                operands.append(self.values[outside][t])
-                t = t if k < whole else row(t)
-            inner.given(name, t)
+                operands[inner.given(name, t)] = self.want(outside, t, by)
+                continue
+            kept = self.settled.saved((block.path, name))
+            for t, value in self.values[outside].items():
+                seen = row(t) if k >= whole else t
+                if seen in kept or t == self.made(outside):
+                    (sliced if k >= whole else operands)[inner.given(name, seen)] = value
+            if k >= whole:
+                extra += [(outside, name, t) for t in kept if t not in inner.values[name]]
+        inner.join(block, totals)
         inner.lines(block.lines, totals, add)
         leaving = [
             inner.want(o, self.settled.type_of((block.path, n)), by)
             for o, n in zip(block.outputs[: op.kept], names, strict=False)
         ]
-        entering = 0
-        for name in block.outputs[op.kept :]:
+        for outside, name in zip(loop.results[op.kept :], block.outputs[op.kept :], strict=True):
             found = totals.get((block.path, name))
             if found is None:
-                leaving.append(inner.want(name, self.settled.saved((block.path, name)), by))
+                first, *more = self.settled.saved((block.path, name))
+                leaving.append(inner.want(name, first, by))
+                extra += [(outside, name, t) for t in more]
                 continue
             stack, t = found
             total = None
             if add:
-                total = inner.free("total")
-                inner.given(total, t)
-                self.given(stack, rows(t, loop.end - loop.first))
-                operands.append(stack)
-                entering += 1
+                total = inner.given(inner.free("total"), t)
+                sliced[total] = self.given(stack, rows(t, count))
             leaving.append(inner.accumulated(name, t, total, by))
-        count = loop.end - loop.first
-        made = replace(op, n=count, body=inner.program(leaving), sliced=op.cut + entering)
-        self.op(made, operands, loop.results)
+        leaving += [inner.want(name, t, by) for _, name, t in extra]
+        read = {o for step in inner.steps for o in step.operands} | {*leaving}
+        for k in [k for k in (operands | sliced) if k not in read and k not in names[: op.kept]]:
+            sliced.pop(k, operands.pop(k, ""))
+        inner.inputs = [(k, inner.types[k]) for k in (*operands, *sliced)]
+        made = replace(op, n=count, body=inner.program(leaving), sliced=len(sliced))
+        self.op(made, [*operands.values(), *sliced.values()], loop.results)
         for name in loop.results:
             self.values[name] = {self.types[name]: name}
+        for (outside, _, t), value in zip(extra, self.steps[-1].results[len(loop.results) :], strict=True):
+            self.values[outside][rows(t, count)] = value
 
     def lines(self, lines: Iterable[Line | Loop], totals: Totals, add: bool) -> None:
         """Write lines in order; see `loop`."""

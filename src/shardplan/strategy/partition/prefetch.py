@@ -1,0 +1,53 @@
+"""A pass on programs: what a layer gathers of its parameters, it gathers a layer early."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardplan.core.nested import nested
+from shardplan.core.ops.collective import moving
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.errors import LayoutError
+from shardplan.strategy.partition.programs import WrittenProgram
+
+
+def prefetched(program: Program, stacks: Collection[str]) -> Program:
+    """Return a program whose repeats move the rows of some of its inputs one run ahead.
+
+    Values and bytes are the same; the last run moves nothing ahead. Two layers of what is moved are there at once.
+    """
+    return Program(program.inputs, [_prefetched(step, stacks) for step in program.steps], program.outputs)
+
+
+def early(
+    written: Mapping[tuple[int, str], WrittenProgram], stacks: Collection[str]
+) -> dict[tuple[int, str], WrittenProgram]:
+    """Return programs of stages whose layers gather ahead; those that stages share they share.
+
+    Raises `LayoutError` where no layer does.
+    """
+    found = {id(one): one._replace(program=prefetched(one.program, stacks)) for one in written.values()}
+    ops = (nested(step.op) for one in found.values() for step in one.program.steps)
+    if not any(op is not None and op.ahead for op in ops):
+        raise LayoutError("prefetch: no layer gathers parameters; legal is it where they are dealt out, as by fsdp")
+    return {key: found[id(one)] for key, one in written.items()}
+
+
+def _prefetched(step: Step, stacks: Collection[str]) -> Step:
+    op: Any = nested(step.op)
+    if op is None or op.at_once:
+        return step
+    names = [name for name, _ in op.body.inputs]
+    rows = range(len(names) - op.cut, len(names))
+    there = {names[k] for k in rows if step.operands[k] in stacks}
+    first: list[Step] = []
+    for inner in op.body.steps:
+        if moving(inner.op) is not None and there >= {*inner.operands}:
+            first.append(inner)
+            there |= {*inner.results}
+    rest = [inner for inner in op.body.steps if inner not in first]
+    body = Program(op.body.inputs, [*first, *rest], op.body.outputs)
+    return replace(step, op=replace(op, body=body, ahead=len(first)))
