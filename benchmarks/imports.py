@@ -50,8 +50,9 @@ with FakeTensorMode():
 between = time.process_time()
 model = load(export, {"ids": ("batch", "sequence")})
 ended = time.process_time()
+held = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 print(json.dumps({"export": between - started, "ours": ended - between, "nodes": len(export.graph.nodes),
-    "peak GiB": int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 2**20, "parameters": model.parameter_count,
+    "peak GiB": held / 2**20, "parameters": model.parameter_count,
     "repeats": [op.times for s in model.program.steps if (op := nested(s.op))]}))
 """
 
