@@ -33,7 +33,7 @@ from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import Schedule, schedule
 from shardplan.strategy.schedules.offload import offloaded
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import BATCH, Strategy
 
 Where = Topology | Placement
 
@@ -132,7 +132,7 @@ class _Partition:
             out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
         if WEIGHT in self.micro.dims:
             t = dict(self.micro.block.inputs)[WEIGHT]
-            axes = tuple(a for a in self.mesh.axes if a in ("replica", "data", "expert"))
+            axes = tuple(a for a in self.mesh.axes if a in BATCH)
             out[WEIGHT] = t.with_layout(Layout((axes,)), self.mesh)
         for name in self.micro.gradients:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
