@@ -250,6 +250,23 @@ def test_tables_are_text_that_partition_takes() -> None:
     assert wrong(found, strategy, steps=1, layouts=edited) == []
 
 
+@pytest.mark.parametrize("said", [{"data": 2, "tensor": 2}, {"data": 2, "fsdp": True}, {"context": 2}], ids=str)
+def test_axes_without_a_line_of_serve_compute_what_the_model_does(said: dict[str, Any]) -> None:
+    found, strategy = model("llama", layers=2), Strategy(**said)
+    tables = strategy.layouts(found)
+    assert wrong(found, strategy, steps=1, layouts=Layouts((), tables.stored, tables.held)) == []
+
+
+def test_an_axis_that_serves_nothing_is_said() -> None:
+    found, strategy = model("llama", layers=2), Strategy(tensor=2)
+    text = str(strategy.layouts(found))
+    nothing = text.replace("tensor: [kv_heads, ffn, vocab]", "tensor: none")
+    assert str(Layouts.parse(nothing)) == nothing
+    with pytest.raises(LayoutError, match=r"no dim that the axis tensor serves \(none\)"):
+        partition(found, strategy, layouts=nothing)
+    partition(found, strategy, layouts=text.replace("  tensor: [kv_heads, ffn, vocab]\n", ""))
+
+
 def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> None:
     sizes = set[int]()
     for layers, devices in ((4, 2), (12, 4)):

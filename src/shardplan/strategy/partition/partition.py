@@ -24,7 +24,7 @@ from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
-from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.prices import Prices, working
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
 from shardplan.strategy.partition.settle import Settled, settle
@@ -46,7 +46,8 @@ def partition(
     Args:
         model: A training step, or a forward pass.
         strategy: Degrees, and what else is decided.
-        topo: What prices are taken on; device ids are its own. By default a nominal switch.
+        topo: What prices are taken on; device ids are its own. By default a nominal switch. What its device does not
+            state of its work is that of a nominal one.
         layouts: Tables instead of `strategy.layouts(model)`.
 
     Raises `LayoutError` for a strategy that the model does not admit, naming line and axis.
@@ -67,7 +68,7 @@ class _Partition:
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
         ends = [self.mesh, strategy.mesh(self.model, strategy.pipeline - 1)]
-        fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), ends)
+        fabric = fabric_of(working(self.where or Topology.load("nominal", devices=strategy.devices)), ends)
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(

@@ -16,11 +16,12 @@ import numpy as np
 from shardplan.core.layout import Layout
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Choice, LaidLine, options
+from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options
 from shardplan.strategy.partition.elimination import Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Maker, Option, SettleProblem, Types, Use, ValueSource, at_most, onto
+from shardplan.strategy.partition.tables import LAYER
 
 Groups = Mapping[str, tuple[tuple[str, ...], ...]]
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
@@ -63,7 +64,8 @@ class Settled:
 def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
     """Return the options that take the least seconds, axis by axis in `order`, until a sweep changes nothing.
 
-    Raises `LayoutError` for a line that has no option.
+    An axis that `serve` does not have is free: it may serve any dim, or nothing. Raises `LayoutError` for a line that
+    has no option.
     """
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
@@ -76,7 +78,7 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
             laid.add(axis)
             found: dict[Maker, list[Option]] = {}
             for m in problem.makers:  # what is saved comes after what makes it
-                found[m] = list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices))
+                found[m] = list(_options(problem, m, axis, serve.get(axis), now[m], prices))
                 if m in saves:
                     found[m] += _as_made(saves[m].types(found, laid), found[m])
             try:
@@ -115,7 +117,7 @@ def _start(problem: SettleProblem, maker: Maker) -> Option:
 
 
 def _options(
-    problem: SettleProblem, maker: Maker, axis: str, groups: Sequence[Sequence[str]], now: Option, prices: Prices
+    problem: SettleProblem, maker: Maker, axis: str, groups: Served, now: Option, prices: Prices
 ) -> Iterator[Option]:
     """What a choice may do with an axis, the others being as they are."""
     if maker.line is not None:
@@ -124,8 +126,13 @@ def _options(
         return
     (t,) = now.made
     dims = tuple(tuple(a for a in axes if a != axis) for axes in t.layout.dims)
-    every = {name for group in groups for name in group}
-    for d in (None, *(d for d, names in enumerate(maker.dims) if every & set(names) and t.shape[d] > 1)):
+    every = {name for group in groups or () for name in group}
+    may = [
+        d
+        for d, names in enumerate(maker.dims)
+        if (every & set(names) or (groups is None and LAYER not in names)) and t.shape[d] > 1
+    ]
+    for d in (None, *may):
         for k in range(len(dims[d]) + 1) if d is not None else (0,):
             cut = list(dims)
             if d is not None:
