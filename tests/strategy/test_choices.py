@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -178,6 +179,13 @@ def test_what_is_offered_is_what_the_rule_says(rng: random.Random) -> None:
     groups = [rng.sample("abcdez", rng.randint(1, 2)) for _ in range(rng.randint(0, 3))] if rng.random() < 0.8 else None
     bounds = random_bounds(rng, example)
     assert offered(example, axis, groups, bounds, now) == expected(example, axis, groups, bounds, before)
+
+
+def test_a_free_axis_serves_any_dim_but_rows_of_layers() -> None:
+    line = EXAMPLES[7].line(SIZES)
+    rows = {f: ("layer",) if names == ("c",) else names for f, names in line.names.items()}
+    (free,) = served(replace(line, names=rows), None)
+    assert {rows[f] for f in free} == {("b",), ("d",)}
 
 
 def test_two_axes_on_one_dim_come_in_both_orders() -> None:

@@ -68,7 +68,7 @@ class Writers:
         called = {writer.want(o, self._left(writer, o), "output"): o for o in outputs}
         for v in stage.saved:
             kept = writer.made(v).with_layout(self.settled.saved(((), v)).layout)
-            called.setdefault(writer.want(v, kept, "the backward pass"), f"{SAVED}{v}")
+            called.setdefault(writer.want(v, kept, "the backward pass", self.settled.saves.get(((), v))), f"{SAVED}{v}")
         sent = self._send(writer, stage, "F", boundaries, called)
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), sent)

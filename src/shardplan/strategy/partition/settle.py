@@ -42,6 +42,9 @@ class Settled:
     seconds: float
     sweeps: tuple[float, ...]
     widest: int
+    problem: SettleProblem  # what was asked, for those who ask what else there was
+    serve: Groups
+    prices: Prices
 
     def type_of(self, key: Key) -> TensorType:
         """Return the type that a value is made in; of rows of a stack that of a row."""
@@ -70,17 +73,12 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
     widest = 0
-    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
     laid = set[str]()  # the first sweep knows only the axes that it has come to
     for _ in range(SWEEPS):
         before = dict(now)
         for axis in order:
             laid.add(axis)
-            found: dict[Maker, list[Option]] = {}
-            for m in problem.makers:  # what is saved comes after what makes it
-                found[m] = list(_options(problem, m, axis, serve.get(axis), now[m], prices))
-                if m in saves:
-                    found[m] += _as_made(saves[m].types(found, laid), found[m])
+            found = found_along(axis, problem, serve, now, prices, laid)
             try:
                 best = least(list(tables(problem, found, prices, laid)))
             except TooWide:
@@ -103,7 +101,23 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
         seconds,
         tuple(totals),
         widest,
+        problem,
+        serve,
+        prices,
     )
+
+
+def found_along(
+    axis: str, problem: SettleProblem, serve: Groups, now: Mapping[Maker, Option], prices: Prices, axes: set[str]
+) -> dict[Maker, list[Option]]:
+    """Return what every choice may do with an axis, the others being as they are; of fixed types only `axes` count."""
+    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
+    found: dict[Maker, list[Option]] = {}
+    for m in problem.makers:  # what is saved comes after what makes it
+        found[m] = list(_options(problem, m, axis, serve.get(axis), now[m], prices))
+        if m in saves:
+            found[m] += _as_made(saves[m].types(found, axes), found[m])
+    return found
 
 
 def _start(problem: SettleProblem, maker: Maker) -> Option:

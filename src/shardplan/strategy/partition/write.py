@@ -15,6 +15,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.plans.plan import Plan
 from shardplan.strategy.partition.flow import Key, Line, Loop, Path
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Maker
 from shardplan.strategy.partition.settle import Settled
 
 Totals = Mapping[Key, tuple[str, TensorType]]
@@ -22,13 +23,18 @@ Planner = Callable[[Any, Any], Plan]  # of a type and another, or as many of eac
 
 
 class Movement(NamedTuple):
-    """A movement that was inserted: the block and the value, which line wanted it, its plan, how often it runs."""
+    """A movement that was inserted: the block and the value, which line wanted it, its plan, how often it runs.
+
+    `asks` is the choice that wanted it, as its operand `operand`; None where a table or a result did.
+    """
 
     path: Path
     value: str
     by: str
     plan: Plan
     times: int
+    asks: Maker | None = None
+    operand: int = 0
 
 
 @dataclass(slots=True)
@@ -76,14 +82,14 @@ class Writer:
         self.stems[f"{stem}.{k}"] = stem
         return f"{stem}.{k}"
 
-    def want(self, name: str, t: TensorType, by: str) -> str:
+    def want(self, name: str, t: TensorType, by: str, asks: Maker | None = None, operand: int = 0) -> str:
         """Return what a value is called in a type, into which it is moved the first time that it is wanted."""
         have = self.values[name]
         if t not in have:
             source = min(have, key=lambda u: self.prices.move(u, t))  # the first of equal ones: as it was made
             plan = self.plan(source, t)
             (have[t],) = self.inline(plan.program, [have[source]])
-            self.movements.append(Movement(self.path, name, by, plan, self.times))
+            self.movements.append(Movement(self.path, name, by, plan, self.times, asks, operand))
         return have[t]
 
     def want_together(self, names: Sequence[str], types: Sequence[TensorType], by: str) -> None:
@@ -110,7 +116,8 @@ class Writer:
     def line(self, line: Line) -> None:
         """Write a line as it was laid."""
         laid = self.settled.laid(line)
-        operands = [self.want(o, t, str(line)) for o, t in zip(line.operands, laid.operands, strict=True)]
+        pairs = enumerate(zip(line.operands, laid.operands, strict=True))
+        operands = [self.want(o, t, str(line), self.settled.lines[line], k) for k, (o, t) in pairs]
         self.op(laid.op, operands, line.results)
         for name, t in zip(line.results, laid.results, strict=True):
             self.values[name] = {t: name}
@@ -138,7 +145,7 @@ class Writer:
         for k, (outside, name) in enumerate(zip(loop.operands, names, strict=True)):
             if k < op.kept:
                 t = self.settled.type_of((block.path, name))
-                operands.append(self.want(outside, t, by))
+                operands.append(self.want(outside, t, by, self.settled.carries[block.path, k]))
             else:
                 t = self.made(outside)
                 operands.append(self.values[outside][t])
@@ -146,14 +153,15 @@ class Writer:
             inner.given(name, t)
         inner.lines(block.lines, totals, add)
         leaving = [
-            inner.want(o, self.settled.type_of((block.path, n)), by)
-            for o, n in zip(block.outputs[: op.kept], names, strict=False)
+            inner.want(o, self.settled.type_of((block.path, n)), by, self.settled.carries[block.path, k])
+            for k, (o, n) in enumerate(zip(block.outputs[: op.kept], names, strict=False))
         ]
         entering = 0
         for name in block.outputs[op.kept :]:
             found = totals.get((block.path, name))
             if found is None:
-                leaving.append(inner.want(name, self.settled.saved((block.path, name)), by))
+                key = block.path, name
+                leaving.append(inner.want(name, self.settled.saved(key), by, self.settled.saves.get(key)))
                 continue
             stack, t = found
             total = None
