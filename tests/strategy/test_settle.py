@@ -385,6 +385,26 @@ def test_free_fsdp_moves_what_is_smaller_and_repeats_no_work(topo: Topology | No
         assert certify(job).flops[0] < 1.02 * certify(strict).flops[0]
 
 
+@pytest.mark.parametrize(
+    ("said", "settled"), [({"tensor": 2}, 1), ({"data": 2, "tensor": 2}, 3), ({"data": 2, "fsdp": True}, 1)], ids=str
+)
+def test_an_axis_is_settled_again_only_where_another_changed(
+    said: dict[str, Any], settled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of several knows what all others do, and that the first finds the same again."""
+    eliminated: list[int] = []
+
+    def counted(found: Any) -> Any:
+        eliminated.append(len(found))
+        return elimination.least(found)
+
+    monkeypatch.setattr(settle_module, "least", counted)
+    job = partition(model("llama"), Strategy(**said))
+    assert len(eliminated) == settled
+    axes = len(job.programs.meshes[0].axes)
+    assert job.settled.sweeps[-axes:] == pytest.approx((job.settled.seconds,) * axes, rel=1e-9)
+
+
 def test_what_hangs_together_too_widely_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elimination, "MOST", 10)
     with pytest.raises(LayoutError) as error:

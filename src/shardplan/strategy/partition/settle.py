@@ -67,16 +67,19 @@ class Settled:
 def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
     """Return the options that take the least seconds, axis by axis in `order`, until a sweep changes nothing.
 
-    An axis that `serve` does not have is free: it may serve any dim, or nothing. Raises `LayoutError` for a line that
-    has no option.
+    An axis is settled again only where another has changed since. One that `serve` does not have is free: it may serve
+    any dim, or nothing. Raises `LayoutError` for a line that has no option.
     """
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
     widest = 0
     laid = set[str]()  # the first sweep knows only the axes that it has come to
+    fresh: dict[str, float] = {}  # axes since whose settlement nothing has changed, with what they found
     for _ in range(SWEEPS):
-        before = dict(now)
         for axis in order:
+            if axis in fresh:
+                totals.append(fresh[axis])
+                continue
             laid.add(axis)
             found = found_along(axis, problem, serve, now, prices, laid)
             try:
@@ -86,9 +89,13 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
             widest = max(widest, best.widest)
-            now = {m: found[m][k] for m, k in best.options.items() if isinstance(m, Maker)}
+            before, now = now, {m: found[m][k] for m, k in best.options.items() if isinstance(m, Maker)}
             totals.append(best.total)
-        if now == before or not order:
+            if now != before:
+                fresh.clear()
+            if len(laid) == len(order):
+                fresh[axis] = best.total
+        if len(fresh) == len(order):
             break
     seconds = totals[-1] if totals else 0.0
     return Settled(
