@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.dim_names import dim_names
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.core.resizing import Sizes, resized
+from shardplan.errors import LayoutError, ShardplanError, TypingError, shown
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.others import perceptron, recommender
 from shardplan.strategy.parameter import Array, Parameter
@@ -152,15 +154,16 @@ class Model:
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
 
-        Raises `ShardplanError` naming a parameter that would change, and for a model made of a program.
+        Of a model made of a program the sizes are those of its inputs' dims by their names (`seq` is `sequence`, too):
+        every shape is derived again from the factors of the ops.
+
+        Raises `ShardplanError` naming a parameter that would change; and of a program the step that hides a size.
         """
-        if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
-            raise ShardplanError(
-                f"resize of {self.name}: it was made of a program, of one size; legal is another program"
-            )
         asked = {
             name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
         }
+        if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
+            return _derived(self, {"sequence" if name == "seq" else name: n for name, n in asked.items()})
         fields: dict[str, Any] = {**self.fields, **asked}
         found = Model.load(self.name, **fields)
         for name, p in self.parameters.items():
@@ -246,6 +249,37 @@ class Model:
     def _shape(self, name: str) -> str:
         pairs = zip(self.dims[name], self.program.types[name].shape, strict=True)
         return f"[{' '.join(f'{dim}={n}' for dim, n in pairs)}]"
+
+
+def _derived(model: Model, asked: dict[str, int]) -> Model:
+    """A model that was made of a program, with other sizes of some of its dims."""
+    program, what = model.forward or model.program, f"resize of {model.name}"
+    found: dict[str, set[int]] = {}
+    for key, t in program.inputs:
+        for name, n in zip(model.dims[key], t.shape, strict=True):
+            found.setdefault(name, set()).add(n)
+    held = {name: key for key, p in model.parameters.items() for name, _ in p.dims}
+    legal = [name for name, several in found.items() if name not in held and len(several) == 1]
+    for name, n in asked.items():
+        if name in held:
+            text = f"{name}={n} changes the parameter {held[name]}; import it with that"
+            raise ShardplanError(f"{what}: {text}")
+        if name not in legal:
+            raise ShardplanError(
+                f"{what}: no dim of one size is called {shown(name)}; legal are {', '.join(legal) or 'none'}"
+            )
+    sizes = Sizes({name: n for name in asked for n in found[name]}, asked)
+    for key in model.constants:
+        if changed := [d for d in model.dims[key] if asked.get(d, 0) != sizes.before.get(d, 0)]:
+            raise ShardplanError(f"{what}: the constant {key} of the source hides a size, {changed[0]}")
+    try:
+        made = resized(program, dim_names(program, {key: model.dims[key] for key, _ in program.inputs}), sizes)
+    except TypingError as error:
+        raise ShardplanError(f"{what}: {error}") from None
+    settings = {k: v for k, v in model.fields.items() if k not in ("training", "optimizer", "dtype")}
+    dims = {key: model.dims[key] for key, _ in made.inputs}
+    new = modelled(model.name, made, dims, model.parameters, {}, model.fields, settings)
+    return dataclasses.replace(new, constants=model.constants, constraints=model.constraints)
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
+from shardplan.strategy.partition.split import split
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Writer
 from shardplan.strategy.training import OPTIMIZERS, renamed
@@ -186,6 +187,13 @@ class Writers:
         """Return the type in which a value goes to another stage: as it was made, but never partial."""
         t = self.settled.type_of(((), name))
         return t.with_layout(Layout(t.layout.dims))
+
+
+def half(backward: WrittenProgram, kind: str) -> WrittenProgram:
+    """Return I or W of a B, whose movements stay B's."""
+    parts = split(backward.program, set(backward.sent.values()))
+    program = parts.first if kind == "I" else parts.rest
+    return WrittenProgram(program, (), backward.sent if kind == "I" else {})
 
 
 def named(program: Program, names: Mapping[str, str]) -> Program:
