@@ -393,7 +393,7 @@ def row(name: str) -> dict[str, Any]:
 def free(strategy: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """What a layer of ours moves and computes on the worst device where the tables do not say what axes serve."""
     tables = job_of(LAYERS[0], strategy, **more).layouts
-    tables = Layouts(tuple((axis, ()) for axis, _ in tables.serve), tables.stored, tables.held)
+    tables = Layouts((), tables.stored, tables.held)
     try:
         jobs = [job_of(layers, strategy, tables, **more) for layers in LAYERS]
     except LayoutError as e:

@@ -21,7 +21,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row, rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
-from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, Layer, options
+from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, Layer, Served, options
 from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut
@@ -180,12 +180,12 @@ class Walk:
 Options = Mapping[Chooser, Sequence[Option]]
 
 
-def single(walk: Walk, mesh: Mesh, axis: str, groups: Sequence[Sequence[str]], prices: Prices) -> Options:
+def single(walk: Walk, mesh: Mesh, axis: str, groups: Served, prices: Prices) -> Options:
     """What choosers may do with the one axis of a mesh."""
     return every(walk, mesh, {axis: groups}, prices)
 
 
-def every(walk: Walk, mesh: Mesh, serve: Mapping[str, Sequence[Sequence[str]]], prices: Prices) -> Options:
+def every(walk: Walk, mesh: Mesh, serve: Mapping[str, Served], prices: Prices) -> Options:
     """What choosers may do with all axes: of a line what each axis may do where the others are as they are."""
     layer, out = Layer(mesh), dict[Chooser, list[Option]]()
     for chooser in walk.choosers:
@@ -205,7 +205,7 @@ def every(walk: Walk, mesh: Mesh, serve: Mapping[str, Sequence[Sequence[str]]], 
             found[choice] = {}
             for axis in mesh.axes:
                 try:
-                    mine = options(layer, chooser.line, axis, serve.get(axis, ()), chooser.bounds, choice)
+                    mine = options(layer, chooser.line, axis, serve.get(axis), chooser.bounds, choice)
                 except ShardplanError:
                     mine = []
                 found[choice][axis] = {c for c, _ in mine}
@@ -216,12 +216,14 @@ def every(walk: Walk, mesh: Mesh, serve: Mapping[str, Sequence[Sequence[str]]], 
     return out
 
 
-def _cuts(chooser: Chooser, mesh: Mesh, serve: Mapping[str, Sequence[Sequence[str]]]) -> Iterator[TensorType]:
+def _cuts(chooser: Chooser, mesh: Mesh, serve: Mapping[str, Served]) -> Iterator[TensorType]:
     """The types of a value whose dims the axes serve, each on at most one of them, in any order."""
     assert chooser.kept is not None
     places: list[list[int | None]] = []
     for axis in mesh.axes:
-        names = {name for group in serve.get(axis, ()) for name in group}
+        groups = serve.get(axis)
+        names = {name for mine in chooser.dims for name in mine} if groups is None else set().union(*groups)
+        names -= {"layer"}
         dims = [d for d, mine in enumerate(chooser.dims) if names & set(mine) and chooser.kept.shape[d] > 1]
         places.append([None, *dims])
     for order in itertools.permutations(range(len(mesh.axes))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +19,17 @@ from shardplan.core.ops.composed import differs
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, LaidLine, Layer, options, served, sets_of
+from shardplan.strategy.partition.choices import (
+    Bounds,
+    Choice,
+    HeldDims,
+    LaidLine,
+    Layer,
+    Served,
+    options,
+    served,
+    sets_of,
+)
 from shardplan.strategy.partition.flow import Line, line_of
 from strategies import rngs
 
@@ -82,7 +93,7 @@ def with_axis(t: TensorType, axis: str, dim: int | None, place: int, partial: bo
     return TensorType(t.dtype, t.shape, dims, t.mesh, dict.fromkeys(sums, "sum"))
 
 
-def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: LaidLine) -> Found:
+def expected(example: Example, axis: str, groups: Served, bounds: Bounds, now: LaidLine) -> Found:
     """The rule, by trying to put an axis on every letter and to make every set of operands partial."""
     axes_of: dict[str, tuple[str, ...]] = {}
     for types, letters in ((now.operands, example.operands), (now.results, example.results)):
@@ -112,7 +123,7 @@ def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bound
 
     out = set[tuple[tuple[str, ...], tuple[str, ...]]]()
     nothing = True
-    for group in groups:
+    for group in ["abcdez"] if groups is None else groups:
         taken = set[str]()
         for letter in sorted(set("".join((*example.operands, *example.results)))):
             if letter in group and SIZES[letter] > 1:
@@ -121,7 +132,7 @@ def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bound
                     taken |= {letter} if found else set()
                     out |= found
         if taken:
-            nothing = taken <= example.made or example.dtype == "i32"
+            nothing = groups is None or taken <= example.made or example.dtype == "i32"
             break
     count = len(example.operands)
     for chosen in itertools.product((False, True), repeat=count):
@@ -130,7 +141,7 @@ def expected(example: Example, axis: str, groups: Sequence[Sequence[str]], bound
     return frozenset(out)
 
 
-def offered(example: Example, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: Choice) -> Found | None:
+def offered(example: Example, axis: str, groups: Served, bounds: Bounds, now: Choice) -> Found | None:
     line = example.line(SIZES)
     try:
         found = options(Layer(MESH), line, axis, groups, bounds, now)
@@ -165,9 +176,16 @@ def test_what_is_offered_is_what_the_rule_says(rng: random.Random) -> None:
         now = rng.choice(options(layer, line, other, every, NONE, now))[0]
         now = rng.choice(options(layer, line, axis, every, NONE, now))[0]
     before = layer.typed(line, now.without(axis))
-    groups = [rng.sample("abcdez", rng.randint(1, 2)) for _ in range(rng.randint(0, 3))]
+    groups = [rng.sample("abcdez", rng.randint(1, 2)) for _ in range(rng.randint(0, 3))] if rng.random() < 0.8 else None
     bounds = random_bounds(rng, example)
     assert offered(example, axis, groups, bounds, now) == expected(example, axis, groups, bounds, before)
+
+
+def test_a_free_axis_serves_any_dim_but_rows_of_layers() -> None:
+    line = EXAMPLES[7].line(SIZES)
+    rows = {f: ("layer",) if names == ("c",) else names for f, names in line.names.items()}
+    (free,) = served(replace(line, names=rows), None)
+    assert {rows[f] for f in free} == {("b",), ("d",)}
 
 
 def test_two_axes_on_one_dim_come_in_both_orders() -> None:

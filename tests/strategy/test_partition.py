@@ -137,11 +137,15 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"data": 4, "expert": 2, "tensor": 2, "sequence_parallel": True, "zero": 1}),
     ("moe", {"data": 4, "expert": 4, "fsdp": True, "recompute": "selective"}),
     ("moe", {"data": 2, "expert": 2, "context": 2, "pipeline": 2, "global_batch": 4}),
+    ("moe", {"context": 2, "expert": 2}),
+    ("moe", {"tensor": 4, "expert": 4}),
+    ("moe", {"data": 2, "tensor": 2, "expert": 4, "sequence_parallel": True, "zero": 1}),
     ("mlp", {"tensor": 2, "data": 2, "microbatch": 2}),
     ("mlp", {"data": 2, "fsdp": True, "pipeline": 2, "global_batch": 8}),
     ("dlrm", {"data": 4, "expert": 4}),
     ("dlrm", {"data": 2, "tensor": 2, "zero": 1}),
     ("dlrm", {"data": 4, "expert": 2, "fsdp": True}),
+    ("dlrm", {"data": 2, "tensor": 2, "expert": 4, "zero": 1}),
 ]
 
 
@@ -162,6 +166,39 @@ def test_key_value_heads_below_the_degree_leave_no_device_idle() -> None:
             assert not busy
     assert str(job.state["layers.q"]) == "f64[3, 16, 2@tensor, 4@group, 2]"
     assert str(job.state["layers.k"]) == "f64[3, 16, 2@tensor, 2]"
+
+
+@pytest.mark.parametrize(
+    ("said", "axes", "expert", "dense"),
+    [
+        ({"data": 4, "expert": 2}, {"data": 2, "expert": 2}, "[2, 4@expert, 16, 10]", "[1, 16, 10]"),
+        ({"context": 2, "expert": 2}, {"expert_context": 2}, "[2, 4@expert_context, 16, 10]", "[1, 16, 10]"),
+        (
+            {"data": 2, "tensor": 2, "expert": 4},
+            {"expert": 2, "expert_tensor": 2},
+            "[2, 4@(expert,expert_tensor), 16, 10]",
+            "[1, 16, 10@expert_tensor]",
+        ),
+        (
+            {"data": 2, "tensor": 4, "expert": 4},
+            {"expert": 2, "expert_tensor": 2, "group": 2},
+            "[2, 4@(expert,expert_tensor), 16, 10@group]",
+            "[1, 16, 10@(expert_tensor,group)]",
+        ),
+    ],
+    ids=str,
+)
+def test_experts_take_data_then_context_then_tensor(
+    said: dict[str, Any], axes: dict[str, int], expert: str, dense: str
+) -> None:
+    found, strategy = model("moe"), Strategy(**said)
+    assert strategy.axes(found) == axes
+    mesh, layouts = strategy.mesh(found), strategy.layouts(found)
+    names = {"layers.expert_up": expert, "dense.up": dense}
+    for name, text in names.items():
+        t = found.program.types[name]
+        assert str(t.with_layout(layouts.held_layout(name, found.dims[name], mesh), mesh)) == f"f64{text}"
+    assert "expert" not in str(strategy.axes(model("llama")))
 
 
 def test_the_job_run_by_hand_is_the_models() -> None:
@@ -365,6 +402,23 @@ def test_tables_are_text_that_partition_takes() -> None:
     assert wrong(found, strategy, steps=1, layouts=edited) == []
 
 
+@pytest.mark.parametrize("said", [{"data": 2, "tensor": 2}, {"data": 2, "fsdp": True}, {"context": 2}], ids=str)
+def test_axes_without_a_line_of_serve_compute_what_the_model_does(said: dict[str, Any]) -> None:
+    found, strategy = model("llama", layers=2), Strategy(**said)
+    tables = strategy.layouts(found)
+    assert wrong(found, strategy, steps=1, layouts=Layouts((), tables.stored, tables.held)) == []
+
+
+def test_an_axis_that_serves_nothing_is_said() -> None:
+    found, strategy = model("llama", layers=2), Strategy(tensor=2)
+    text = str(strategy.layouts(found))
+    nothing = text.replace("tensor: [kv_heads, ffn, vocab]", "tensor: none")
+    assert str(Layouts.parse(nothing)) == nothing
+    with pytest.raises(LayoutError, match=r"no dim that the axis tensor serves \(none\)"):
+        partition(found, strategy, layouts=nothing)
+    partition(found, strategy, layouts=text.replace("  tensor: [kv_heads, ffn, vocab]\n", ""))
+
+
 def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> None:
     sizes = set[int]()
     for layers, devices in ((4, 2), (12, 4)):
@@ -377,14 +431,22 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ({"data": 3, "expert": 2}, "strategy: expert=2 does not divide data=3; legal are [1, 3]"),
+        (
+            {"data": 3, "tensor": 3, "expert": 2},
+            "strategy: expert=2 does not divide data * context * tensor = 3 * 1 * 3; the nearest legal are [1, 3]",
+        ),
+        (
+            {"context": 2, "expert": 3},
+            "strategy: expert=3 does not divide data * context * tensor = 1 * 2 * 1; the nearest legal are [2]",
+        ),
         (
             {"data": 4, "global_batch": 3},
             "strategy: global_batch=3 is below data * microbatch = 4 * 1; legal are 4 and more",
         ),
         (
             {"data": 4, "shard": 3},
-            "strategy: shard=3 does not divide data=4, or is no multiple of expert=1; legal are [1, 2, 4]",
+            "strategy: shard=3 does not divide data=4, or expert=1 does not divide shard * context * tensor; legal are "
+            "[1, 2, 4]",
         ),
         ({"data": 2, "fsdp": True, "zero": 1}, "strategy: fsdp with zero=1; legal are 2, and 3, as by default"),
         (

@@ -14,10 +14,11 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllReduce, Einsum
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
-from shardplan.strategy.partition.prices import Prices, moved
+from shardplan.strategy.partition.prices import Prices, moved, working
 from strategies import rngs
 
 MESH = Mesh({"x": 2, "y": 3, "z": 2})
@@ -76,6 +77,17 @@ def test_the_steps_of_a_movement(made: str, wanted: str, ops: str) -> None:
     draft = Draft.of([given])
     assert moved(draft, "0", asked)
     assert " ".join(step.op.name for step in draft.steps) == ops
+
+
+def test_what_a_device_does_not_state_is_the_nominal_ones() -> None:
+    """Only work changes: a plan's seconds on the same hardware have none."""
+    plain = Topology.load("nominal", devices=4)
+    found, stated = working(plain), Topology.load("dgx-h100")
+    assert isinstance(found, Topology) and found.levels == plain.levels and found.device.peak("bf16") == 500e12
+    assert found.device.memory_bandwidth == 2e12
+    assert working(stated) == stated
+    placed = Placement(Mesh({"x": 4}), plain, ((4,),))
+    assert working(placed) == Placement(Mesh({"x": 4}), found, ((4,),))
 
 
 def test_an_op_takes_what_its_worst_device_does() -> None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given, reject, settings
 
 import shardplan.strategy.partition.partition as partition_module
 import shardplan.strategy.partition.settle as settle_module
-from shardplan import Job, Model, Strategy, partition
+from shardplan import Job, Layouts, Model, Strategy, partition
 from shardplan.core.dim_names import dim_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -26,6 +26,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition import elimination
 from shardplan.strategy.partition.flow import Key, LineBlock, flow
+from shardplan.strategy.partition.memory import certify
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut, SettleProblem
 from shardplan.strategy.partition.settle import TIE, Settled, settle
@@ -35,7 +36,7 @@ from strategy.settling import Walk, all_totals, every, programmed, single
 
 SIZES = {"b": 6, "s": 500, "h": 768, "f": 2000, "g": 3}
 ONE = Mesh({"one": 1})
-MACHINE = Topology.load("dgx-h100", nodes=2)  # on the nominal one ops take no time
+MACHINE = Topology.load("dgx-h100", nodes=2)
 MOST = 200_000  # combinations of options that are all tried
 
 
@@ -185,14 +186,14 @@ def random_case(rng: random.Random, repeat: bool) -> Case:
     }
     gradients = {((), r): layout(program.types[r].ndim) for r in top if rng.random() < 0.15}
     letters = ["b", "s", "h", "f", "g"]
-    serve = tuple(tuple(rng.sample(letters, rng.randint(1, 2))) for _ in range(rng.randint(0, 3)))
-    return Case(block, mesh, {"x": serve}, types, wanted, held, gradients, cut)
+    serve = {"x": tuple(tuple(rng.sample(letters, rng.randint(1, 2))) for _ in range(rng.randint(0, 3)))}
+    return Case(block, mesh, serve if rng.random() < 0.7 else {}, types, wanted, held, gradients, cut)
 
 
 def assert_least(case: Case) -> None:
     prices = Prices(Fabric(MACHINE))
     walk = case.walk()
-    found = single(walk, case.mesh, "x", case.serve["x"], prices)
+    found = single(walk, case.mesh, "x", case.serve.get("x"), prices)
     if not all(found.values()):
         with pytest.raises(LayoutError):
             case.settled(prices)
@@ -285,7 +286,14 @@ class Found(NamedTuple):
     job: Job
 
 
-def partitioned(model: Model, strategy: Strategy, layouts: str | None = None, *, held: bool = True) -> Found:
+def partitioned(
+    model: Model,
+    strategy: Strategy,
+    layouts: Layouts | None = None,
+    *,
+    held: bool = True,
+    topo: Topology | None = MACHINE,
+) -> Found:
     """Partition a model; at times as if nothing said how parameters are held."""
     seen: list[Any] = []
 
@@ -300,7 +308,7 @@ def partitioned(model: Model, strategy: Strategy, layouts: str | None = None, *,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition_module, "SettleProblem", problem)
         patch.setattr(partition_module, "settle", settled)
-        job = partition(model, strategy, MACHINE, layouts=layouts)
+        job = partition(model, strategy, topo, layouts=layouts)
     (block, mesh, *rest), serve, prices = seen
     return Found(Case(block, mesh, serve, *rest), prices, job)
 
@@ -342,21 +350,59 @@ def test_what_is_written_costs_what_was_settled(k: int) -> None:
     assert seconds == pytest.approx(job.settled.seconds, rel=1e-9)
 
 
-def movements(tokens: int, *, strict: bool) -> Counter[tuple[str, tuple[str, ...]]]:
-    """The movements of FSDP over 8 devices, by value and names of ops; where it is not strict any dim is served."""
+@cache
+def fsdp(tokens: int, topo: Topology | None, *, strict: bool) -> Job:
+    """FSDP over 8 devices; where it is not strict, the axis is free and weights may be operands in any layout."""
     whole, strategy = Model.load("llama3-8b", layers=2, batch=8, seq=tokens // 8), Strategy(data=8, fsdp=True)
-    text = str(strategy.layouts(whole))
-    if not strict:
-        text = text.replace("batch > free", "[batch, sequence, hidden, kv_heads, ratio, head, ffn, vocab]")
-    job = partitioned(whole, strategy, text, held=strict).job
+    tables = strategy.layouts(whole)
+    free = Layouts((), tables.stored, tables.held)
+    return partitioned(whole, strategy, tables if strict else free, held=strict, topo=topo).job
+
+
+def movements(job: Job) -> Counter[tuple[str, tuple[str, ...]]]:
+    """The movements of a job, by value and names of ops."""
     every = [one for found in job.movements.values() for one in found]
     return Counter((one.value, tuple(step.op.name for step in one.plan.program.steps)) for one in every)
 
 
 def test_strict_fsdp_moves_the_same_however_many_tokens_come() -> None:
-    few, many = 512, 32_768
-    assert movements(few, strict=True) == movements(many, strict=True)
-    assert movements(few, strict=False) != movements(many, strict=False)
+    few, many = (fsdp(tokens, MACHINE, strict=True) for tokens in (512, 32_768))
+    assert movements(few) == movements(many)
+
+
+@pytest.mark.parametrize("topo", [MACHINE, None], ids=["dgx-h100", "nominal"])
+def test_free_fsdp_moves_what_is_smaller_and_repeats_no_work(topo: Topology | None) -> None:
+    """Of few tokens activations, weights staying where they are; of many weights, as strict FSDP. No work is free."""
+    few, many = (fsdp(tokens, topo, strict=False) for tokens in (512, 32_768))
+    weights = {"q", "k", "v", "o", "gate", "up", "down"}
+    assert movements(few) != movements(many)
+    for job, tokens, gathered in ((few, 512, False), (many, 32_768, True)):
+        strict = fsdp(tokens, topo, strict=True)
+        wanted = [(one.value, one.plan.program.output_types[0]) for found in job.movements.values() for one in found]
+        whole = {value for value, t in wanted if value in weights and t.layout == Layout(((),) * t.ndim)}
+        assert whole == (weights if gathered else set())
+        assert job.settled.seconds < strict.settled.seconds * 1.001
+        assert certify(job).flops[0] < 1.02 * certify(strict).flops[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "settled"), [({"tensor": 2}, 1), ({"data": 2, "tensor": 2}, 3), ({"data": 2, "fsdp": True}, 1)], ids=str
+)
+def test_an_axis_is_settled_again_only_where_another_changed(
+    said: dict[str, Any], settled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of several knows what all others do, and that the first finds the same again."""
+    eliminated: list[int] = []
+
+    def counted(found: Any) -> Any:
+        eliminated.append(len(found))
+        return elimination.least(found)
+
+    monkeypatch.setattr(settle_module, "least", counted)
+    job = partition(model("llama"), Strategy(**said))
+    assert len(eliminated) == settled
+    axes = len(job.programs.meshes[0].axes)
+    assert job.settled.sweeps[-axes:] == pytest.approx((job.settled.seconds,) * axes, rel=1e-9)
 
 
 def test_what_hangs_together_too_widely_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

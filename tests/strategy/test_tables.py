@@ -55,9 +55,7 @@ lines = st.builds(
     st.lists(st.tuples(st.sampled_from((*DIMS, FREE)), axes), max_size=3).map(tuple),
     st.lists(st.sampled_from(AXES), max_size=2, unique=True).map(tuple),
 )
-groups = st.lists(
-    st.lists(st.sampled_from((*DIMS, FREE)), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
-).map(tuple)
+groups = st.lists(st.lists(st.sampled_from((*DIMS, FREE)), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
 layouts = st.builds(
     Layouts,
     st.lists(st.tuples(st.sampled_from(AXES), groups), max_size=3).map(tuple),

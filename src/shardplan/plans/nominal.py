@@ -16,7 +16,7 @@ from shardplan.core.pattern import StepPattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns, walk
-from shardplan.hardware.level import Level
+from shardplan.hardware.level import DeviceSpec, Level
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
@@ -26,6 +26,9 @@ from shardplan.plans.starts import Bound
 # One 400 Gbit/s network port a device and the latency of a network: to compare plans by, of no cluster in particular.
 BANDWIDTH = 50e9  # bytes per second
 LATENCY = 5e-6  # seconds per round
+# What a device does there where no work is stated, in every dtype: of the size of an H100's datasheet, of none in
+# particular. A settlement weighs work against movement by it; plans have no work, and do not ask it.
+DEVICE = DeviceSpec(flops=(("*", 500e12),), memory_bandwidth=2e12)
 DESCRIPTION = "nominal switch, 50 GB/s, 5 us"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,8 +19,12 @@ from shardplan.strategy.schedules.table import GENERATORS
 
 ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
 TENSOR = ("kv_heads", "ffn", "vocab")
-AXES = ("replica", "data", "expert", "context", "tensor", "group")  # of a stage, outermost first
 EXPERTS = ("experts", "embedding")
+# Axes by what they deal out: sequences, positions, key-value heads and what is alike, query heads of one group.
+BATCH, SEQUENCE = ("replica", "data", "expert"), ("context", "expert_context")
+HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
+SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
+AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 
 
@@ -33,8 +37,8 @@ class Strategy:
         tensor: Devices that heads, hidden features of MLPs and the vocabulary are dealt out to.
         pipeline: Stages.
         context: Devices that a sequence is dealt out to.
-        expert: Of the `data` replicas so many share the experts; it divides `data`. Of a model without experts they
-            are replicas as the others.
+        expert: So many devices share the experts, each whole; it divides `data * context * tensor`, of which it takes
+            what it can of `data`, then of `context`, then of `tensor`. A model without experts has no use of it.
         microbatch: Sequences of a replica that go through at once.
         global_batch: Sequences of a step; `data * microbatch` by default.
         schedule: The name of a pipeline schedule, a `Schedule`, or the path of its file, which is read at once. Stages
@@ -103,9 +107,14 @@ class Strategy:
             raise LayoutError(
                 f"strategy: context_kind={kind!r} with context=1; legal are 2 devices of a sequence and more"
             )
-        if self.data % self.expert:
-            legal = [e for e in range(1, self.data + 1) if self.data % e == 0]
-            raise LayoutError(f"strategy: expert={self.expert} does not divide data={self.data}; legal are {legal}")
+        inside = self.context * self.tensor
+        if self.data * inside % self.expert:
+            legal = [e for e in range(1, self.data * inside + 1) if self.data * inside % e == 0]
+            near = [max(e for e in legal if e < self.expert), *[e for e in legal if e > self.expert][:1]]
+            raise LayoutError(
+                f"strategy: expert={self.expert} does not divide data * context * tensor = {self.data} * "
+                f"{self.context} * {self.tensor}; the nearest legal are {near}"
+            )
         replicas = self.data * self.microbatch
         if self.global_batch is None:
             object.__setattr__(self, "global_batch", replicas)
@@ -116,11 +125,11 @@ class Strategy:
                 f"legal are {replicas} and more"
             )
         group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
-        if self.data % group or group % self.expert:
-            legal = [n for n in range(self.expert, self.data + 1, self.expert) if self.data % n == 0]
+        if self.data % group or group * inside % self.expert:
+            legal = [n for n in range(1, self.data + 1) if self.data % n == 0 and n * inside % self.expert == 0]
             raise LayoutError(
-                f"strategy: shard={group} does not divide data={self.data}, or is no multiple of expert={self.expert}; "
-                f"legal are {legal}"
+                f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
+                f"shard * context * tensor; legal are {legal}"
             )
         for name in ("sequence_parallel", "fsdp", "offload", "prefetch"):
             border.flag(f"strategy: {name}", getattr(self, name))
@@ -201,21 +210,20 @@ class Strategy:
     def axes(self, model: Model) -> dict[str, int]:
         """Return the axes of a stage's mesh, outermost first; without those of one device.
 
-        `expert` is the inner part of the data replicas, `replica` the outer, over which nothing is dealt out but
-        sequences. Where a model has fewer key-value heads than `tensor`, that axis has the part of it that divides
-        them, and `group` the rest, over which query heads of one group are dealt.
+        `replica` is the outer part of the data replicas, over which nothing is dealt out but sequences. Where a model
+        has fewer key-value heads than `tensor`, that axis has the part of it that divides them, and `group` the rest,
+        over which query heads of one group are dealt. Of each axis the inner part is apart where experts take it.
         """
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
         shard = self.shard or self.data
-        sizes = {
-            "replica": self.data // shard,
-            "data": shard // self.expert,
-            "expert": self.expert,
-            "context": self.context,
-            "tensor": tensor,
-            "group": self.tensor // tensor,
-        }
+        left = self.expert if any(_shared(dims) for dims in model.dims.values()) else 1
+        whole = {"data": shard, "context": self.context, "tensor": tensor, "group": self.tensor // tensor}
+        sizes = {"replica": self.data // shard}
+        for axis, n in whole.items():
+            part = math.gcd(left, n)
+            left //= part
+            sizes |= {axis: n // part, SHARING[axis]: part}
         return {axis: n for axis, n in sizes.items() if n > 1}
 
     def mesh(self, model: Model, stage: int = 0) -> Mesh:
@@ -226,8 +234,7 @@ class Strategy:
         """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
         axes = self.axes(model)
         held = {name: tuple(_held(model, name, axes)) for name in model.parameters}
-        batch = [a for a in ("replica", "data", "expert") if a in axes]
-        sequence = [a for a in ("context",) if a in axes]
+        batch, sequence = ([a for a in axes if a in these] for these in (BATCH, SEQUENCE))
         zero = 3 if self.fsdp else self.zero
         stored: list[TableLine] = []
         for name, dims in model.dims.items():
@@ -269,34 +276,40 @@ class Strategy:
             "data": (("batch",), (FREE,)),
             "expert": ((*EXPERTS, "batch"), (FREE,)),
             "context": context,
+            "expert_context": (*context[:-1], (*EXPERTS, "sequence")),
             "tensor": (TENSOR, *rest),
+            "expert_tensor": ((*EXPERTS, *TENSOR), *rest),
             "group": (("ratio", *TENSOR[1:]), *rest),
+            "expert_group": ((*EXPERTS, "ratio", *TENSOR[1:]), *rest),
         }
         yield from ((axis, every[axis]) for axis in axes)
 
 
-def _cuts(dims: tuple[str, ...], axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+def _cuts(dims: tuple[str, ...], axes: Iterable[str]) -> Iterator[tuple[str, Axes]]:
     """How tensor axes cut the dims of a value, each at most once."""
     first = next((d for d in TENSOR if d in dims), None)
-    heads = first == "kv_heads"
-    both = tuple(a for a in ("tensor", "group") if a in axes)
-    if first is None or not both:
-        return
-    if not heads:
-        yield first, both
-        return
-    if "tensor" in axes:
-        yield "kv_heads", ("tensor",)
-    if "group" in axes and "ratio" in dims:
-        yield "ratio", ("group",)
+    heads, ratio = (tuple(a for a in axes if a in these) for these in (HEADS, RATIO))
+    if first == "kv_heads":
+        yield from ((dim, cut) for dim, cut in ((first, heads), ("ratio", ratio)) if cut and dim in dims)
+    elif first is not None and heads + ratio:
+        yield first, heads + ratio
+
+
+def _shared(dims: Iterable[str]) -> str | None:
+    """The dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
+    mine = [d for d in dims if d != LAYER]
+    if mine and mine[0] == "experts":
+        return "experts"
+    return "embedding" if mine and mine[-1] == "embedding" and mine[0] == "rows" else None
 
 
 def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
     dims = tuple(d for d in model.dims[name] if d != LAYER)
-    if "expert" in axes and dims and (dims[0] == "experts" or (dims[-1] == "embedding" and dims[0] == "rows")):
-        yield (dims[0] if dims[0] == "experts" else "embedding"), ("expert",)
-    yield from _cuts(dims, axes)
+    shared, sharing = _shared(dims), tuple(a for a in axes if a in SHARING.values())
+    if shared and sharing:
+        yield shared, sharing
+    yield from _cuts(dims, [a for a in axes if not (shared and a in sharing)])
 
 
 def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from shardplan.core.draft import Decomposition, Draft
@@ -70,21 +71,7 @@ class Composed(Compute):
         self, operands: Sequence[TensorType]
     ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
         """The steps with the types of their operands, and the types of the results."""
-        values = {str(k): t for k, t in enumerate(operands)}
-        steps: list[tuple[Compute, Step, tuple[TensorType, ...]]] = []
-        try:
-            body = self.decomposition(*operands)
-            for step in body.steps:
-                op = computing(step.op)
-                if op is None:
-                    raise TypingError(f"{step.op.name} in its decomposition moves data; legal are compute ops")
-                types = tuple(values[o] for o in step.operands)
-                values.update(zip(step.results, results_of(op, types), strict=True))
-                steps.append((op, step, types))
-        except ShardplanError as error:
-            said = str(error)
-            raise type(error)(said if said.startswith(f"{self.name} ") else f"{self.name}: {said}") from None
-        return steps, tuple(values[name] for name in body.results)
+        return _steps(self, tuple(operands))
 
     def pull(
         self,
@@ -99,6 +86,27 @@ class Composed(Compute):
         found = draft.every(Backward(self, needs, len(cotangents)), *operands, *cotangents)
         made = dict(zip(needs, found, strict=True))
         return [made.get(k) for k in range(len(operands))]
+
+
+@lru_cache(maxsize=1024)  # typed, priced and bound, and laid again on every axis: the same steps
+def _steps(
+    of: Composed, operands: tuple[TensorType, ...]
+) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
+    values = {str(k): t for k, t in enumerate(operands)}
+    steps: list[tuple[Compute, Step, tuple[TensorType, ...]]] = []
+    try:
+        body = of.decomposition(*operands)
+        for step in body.steps:
+            op = computing(step.op)
+            if op is None:
+                raise TypingError(f"{step.op.name} in its decomposition moves data; legal are compute ops")
+            types = tuple(values[o] for o in step.operands)
+            values.update(zip(step.results, results_of(op, types), strict=True))
+            steps.append((op, step, types))
+    except ShardplanError as error:
+        said = str(error)
+        raise type(error)(said if said.startswith(f"{of.name} ") else f"{of.name}: {said}") from None
+    return steps, tuple(values[name] for name in body.results)
 
 
 @dataclass(frozen=True, slots=True)

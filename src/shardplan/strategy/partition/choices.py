@@ -18,8 +18,10 @@ from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.strategy.partition.flow import Line
+from shardplan.strategy.partition.tables import LAYER
 
 Axes = tuple[str, ...]
+Served = Sequence[Sequence[str]] | None  # groups of dims, in order of preference; None: all, and none
 MOST_PARTIAL = 4  # operands of which all sets are tried as partial; of more each alone, and all
 
 
@@ -97,11 +99,12 @@ def sets_of(count: int) -> tuple[frozenset[int], ...]:
     return tuple(frozenset(s) for n in sizes for s in itertools.combinations(range(count), n))
 
 
-def served(line: Line, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+def served(line: Line, groups: Served) -> list[list[str]]:
     """Return by group of dims, in order, the factors of a line that are of one of them; a group has one at least."""
-    found = [
-        [f for f, names in line.names.items() if _is(names, group) and line.links.sizes[f] > 1] for group in groups
-    ]
+    many = {f: names for f, names in line.names.items() if line.links.sizes[f] > 1}
+    if groups is None:
+        return [[f for f, names in many.items() if LAYER not in names]]
+    found = [[f for f, names in many.items() if _is(names, group)] for group in groups]
     return [factors for factors in found if factors]
 
 
@@ -138,12 +141,13 @@ class Bounds(NamedTuple):
 
 
 def options(
-    layer: Layer, line: Line, axis: str, groups: Sequence[Sequence[str]], bounds: Bounds, now: Choice
+    layer: Layer, line: Line, axis: str, groups: Served, bounds: Bounds, now: Choice
 ) -> list[tuple[Choice, LaidLine]]:
     """Return what a line may do with an axis, the others being as they are.
 
     It serves a factor of the first group of which any does; or it is passed as a partial sum. Where nothing is served,
-    or only what results alone have, every device may do the same. Raises `LayoutError` where nothing is left.
+    or only what results alone have, every device may do the same; so it may wherever an axis may serve anything.
+    Raises `LayoutError` where nothing is left.
     """
     rest = now.without(axis)
     found: dict[Choice, LaidLine] = {}
@@ -168,7 +172,7 @@ def options(
             break
     for operands in sets_of(len(line.types)):
         offer(rest.passing(axis, operands))
-    if free:
+    if free or groups is None:
         offer(rest)
     if not found and bounds.pinned:
         raise LayoutError(
@@ -176,8 +180,9 @@ def options(
         )
     if not found:
         types = ", ".join(map(str, line.types))
+        said = "any" if groups is None else " > ".join(map(" ".join, groups)) or "none"
         raise LayoutError(
-            f"{line} on {types}: no dim that the axis {axis} serves ({' > '.join(map(' '.join, groups)) or 'none'}) "
+            f"{line} on {types}: no dim that the axis {axis} serves ({said}) "
             "lets its parameters lie as they are held; legal is another line of serve or held"
         )
     return list(found.items())

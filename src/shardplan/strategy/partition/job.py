@@ -19,6 +19,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.alternatives import Alternative, alternatives
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.partition.write import Movement
@@ -125,6 +126,13 @@ class Job:
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""
         return name if self.stages == 1 else f"s{stage}.{name}"
+
+    def alternatives(self, movement: Movement) -> tuple[Alternative, ...]:
+        """Return what else the choices at both ends of a movement could have been, the cheapest first.
+
+        Each comes with the seconds of a microbatch if it alone were so; none where tables say both ends.
+        """
+        return alternatives(self.settled, movement)
 
     def __repr__(self) -> str:
         """Show the programs' sizes."""

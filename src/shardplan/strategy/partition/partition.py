@@ -32,7 +32,7 @@ from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.order import ordered
 from shardplan.strategy.partition.prefetch import early
-from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.prices import Prices, working
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
 from shardplan.strategy.partition.settle import Settled, settle
@@ -41,7 +41,7 @@ from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.weigh import weighed
 from shardplan.strategy.partition.write import Movement
-from shardplan.strategy.strategy import AXES, Strategy
+from shardplan.strategy.strategy import AXES, BATCH, Strategy
 
 Where = Topology | Placement
 TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPipe
@@ -55,7 +55,8 @@ def partition(
     Args:
         model: A training step, or a forward pass.
         strategy: Degrees, and what else is decided.
-        topo: What prices are taken on; device ids are its own. By default a nominal switch.
+        topo: What prices are taken on; device ids are its own. By default a nominal switch. What its device does not
+            state of its work is that of a nominal one.
         layouts: Tables instead of `strategy.layouts(model)`.
 
     Raises `LayoutError` for a strategy that the model does not admit, naming line and axis.
@@ -92,7 +93,7 @@ class _Partition:
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
         ends = [self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1))]
-        fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), ends)
+        fabric = fabric_of(working(self.where or Topology.load("nominal", devices=strategy.devices)), ends)
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
@@ -155,7 +156,7 @@ class _Partition:
             out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
         if WEIGHT in self.micro.dims:
             t = dict(self.micro.block.inputs)[WEIGHT]
-            axes = tuple(a for a in self.mesh.axes if a in ("replica", "data", "expert"))
+            axes = tuple(a for a in self.mesh.axes if a in BATCH)
             out[WEIGHT] = t.with_layout(Layout((axes,)), self.mesh)
         for name in self.micro.gradients:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"

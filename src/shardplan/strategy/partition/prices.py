@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllToAll, Exchange, ReduceScatter, Slice
 from shardplan.core.tensor import TensorType
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.topology import Topology
+from shardplan.plans.nominal import DEVICE
 
 Types = tuple[TensorType, ...]
+
+
+def working(where: Topology | Placement) -> Topology | Placement:
+    """Return hardware on which work takes time: what its device does not state is the nominal one's.
+
+    Where work were free, every device would do all of it rather than move a byte.
+    """
+    topology = where.topology if isinstance(where, Placement) else where
+    flops, bandwidth = topology.device.flops, topology.device.memory_bandwidth
+    rates = bandwidth if math.isfinite(bandwidth) else DEVICE.memory_bandwidth
+    topology = replace(topology, device=replace(topology.device, flops=flops or DEVICE.flops, memory_bandwidth=rates))
+    return replace(where, topology=topology) if isinstance(where, Placement) else topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Writers:
         saved: dict[str, dict[TensorType, str]] = {}
         for v in (*stage.saved, *(name for name, _ in writer.inputs if name in self.state)):
             for k, t in enumerate(self._saved(writer, v)):
-                value = writer.want(v, t, "the backward pass")
+                value = writer.want(v, t, "the backward pass", self.settled.saves.get(((), v)))
                 name = called.setdefault(value, f"{SAVED}{v}" + (f".{k}" if k else ""))
                 saved.setdefault(v, {})[writer.types[value]] = name
         sent = self._send(writer, stage, "F", boundaries, called)

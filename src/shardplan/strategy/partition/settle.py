@@ -17,11 +17,12 @@ from shardplan.core.layout import Layout
 from shardplan.core.nested import rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Choice, LaidLine, options
+from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options
 from shardplan.strategy.partition.elimination import Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Maker, Option, SettleProblem, Types, Use, ValueSource, at_most, onto
+from shardplan.strategy.partition.tables import LAYER
 
 Groups = Mapping[str, tuple[tuple[str, ...], ...]]
 WIDE = 20_000  # entries of a table of one movement: a wider one goes from consumer to consumer
@@ -43,6 +44,9 @@ class Settled:
     seconds: float
     sweeps: tuple[float, ...]
     widest: int
+    problem: SettleProblem  # what was asked, for those who ask what else there was
+    serve: Groups
+    prices: Prices
 
     def type_of(self, key: Key) -> TensorType:
         """Return the type that a value is made in; of rows of a stack that of a row."""
@@ -69,22 +73,21 @@ class Settled:
 def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: Prices) -> Settled:
     """Return the options that take the least seconds, axis by axis in `order`, until a sweep changes nothing.
 
-    Raises `LayoutError` for a line that has no option.
+    An axis is settled again only where another has changed since. One that `serve` does not have is free: it may serve
+    any dim, or nothing. Raises `LayoutError` for a line that has no option.
     """
     now: dict[Maker, Option] = {m: _start(problem, m) for m in problem.makers}
     totals: list[float] = []
     widest = 0
-    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
     laid = set[str]()  # the first sweep knows only the axes that it has come to
+    fresh: dict[str, float] = {}  # axes since whose settlement nothing has changed, with what they found
     for _ in range(SWEEPS):
-        before = dict(now)
         for axis in order:
+            if axis in fresh:
+                totals.append(fresh[axis])
+                continue
             laid.add(axis)
-            found: dict[Maker, list[Option]] = {}
-            for m in problem.makers:  # what is saved comes after what makes it
-                found[m] = list(_options(problem, m, axis, serve.get(axis, ()), now[m], prices))
-                if m in saves:
-                    found[m] += _as_made(saves[m].types(found, laid), found[m])
+            found = found_along(axis, problem, serve, now, prices, laid)
             try:
                 best = least(list(tables(problem, found, prices, laid)))
             except TooWide:
@@ -92,9 +95,13 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
             widest = max(widest, best.widest)
-            now = {m: found[m][k] for m, k in best.options.items() if isinstance(m, Maker)}
+            before, now = now, {m: found[m][k] for m, k in best.options.items() if isinstance(m, Maker)}
             totals.append(best.total)
-        if now == before or not order:
+            if now != before:
+                fresh.clear()
+            if len(laid) == len(order):
+                fresh[axis] = best.total
+        if len(fresh) == len(order):
             break
     seconds = totals[-1] if totals else 0.0
     return Settled(
@@ -108,6 +115,9 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
         seconds,
         tuple(totals),
         widest,
+        problem,
+        serve,
+        prices,
     )
 
 
@@ -138,6 +148,19 @@ def _kept(problem: SettleProblem, now: Mapping[Maker, Option]) -> dict[ValueSour
     return {source: tuple(types) for source, types in found.items()}
 
 
+def found_along(
+    axis: str, problem: SettleProblem, serve: Groups, now: Mapping[Maker, Option], prices: Prices, axes: set[str]
+) -> dict[Maker, list[Option]]:
+    """Return what every choice may do with an axis, the others being as they are; of fixed types only `axes` count."""
+    saves = {use.maker: use.source for use in problem.uses if use.maker in problem.saves.values()}
+    found: dict[Maker, list[Option]] = {}
+    for m in problem.makers:  # what is saved comes after what makes it
+        found[m] = list(_options(problem, m, axis, serve.get(axis), now[m], prices))
+        if m in saves:
+            found[m] += _as_made(saves[m].types(found, axes), found[m])
+    return found
+
+
 def _start(problem: SettleProblem, maker: Maker) -> Option:
     """Nothing is cut."""
     if maker.line is None:
@@ -149,7 +172,7 @@ def _start(problem: SettleProblem, maker: Maker) -> Option:
 
 
 def _options(
-    problem: SettleProblem, maker: Maker, axis: str, groups: Sequence[Sequence[str]], now: Option, prices: Prices
+    problem: SettleProblem, maker: Maker, axis: str, groups: Served, now: Option, prices: Prices
 ) -> Iterator[Option]:
     """What a choice may do with an axis, the others being as they are."""
     if maker.line is not None:
@@ -158,8 +181,13 @@ def _options(
         return
     (t,) = now.made
     dims = tuple(tuple(a for a in axes if a != axis) for axes in t.layout.dims)
-    every = {name for group in groups for name in group}
-    for d in (None, *(d for d, names in enumerate(maker.dims) if every & set(names) and t.shape[d] > 1)):
+    every = {name for group in groups or () for name in group}
+    may = [
+        d
+        for d, names in enumerate(maker.dims)
+        if (every & set(names) or (groups is None and LAYER not in names)) and t.shape[d] > 1
+    ]
+    for d in (None, *may):
         for k in range(len(dims[d]) + 1) if d is not None else (0,):
             cut = list(dims)
             if d is not None:

@@ -2,7 +2,7 @@
 
 - *serve*: by axis the dims that it serves, in order of preference; dims in brackets are alike. In an op the axis serves
   the first of them that the op has and its held operands allow; else the op passes it as a partial sum, or it does
-  nothing there.
+  nothing there. `none` serves nothing. An axis without a line is free: any dim, a partial sum, or nothing, by price.
 - *stored*: how inputs lie between programs: `batch@data`, `{+data}`. `free` stands for the first dim that the axes
   divide, minor to what is held; where they divide none, for the largest.
 - *held*: how parameters lie where they are operands. What stored has more is gathered at the use, and their gradients
@@ -25,7 +25,7 @@ from shardplan.core.notation import axes_text
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, shown
 
-FREE, LAYER = "free", "layer"
+FREE, NONE, LAYER = "free", "none", "layer"
 Axes = tuple[str, ...]
 Dims = Mapping[str, Sequence[str]]  # by name of a value those of its dims
 _WORD = re.compile(r"\[[^\[\]]*\]|\w+")
@@ -80,7 +80,7 @@ class Layouts:
 
     def __str__(self) -> str:
         """Return the tables."""
-        serve = [f"{axis}: {' > '.join(map(_group, groups))}" for axis, groups in self.serve]
+        serve = [f"{axis}: {_served(groups)}" for axis, groups in self.serve]
         tables = zip(_TITLES, (serve, self.stored, self.held), strict=True)
         return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in tables)
 
@@ -113,7 +113,7 @@ class Layouts:
         """
         several = [axis for axis, _ in self.serve]
         for k, (axis, groups) in enumerate(self.serve):
-            line = f"serve, {axis}: {' > '.join(map(_group, groups))}"
+            line = f"serve, {axis}: {_served(groups)}"
             if axis in several[:k]:
                 raise LayoutError(f"{line}: a second line of {axis}; legal is one")
             _known(line, "axis", (axis,), axes)
@@ -178,7 +178,13 @@ def _group(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
+def _served(groups: Iterable[tuple[str, ...]]) -> str:
+    return " > ".join(map(_group, groups)) or NONE
+
+
 def _groups(axis: str, said: str) -> tuple[tuple[str, ...], ...]:
+    if said == NONE:
+        return ()
     found: list[tuple[str, ...]] = []
     for word in said.split(">"):
         match = _WORD.fullmatch(word.strip())

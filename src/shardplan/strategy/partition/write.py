@@ -15,6 +15,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.plans.plan import Plan
 from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.problem import Maker
 from shardplan.strategy.partition.settle import Settled
 
 Totals = Mapping[Key, tuple[str, TensorType]]
@@ -22,13 +23,18 @@ Planner = Callable[[Any, Any], Plan]  # of a type and another, or as many of eac
 
 
 class Movement(NamedTuple):
-    """A movement that was inserted: the block and the value, which line wanted it, its plan, how often it runs."""
+    """A movement that was inserted: the block and the value, which line wanted it, its plan, how often it runs.
+
+    `asks` is the choice that wanted it, as its operand `operand`; None where a table or a result did.
+    """
 
     path: Path
     value: str
     by: str
     plan: Plan
     times: int
+    asks: Maker | None = None
+    operand: int = 0
 
 
 class Wish(NamedTuple):
@@ -107,7 +113,7 @@ class Writer:
         self.stems[f"{stem}.{k}"] = stem
         return f"{stem}.{k}"
 
-    def want(self, name: str, t: TensorType, by: str) -> str:
+    def want(self, name: str, t: TensorType, by: str, asks: Maker | None = None, operand: int = 0) -> str:
         """Return what a value is called in a type, into which it is moved the first time that it is wanted."""
         have = self.values[name]
         if t not in have and name in self.early:
@@ -116,7 +122,7 @@ class Writer:
             source = min(have, key=lambda u: self.prices.move(u, t))  # the first of equal ones: as it was made
             plan = self.plan(source, t)
             (have[t],) = self.inline(plan.program, [have[source]])
-            self.movements.append(Movement(self.path, name, by, plan, self.times))
+            self.movements.append(Movement(self.path, name, by, plan, self.times, asks, operand))
         return have[t]
 
     def want_together(self, wishes: Sequence[Wish], by: str) -> None:
@@ -165,7 +171,8 @@ class Writer:
     def line(self, line: Line) -> None:
         """Write a line as it was laid."""
         laid = self.settled.laid(line)
-        operands = [self.want(o, t, str(line)) for o, t in zip(line.operands, laid.operands, strict=True)]
+        pairs = enumerate(zip(line.operands, laid.operands, strict=True))
+        operands = [self.want(o, t, str(line), self.settled.lines[line], k) for k, (o, t) in pairs]
         self.op(laid.op, operands, line.results)
         for name, t in zip(line.results, laid.results, strict=True):
             self.values[name] = {t: name}
@@ -198,7 +205,7 @@ class Writer:
         for k, (outside, name) in enumerate(zip(loop.operands, names, strict=True)):
             if k < op.kept:
                 t = self.settled.type_of((block.path, name))
-                operands[inner.given(name, t)] = self.want(outside, t, by)
+                operands[inner.given(name, t)] = self.want(outside, t, by, self.settled.carries[block.path, k])
                 continue
             kept = self.settled.saved((block.path, name))
             for t, value in self.values[outside].items():
@@ -210,14 +217,15 @@ class Writer:
         inner.join(block, totals)
         inner.lines(block.lines, totals, add)
         leaving = [
-            inner.want(o, self.settled.type_of((block.path, n)), by)
-            for o, n in zip(block.outputs[: op.kept], names, strict=False)
+            inner.want(o, self.settled.type_of((block.path, n)), by, self.settled.carries[block.path, k])
+            for k, (o, n) in enumerate(zip(block.outputs[: op.kept], names, strict=False))
         ]
         for outside, name in zip(loop.results[op.kept :], block.outputs[op.kept :], strict=True):
             found = totals.get((block.path, name))
             if found is None:
-                first, *more = self.settled.saved((block.path, name))
-                leaving.append(inner.want(name, first, by))
+                key = block.path, name
+                first, *more = self.settled.saved(key)
+                leaving.append(inner.want(name, first, by, self.settled.saves.get(key)))
                 extra += [(outside, name, t) for t in more]
                 continue
             stack, t = found
