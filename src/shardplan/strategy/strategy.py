@@ -170,7 +170,7 @@ class Strategy:
             if name not in model.parameters and not _state_of(model, name):
                 cuts = [(dim, a) for dim, a in places if a and dim in dims]
                 if name in model.replaced:
-                    cuts += [(dim, a) for dim, a in _cuts(dims, axes) if dim not in dict(cuts)]
+                    cuts += [(dim, a) for dim, a in _cuts(_sizes(model, name), axes) if dim not in dict(cuts)]
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
             taken = dict(_axes(held[name]))
@@ -210,28 +210,36 @@ class Strategy:
         yield from ((axis, every[axis]) for axis in axes)
 
 
-def _cuts(dims: tuple[str, ...], axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+def _sizes(model: Model, name: str) -> dict[str, int]:
+    """The dims of a value but for layers, of which those longer than 1 can be cut."""
+    sizes = zip(model.dims[name], model.program.types[name].shape, strict=True)
+    return {dim: n for dim, n in sizes if dim != LAYER}
+
+
+def _cuts(dims: Mapping[str, int], axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How tensor axes cut the dims of a value, each at most once."""
     first = next((d for d in TENSOR if d in dims), None)
-    heads = first == "kv_heads"
     both = tuple(a for a in ("tensor", "group") if a in axes)
     if first is None or not both:
         return
-    if not heads:
-        yield first, both
+    if first != "kv_heads":
+        if dims[first] > 1:
+            yield first, both
         return
-    if "tensor" in axes:
-        yield "kv_heads", ("tensor",)
-    if "group" in axes and "ratio" in dims:
-        yield "ratio", ("group",)
+    for dim, axis in (("kv_heads", "tensor"), ("ratio", "group")):
+        if axis in axes and dims.get(dim, 1) > 1:
+            yield dim, (axis,)
 
 
 def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
-    dims = tuple(d for d in model.dims[name] if d != LAYER)
+    sizes = _sizes(model, name)
+    dims = tuple(sizes)
     if "expert" in axes and dims and (dims[0] == "experts" or (dims[-1] == "embedding" and dims[0] == "rows")):
-        yield (dims[0] if dims[0] == "experts" else "embedding"), ("expert",)
-    yield from _cuts(dims, axes)
+        dim = dims[0] if dims[0] == "experts" else "embedding"
+        if sizes[dim] > 1:
+            yield dim, ("expert",)
+    yield from _cuts(sizes, axes)
 
 
 def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import SAVED
+from shardplan.strategy.partition.programs import RECEIVED, SAVED
 
 
 class Moment(NamedTuple):
@@ -101,9 +101,11 @@ def _is_state(job: Job, key: str, rank: int) -> bool:
 
 
 def saved_bytes(job: Job, stage: int) -> int:
-    """Return what a microbatch's forward pass saves on a stage."""
-    p = job.programs[stage, "F"]
-    return sum(p.types[name].local_bytes() for name in p.outputs if name.startswith(SAVED))
+    """Return what a microbatch's forward pass saves on a stage, with what came from others and is read again."""
+    p, later = job.programs[stage, "F"], job.programs.get((stage, "B"))
+    names = [name for name in p.outputs if name.startswith(SAVED)]
+    again = {name for name, _ in later.inputs if name.startswith(RECEIVED)} if later else set[str]()
+    return sum(p.types[name].local_bytes() for name in (*names, *(n for n, _ in p.inputs if n in again)))
 
 
 def moments(job: Job, rank: int) -> Iterator[Moment]:

@@ -113,7 +113,8 @@ def cut(program: Program, stages: int) -> StageCuts:
     for k, step in enumerate(program.steps):
         types = program.step_types(step)
         light = not any(differs(t) for side in types for t in side)
-        where.append(None if light else 0 if k < first else stages - 1)
+        ends_at = [max(s for s, (a, b) in enumerate(rows[j]) if a < b) for j, op in loops if j < k and op.times]
+        where.append(None if light else ends_at[-1] if ends_at else 0)
     return StageCuts(tuple(where), rows)
 
 

@@ -80,6 +80,8 @@ class Writers:
             name = f"{SAVED}{v}" if f"{SAVED}{v}" in forward.types else v
             writer.given(name, forward.types[name])
             writer.values[v] = writer.values.pop(name)
+        for v in stage.received:  # it is still there
+            self._received(writer, v, v)
         inner = {key: (f"{TOTAL}{name}", t) for key, (name, t) in self.ends.items() if key[0]}
         writer.lines(stage.backward, inner, self.add)
         called: dict[str, str] = {}
@@ -168,8 +170,11 @@ class Writers:
         """Declare what comes from other stages."""
         for b in boundaries:
             if b.kind == kind and b.target[0] == stage.number:
-                writer.given(RECEIVED + b.target[1], self.crossing(b.source[1]))
-                writer.values[b.target[1]] = writer.values.pop(RECEIVED + b.target[1])
+                self._received(writer, b.target[1], b.source[1])
+
+    def _received(self, writer: Writer, name: str, source: str) -> None:
+        writer.given(RECEIVED + name, self.crossing(source))
+        writer.values[name] = writer.values.pop(RECEIVED + name)
 
     def _send(
         self, writer: Writer, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -30,17 +30,18 @@ class Boundary(NamedTuple):
 
 @dataclass(slots=True)
 class PipelineStage:
-    """The lines of a stage; the values of F that its B reads, and those that come from and go to other stages."""
+    """The lines of a stage; the values of F that its B reads: those that it makes, and those that other stages do."""
 
     number: int
     forward: Lines = field(default_factory=list["Line | Loop"])
     backward: Lines = field(default_factory=list["Line | Loop"])
     saved: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
 
     def shape(self) -> tuple[object, ...]:
         """Return what its programs hang on: lines, and how many rows of a loop."""
         lines = (*self.forward, *self.backward)
-        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved)
+        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved, self.received)
 
 
 def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Boundary]]:
@@ -51,16 +52,21 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     stages = [PipelineStage(s) for s in range(count)]
     light: Lines = []
     made: dict[str, int] = {}
+    back: dict[str, int] = {}
     for line in micro.block.lines:
         forward = line.number < micro.count
-        where = _where(micro, line, made)
+        where = _where(micro, line, made, back)
         if where is None:
             light.append(line)
             continue
         for s in where:
             lines = stages[s].forward if forward else stages[s].backward
             lines.append(_piece(micro, line, s) if isinstance(line, Loop) else line)
-        made.update(dict.fromkeys(line.results, max(where) if forward else min(where)))
+        if forward:
+            made.update(dict.fromkeys(line.results, max(where)))
+        else:
+            back.update(dict.fromkeys(line.results, min(where)))
+    made |= back
     inputs = {name for name, _ in micro.block.inputs}
     boundaries: list[Boundary] = []
     for stage in stages:
@@ -71,6 +77,7 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
         read = {o for line in stage.backward for o in line.operands}
         stage.saved = tuple(v for line in stage.forward for v in line.results if v in read)
         there = {b.target[1] for b in boundaries if b.target[0] == stage.number}
+        stage.received = tuple(sorted(there & read))
         boundaries += _boundaries("B", stage, stage.backward, made, inputs | there, own)
     forward = {r for stage in stages for line in stage.forward for r in line.results}
     for b in boundaries:
@@ -82,8 +89,13 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     return stages, boundaries
 
 
-def _where(micro: Microbatch, line: Line | Loop, made: dict[str, int]) -> list[int] | None:
-    """The stages of a line, in the order in which they run it; None where all that read it make it."""
+def _where(
+    micro: Microbatch, line: Line | Loop, made: Mapping[str, int], back: Mapping[str, int]
+) -> list[int] | None:
+    """The stages of a line, in the order in which they run it; None where all that read it make it.
+
+    `made` says on which stage forward values are whole, `back` those of the backward pass.
+    """
     forward = line.number < micro.count
     origin = None if forward else micro.origins[line.number]
     number = line.number if forward else origin.forward if origin else None
@@ -96,17 +108,26 @@ def _where(micro: Microbatch, line: Line | Loop, made: dict[str, int]) -> list[i
         return None if stage is None else [stage]
     if not line.operands or not any(differs(t) for t in line.types):
         return None
-    if number is not None and micro.cuts.stages[number] is not None:
-        return [micro.cuts.stages[number] or 0]
-    return [max((made[o] for o in line.operands if o in made), default=0)]
+    # A cotangent that a loop adds to, as it goes back through the stages, is whole only on the first of them.
+    whole = [back[o] for o in line.operands if o in back]
+    if number is not None and (stage := micro.cuts.stages[number]) is not None:
+        return [min((stage, *whole))]
+    return [min(whole) if whole else max((made[o] for o in line.operands if o in made), default=0)]
 
 
 def _piece(micro: Microbatch, loop: Loop, stage: int) -> Loop:
-    """The rows of a loop that are a stage's."""
+    """The rows of a loop that are a stage's; what it carries on from another stage has a name of its own.
+
+    What the loop began with may be read beside it: by the loop itself, as an invariant, and behind it.
+    """
     origin = micro.origins[loop.number] if loop.number >= micro.count else None
     rows = micro.cuts.rows[loop.number if origin is None or origin.forward is None else origin.forward]
     first, end = rows[stage]
-    return replace(loop, first=first, end=end)
+    piece = replace(loop, first=first, end=end)
+    if piece.enters:
+        return piece
+    carried = tuple(f"carried.{r}" for r in loop.results[: loop.op.kept])
+    return replace(piece, operands=(*carried, *loop.operands[loop.op.kept :]))
 
 
 def _with_light(lines: Lines, light: Sequence[Line | Loop], inputs: set[str], outputs: Iterable[str]) -> Lines:
