@@ -281,7 +281,7 @@ class _Kitchen:
         self.values += self.looped
 
     def model(self, recipe: Recipe, fields: Mapping[str, Any]) -> Model:
-        kind, a, b, c = recipe.loss
+        kind, a, b, _ = recipe.loss
         self.given("ids", ("batch", "sequence"), "i32")
         x = self.given("x", ("batch", "sequence", "hidden"))
         self.values.append((x, self.inputs[x]))
@@ -338,7 +338,9 @@ _lines = st.builds(Line, st.sampled_from(KINDS), _number, _number, _number)
 def recipes(draw: st.DrawFn) -> Recipe:
     """Recipes with sizes of 1 to 7; every other one has a loop."""
     some = lambda *n: st.sampled_from(n)  # noqa: E731
-    sizes = {name: draw(some(4, 3, 2, 5, 6, 1)) for name in (*NAMES, "head", "experts")} | {"vocab": draw(some(5, 4, 7))}
+    sizes = {name: draw(some(4, 3, 2, 5, 6, 1)) for name in (*NAMES, "head", "experts")} | {
+        "vocab": draw(some(5, 4, 7))
+    }
     before = draw(st.lists(_lines, max_size=4))
     body = draw(st.lists(_lines, min_size=1, max_size=4)) if draw(st.booleans()) else []
     behind = draw(st.lists(_lines, min_size=0 if body else 1, max_size=3))
@@ -378,4 +380,3 @@ def strategies(draw: st.DrawFn, recipe: Recipe) -> dict[str, Any]:
     if said["data"] % 2 == 0 and "shard" not in said:
         said |= some({}, {"expert": 2})
     return said
-

@@ -24,7 +24,7 @@ from shardplan.strategy.others import perceptron, recommender
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
-from shardplan.strategy.training import OPTIMIZERS, Training, renamed, trained
+from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, renamed, trained
 
 _PRESETS = Path(__file__).parent / "presets"
 _FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
@@ -72,7 +72,14 @@ class Model:
 
     @staticmethod
     def load(
-        name: str, /, *, training: bool = True, optimizer: str | None = "", dtype: str = "f32", **fields: Any
+        name: str,
+        /,
+        *,
+        training: bool = True,
+        optimizer: str | None = "",
+        dtype: str = "f32",
+        precision: str | None = None,
+        **fields: Any,
     ) -> Model:
         """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
 
@@ -83,6 +90,8 @@ class Model:
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
                 (`lr`, `beta1`, `beta2`, `eps`, `decay`) are fields, too.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
+            precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
+                in f32, and a parameter w is that, rounded.
             fields: `batch`, and the sizes of the family, named as in presets.
 
         Raises `ShardplanError` naming the legal presets, families and fields.
@@ -109,8 +118,12 @@ class Model:
         settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
+        if precision is not None:
+            dtype = PRECISIONS[
+                border.choice("Model.load: precision", precision, tuple(PRECISIONS), ShardplanError)
+            ].dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
-        return _built(name, sizes, training, optimizer, kind, settings)
+        return _built(name, sizes, training, optimizer, kind, settings, precision)
 
     @staticmethod
     def of(
@@ -149,12 +162,35 @@ class Model:
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
         return modelled(name, program, found, owned, {}, fields, settings)
 
+    def mixed(self, precision: str) -> Model:
+        """Return the model under a recipe, as `load` has it.
+
+        Raises `ShardplanError` for a model made of a program of another dtype.
+        """
+        dtype = PRECISIONS[border.choice("precision", precision, tuple(PRECISIONS), ShardplanError)].dtype
+        fields: dict[str, Any] = {**self.fields, "precision": precision}
+        if self._loaded():
+            return Model.load(self.name, **fields)
+        if self.fields["dtype"] != dtype or self.forward is None:
+            made = self.fields["dtype"]
+            raise ShardplanError(
+                f"precision={precision!r} of {self.name}, a program in {made}; legal is one in {dtype}"
+            )
+        known = OPTIMIZERS[self.fields["optimizer"]].settings if self.fields["optimizer"] else {}
+        settings = {k: self.fields[k] for k in known if k in self.fields}
+        dims = {name: self.dims[name] for name, _ in self.forward.inputs}
+        made = modelled(self.name, self.forward, dims, self.parameters, {}, fields, settings)
+        return dataclasses.replace(made, constants=self.constants, constraints=self.constraints)
+
+    def _loaded(self) -> bool:
+        return "family" in presets().get(self.name, {}) or self.name in _FAMILIES
+
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
 
         Raises `ShardplanError` naming a parameter that would change, and for a model made of a program.
         """
-        if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
+        if not self._loaded():
             raise ShardplanError(
                 f"resize of {self.name}: it was made of a program, of one size; legal is another program"
             )
@@ -219,11 +255,21 @@ class Model:
                 raise LayoutError(f"{name} of the checkpoint is in several parameters; legal are all of them or none")
         return found
 
-    def state(self) -> dict[str, Array]:
-        """Return what replaced inputs are at first, but for parameters: zeros."""
+    def state(self, parameters: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """Return what replaced inputs are at first, but for parameters: zeros, and copies of `parameters` in f32.
+
+        Those it takes where there are such copies; raises `ShardplanError` for one that is missing.
+        """
         types = self.program.types
         names = [name for name in self.replaced if name not in self.parameters]
-        return {name: np.zeros(types[name].shape, numpy_dtype(types[name].dtype)) for name in names}
+        found = {name: np.zeros(types[name].shape, numpy_dtype(types[name].dtype)) for name in names}
+        for name in names:
+            of, _, part = name.rpartition(".")
+            if of in self.parameters and part == MASTER:
+                if of not in (parameters or {}):
+                    raise ShardplanError(f"state of {self.name}: no parameter {of}, of which {name} is a copy in f32")
+                found[name][...] = np.asarray(parameters[of])  # type: ignore[index]
+        return found
 
     def __str__(self) -> str:
         """Return inputs and outputs, and a line for each parameter: its dims, and its name in a checkpoint."""
@@ -269,7 +315,13 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
 
 
 def _built(
-    name: str, sizes: Any, training: bool, optimizer: str | None, dtype: str, settings: Mapping[str, float]
+    name: str,
+    sizes: Any,
+    training: bool,
+    optimizer: str | None,
+    dtype: str,
+    settings: Mapping[str, float],
+    precision: str | None,
 ) -> Model:
     """Write the program of some sizes."""
     scope = Scope(dtype)
@@ -281,6 +333,7 @@ def _built(
     program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
+    fields |= {"precision": precision} if precision else {}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
     return modelled(name, program, dims, scope.parameters, replaced, said, settings)
 
@@ -297,7 +350,10 @@ def modelled(
     """A model of a forward program."""
     made, names = Training(program, {}, dict(replaced), ()), dict(dims)
     if fields["training"]:
-        made = trained(program, [key for key, p in parameters.items() if p.trained], fields["optimizer"], settings)
+        recipe = fields.get("precision")
+        wanted = [key for key, p in parameters.items() if p.trained]
+        master = recipe is not None and PRECISIONS[recipe].master
+        made = trained(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.
         names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardplan.core import border
+from shardplan.core.dtypes import short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError
 from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
+from shardplan.strategy.training import PRECISIONS
 
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
 EXPERTS = ("experts", "embedding")
+GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 
 
@@ -41,7 +44,10 @@ class Strategy:
         zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
         fsdp: As `zero` 3 over `data` and `context`.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values.
-        gradient_dtype: Of accumulated gradients; by default that of the parameter.
+        precision: `fp32`; or `bf16` or `fp16`: parameters and all that is computed, while the optimizer updates copies
+            in f32. By default as the model is.
+        gradient_dtype: Of accumulated gradients; by default f32 under `fp32` and `bf16`, f16 under `fp16`, and without
+            a precision that of the parameter.
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
             schedule and the account of memory; `run` leaves it where it is.
@@ -67,6 +73,7 @@ class Strategy:
     zero: int = 0
     fsdp: bool = False
     context_kind: ContextKind = "ulysses"
+    precision: str | None = None
     gradient_dtype: str | None = None
     shard: int | None = None
     bucket: float | str | None = None
@@ -109,6 +116,11 @@ class Strategy:
             border.choice("strategy: recompute", self.recompute, RECOMPUTE)
         else:
             border.names("strategy: recompute", self.recompute)
+        if self.precision is not None:
+            border.choice("strategy: precision", self.precision, tuple(PRECISIONS))
+        if self.gradient_dtype is not None:
+            found = border.choice("strategy: gradient_dtype", short_name(self.gradient_dtype), GRADIENT_DTYPES)
+            object.__setattr__(self, "gradient_dtype", found)
         if self.fsdp and self.zero not in (0, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
 
@@ -122,6 +134,12 @@ class Strategy:
         """The sequences of a step."""
         assert self.global_batch is not None  # set when it was made
         return self.global_batch
+
+    @property
+    def total_dtype(self) -> str | None:
+        """In what gradients are added up, None for the dtype of the parameter."""
+        recipe = None if self.precision is None else PRECISIONS[self.precision].gradient
+        return self.gradient_dtype or recipe
 
     @property
     def devices(self) -> int:

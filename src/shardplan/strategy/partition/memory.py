@@ -17,7 +17,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import RECEIVED, SAVED
+from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED
 
 
 class Moment(NamedTuple):
@@ -122,6 +122,7 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             continue
         p = job.programs[stage, kind]
         own = {job.key(stage, name) for name, _ in p.inputs}
+        own |= {job.key(stage, o.removeprefix(NEXT)) for o in p.outputs if o.startswith(NEXT)}  # takes its place
         rest = sum(n for key, n in state.items() if key not in own)
         rest += sum(n for (s, m), n in alive.items() if kind == "F" or (s, m) != (stage, k))
         during = rest + account(p).peak_bytes

@@ -89,9 +89,7 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     return stages, boundaries
 
 
-def _where(
-    micro: Microbatch, line: Line | Loop, made: Mapping[str, int], back: Mapping[str, int]
-) -> list[int] | None:
+def _where(micro: Microbatch, line: Line | Loop, made: Mapping[str, int], back: Mapping[str, int]) -> list[int] | None:
     """The stages of a line, in the order in which they run it; None where all that read it make it.
 
     `made` says on which stage forward values are whole, `back` those of the backward pass.
