@@ -1,10 +1,11 @@
 """Every named strategy alone and eight compositions of three, of five models, on real processes and on JAX devices.
 
 `python -m benchmarks.strategy_runs [--backends torch mpi jax] [--models gpt llama moe mlp dlrm]`: eight gloo processes,
-eight MPI processes, eight host devices of JAX. Three training steps (adamw, f64) of small models. A row has the largest difference from the whole model
-on the reference, in losses, gradients, parameters and moments, relative to the largest element of each; and the bytes
-that were received in a step, which on processes are counted at every collective and equal what its op says, program by
-program. Rows that are not run stay as they are in the result file.
+eight MPI processes, eight host devices of JAX. Three training steps (adamw, f64) of small models, with as many layers
+as there are chunks of stages, two at least. A row has the largest difference from the whole model on the reference, in
+losses, gradients, parameters and moments, relative to the largest element of each; and the bytes that were received in
+a step, which on processes are counted at every collective and equal what its op says, program by program. JAX refuses
+what is uneven. Rows that are not run stay as they are in the result file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ BACKENDS = ("torch", "mpi", "jax")
 # adamw divides a gradient that is zero but for rounding by eps: by 1e-8 that is seen.
 ADAM = {"optimizer": "adamw", "eps": 1e-3}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {"layers": 4, "hidden": 16, "heads": 4, "seq": 8, "vocab": 16},
-    "llama": {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 16, "seq": 8, "vocab": 16},
-    "moe": {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 8, "vocab": 16, "dense_layers": 0},
-    "mlp": {"layers": 4, "hidden": 16},
+    "gpt": {"hidden": 16, "heads": 4, "seq": 8, "vocab": 16},
+    "llama": {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 16, "seq": 8, "vocab": 16},
+    "moe": {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 8, "vocab": 16, "dense_layers": 0},
+    "mlp": {"hidden": 16},
     "dlrm": {"table_rows": (32, 48, 8), "dense_features": 8, "top": (8, 1)},
 }
 ALONE: dict[str, dict[str, Any]] = {
@@ -103,6 +104,12 @@ def named() -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield family, name, said
 
 
+def layers(family: str, said: dict[str, Any]) -> dict[str, int]:
+    """As many as a strategy needs."""
+    many = said.get("pipeline", 1) * said.get("interleave", 1)
+    return {} if family == "dlrm" else {"layers": max(2, many)}
+
+
 def child(backend: str, path: str) -> None:
     """Be a process: run the cases, and print from rank 0 what all of them found."""
     if backend == "torch":
@@ -169,7 +176,7 @@ def main() -> None:
     progress = Progress("cases", len(everything))
     made: list[Any] = []
     for family, name, said in everything:
-        made.append(cases.made(f"{family}: {name}", family, ADAM | MODELS[family], said))
+        made.append(cases.made(f"{family}: {name}", family, ADAM | MODELS[family] | layers(family, said), said))
         progress.add(note=family)
     old = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [row for row in old if row["backend"] not in options.backends or row["model"] not in options.models]
