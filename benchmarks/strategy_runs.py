@@ -1,7 +1,7 @@
 """Every named strategy alone and eight compositions of three, of five models, on real processes and on JAX devices.
 
-`python -m benchmarks.strategy_runs [--backends torch mpi jax] [--models gpt llama moe mlp dlrm]`: eight gloo processes,
-eight MPI processes, eight host devices of JAX. Three training steps (adamw, f64) of small models, with as many layers
+`python -m benchmarks.strategy_runs [--backends torch mpi jax] [--models gpt llama moe mlp dlrm]`: as many gloo or
+MPI processes as a strategy has devices, or eight host devices of JAX. Three training steps (adamw, f64) of small models, with as many layers
 as there are chunks of stages, two at least. A row has the largest difference from the whole model on the reference, in
 losses, gradients, parameters and moments, relative to the largest element of each; and the bytes that were received in
 a step, which on processes are counted at every collective and equal what its op says, program by program. JAX refuses
@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
 
-RANKS = 8
+DEVICES = 8  # of JAX
+PATIENCE = 600.0  # seconds that a rank waits for another, on however busy a machine
 BACKENDS = ("torch", "mpi", "jax")
 # adamw divides a gradient that is zero but for rounding by eps: by 1e-8 that is seen.
 ADAM = {"optimizer": "adamw", "eps": 1e-3}
@@ -126,7 +127,7 @@ def child(backend: str, path: str) -> None:
         every = MPI.COMM_WORLD.gather(ran(backend, path, {MPI.COMM_WORLD.Get_rank()}), root=0)
         first = every is not None
     else:
-        every, first = [ran(backend, path, set(range(RANKS)))], True
+        every, first = [ran(backend, path, set(range(DEVICES)))], True
     if first:
         print(json.dumps(every))
 
@@ -137,7 +138,7 @@ def ran(backend: str, path: str, here: set[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in cases.read(path):
         try:
-            found[one.name] = cases.ran(one, backend, here)
+            found[one.name] = cases.ran(one, backend, here, PATIENCE)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             found[one.name] = ([] if backend == "jax" and "unevenly tiled" in text else [text], 0, None)
@@ -146,22 +147,49 @@ def ran(backend: str, path: str, here: set[int]) -> dict[str, Any]:
     return found
 
 
-def on(backend: str, path: Path) -> list[dict[str, Any]]:
-    """What every process of a backend found."""
+def on(backend: str, ranks: int, path: Path) -> list[dict[str, Any]]:
+    """What every process of a backend found; none of them has nothing to do, since waiting takes a core, too."""
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", backend, str(path)]
     if backend == "torch":
         launch = use_tests("execution.torch_launch")
-        return launch.printed(RANKS, Path(__file__), "--child", backend, path, seconds=3600)
+        return launch.printed(ranks, Path(__file__), "--child", backend, path, seconds=3600)
     if backend == "mpi":
-        command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(RANKS), *command]
+        command = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks), *command]
     else:
         quick = use_tests("execution.jax_child").QUICK
-        flags = f"--xla_force_host_platform_device_count={RANKS} {quick}"
+        flags = f"--xla_force_host_platform_device_count={DEVICES} {quick}"
         environment |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True, timeout=3600)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows_of(family: str, backend: str, made: list[tuple[str, dict[str, Any], Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a model on a backend: jobs of as many devices run on as many processes."""
+    cases = use_tests("execution.job_cases")
+    count = {one.name: DEVICES if backend == "jax" else one.job.strategy.devices for _, _, one in made}
+    every: dict[str, list[Any]] = {}
+    for ranks in sorted(set(count.values())):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cases"
+            cases.write(path, [one for _, _, one in made if count[one.name] == ranks])
+            for found in on(backend, ranks, path):
+                for name, mine in found.items():
+                    every.setdefault(name, []).append(mine)
+    for name, said, one in made:
+        mine = every[one.name]
+        aparts = [apart for _, _, apart in mine if apart is not None]
+        yield {
+            "model": family,
+            "strategy": name,
+            "fields": said,
+            "devices": one.job.strategy.devices,
+            "backend": backend,
+            "difference": max(aparts) if aparts else None,
+            "received_bytes": None if backend == "jax" else sum(received for _, received, _ in mine),
+            "wrong": [line for lines, _, _ in mine for line in lines][:5],
+        }
 
 
 def main() -> None:
@@ -172,33 +200,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
     cases = use_tests("execution.job_cases")
-    everything = [one for one in named() if one[0] in options.models]
-    progress = Progress("cases", len(everything))
-    made: list[Any] = []
-    for family, name, said in everything:
-        made.append(cases.made(f"{family}: {name}", family, ADAM | MODELS[family] | layers(family, said), said))
-        progress.add(note=family)
-    old = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = [row for row in old if row["backend"] not in options.backends or row["model"] not in options.models]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cases"
-        cases.write(path, made)
+    parameters = {"steps": cases.STEPS, "models": MODELS, "optimizer": ADAM}
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    for family in options.models:
+        mine = [(name, said) for of, name, said in named() if of == family]
+        progress, made = Progress(f"{family}: cases", len(mine)), list[tuple[str, dict[str, Any], Any]]()
+        for name, said in mine:
+            fields = ADAM | MODELS[family] | layers(family, said)
+            made.append((name, said, cases.made(f"{family}: {name}", family, fields, said)))
+            progress.add()
         for backend in options.backends:
-            every = on(backend, path)
-            for (family, name, said), one in zip(everything, made, strict=True):
-                mine = [found[one.name] for found in every]
-                aparts = [apart for _, _, apart in mine if apart is not None]
-                rows.append(
-                    {
-                        "model": family, "strategy": name, "fields": said, "devices": one.job.strategy.devices,
-                        "backend": backend, "difference": max(aparts) if aparts else None,
-                        "received_bytes": None if backend == "jax" else sum(received for _, received, _ in mine),
-                        "wrong": [line for lines, _, _ in mine for line in lines][:5],
-                    }
-                )  # fmt: skip
+            rows = [row for row in rows if (row["model"], row["backend"]) != (family, backend)]
+            rows += rows_of(family, backend, made)
+            write(options.out, record(parameters, {"rows": rows}), quiet=True)
     print(table(["backend", "cases", "uneven", "wrong", "largest difference"], [_told(rows, b) for b in BACKENDS]))
-    parameters = {"steps": cases.STEPS, "models": MODELS, "optimizer": ADAM, "processes": RANKS}
-    write(options.out, record(parameters, {"rows": rows}))
     if any(row["wrong"] for row in rows):
         sys.exit(1)
 

@@ -98,6 +98,10 @@ FOUND: dict[str, tuple[Recipe, dict[str, Any]]] = {  # by the law, each of them 
         ),
         {"data": 4, "tensor": 2, "zero": 1, "microbatch": 2, "global_batch": 17},
     ),
+    "what stands between two loops is made where the first one ends": (
+        Recipe(SIZES, (), (1, 2), (PROJECT,), (Line("each", 0, 0, 0),), ALL),
+        {"pipeline": 3},
+    ),
     "a dim of size 1 is held": (
         Recipe(SIZES | {"ffn": 1}, (), (), (), (Line("project", 0, 1, 0),) * 2, ALL),
         {"tensor": 2},

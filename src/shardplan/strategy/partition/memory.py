@@ -1,7 +1,8 @@
 """What a job holds on a device, action by action, and what it sends: its certificate.
 
 During an action a device holds all state of its rank's stages, the saved values of every microbatch whose forward pass
-is done and whose backward pass is not, and what the program makes beside its inputs. Bytes are of the worst device.
+is done and whose backward pass is not, and what the program makes beside its inputs: what takes the place of state has
+its storage. Bytes are of the worst device.
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             continue
         p = job.programs[stage, kind]
         own = {job.key(stage, name) for name, _ in p.inputs}
-        own |= {job.key(stage, o.removeprefix(NEXT)) for o in p.outputs if o.startswith(NEXT)}  # takes its place
+        own |= {job.key(stage, o.removeprefix(NEXT)) for o in p.outputs if o.startswith(NEXT)}
         rest = sum(n for key, n in state.items() if key not in own)
         rest += sum(n for (s, m), n in alive.items() if kind == "F" or (s, m) != (stage, k))
-        during = rest + account(p).peak_bytes
+        before = sum(state.values()) + sum(alive.values())
+        during = max(before, rest + account(p).workspace_bytes)
         if kind == "F" and k is not None:
             alive[stage, k] = saved_bytes(job, stage)
         elif kind == "B" and k is not None:

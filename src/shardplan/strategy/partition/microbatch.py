@@ -33,7 +33,10 @@ Recompute = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class StageCuts:
-    """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows."""
+    """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows.
+
+    A step is on the stage where the loop before it ends, and what adds to the cotangents of a loop, with it, before it.
+    """
 
     stages: tuple[int | None, ...]
     rows: Mapping[int, tuple[Rows, ...]]

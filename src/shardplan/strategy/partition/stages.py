@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -52,21 +52,16 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     stages = [PipelineStage(s) for s in range(count)]
     light: Lines = []
     made: dict[str, int] = {}
-    back: dict[str, int] = {}
     for line in micro.block.lines:
         forward = line.number < micro.count
-        where = _where(micro, line, made, back)
+        where = _where(micro, line, made)
         if where is None:
             light.append(line)
             continue
         for s in where:
             lines = stages[s].forward if forward else stages[s].backward
             lines.append(_piece(micro, line, s) if isinstance(line, Loop) else line)
-        if forward:
-            made.update(dict.fromkeys(line.results, max(where)))
-        else:
-            back.update(dict.fromkeys(line.results, min(where)))
-    made |= back
+        made.update(dict.fromkeys(line.results, max(where) if forward else min(where)))
     inputs = {name for name, _ in micro.block.inputs}
     boundaries: list[Boundary] = []
     for stage in stages:
@@ -89,11 +84,8 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     return stages, boundaries
 
 
-def _where(micro: Microbatch, line: Line | Loop, made: Mapping[str, int], back: Mapping[str, int]) -> list[int] | None:
-    """The stages of a line, in the order in which they run it; None where all that read it make it.
-
-    `made` says on which stage forward values are whole, `back` those of the backward pass.
-    """
+def _where(micro: Microbatch, line: Line | Loop, made: dict[str, int]) -> list[int] | None:
+    """The stages of a line, in the order in which they run it; None where all that read it make it."""
     forward = line.number < micro.count
     origin = None if forward else micro.origins[line.number]
     number = line.number if forward else origin.forward if origin else None
@@ -106,11 +98,9 @@ def _where(micro: Microbatch, line: Line | Loop, made: Mapping[str, int], back: 
         return None if stage is None else [stage]
     if not line.operands or not any(differs(t) for t in line.types):
         return None
-    # A cotangent that a loop adds to, as it goes back through the stages, is whole only on the first of them.
-    whole = [back[o] for o in line.operands if o in back]
-    if number is not None and (stage := micro.cuts.stages[number]) is not None:
-        return [min((stage, *whole))]
-    return [min(whole) if whole else max((made[o] for o in line.operands if o in made), default=0)]
+    if number is not None and micro.cuts.stages[number] is not None:
+        return [micro.cuts.stages[number] or 0]
+    return [max((made[o] for o in line.operands if o in made), default=0)]
 
 
 def _piece(micro: Microbatch, loop: Loop, stage: int) -> Loop:
