@@ -1,11 +1,11 @@
 """Every named strategy alone and eight compositions of three, of five models, on real processes and on JAX devices.
 
-`python -m benchmarks.strategy_runs [--backends torch mpi jax] [--models gpt llama moe mlp dlrm]`: as many gloo or
-MPI processes as a strategy has devices, or eight host devices of JAX. Three training steps (adamw, f64) of small models, with as many layers
-as there are chunks of stages, two at least. A row has the largest difference from the whole model on the reference, in
-losses, gradients, parameters and moments, relative to the largest element of each; and the bytes that were received in
-a step, which on processes are counted at every collective and equal what its op says, program by program. JAX refuses
-what is uneven. Rows that are not run stay as they are in the result file.
+`python -m benchmarks.strategy_runs [--backends torch mpi jax] [--models gpt llama moe mlp dlrm]`: as many gloo or MPI
+processes as a strategy has devices, or eight host devices of JAX. Three training steps (adamw, f64) of small models,
+with as many layers as there are chunks of stages, two at least. A row has the largest difference from the whole model
+on the reference, in losses, gradients, parameters and moments, relative to the largest element of each; and the bytes
+that were received in a step, which on processes are counted at every collective and equal what its op says, program by
+program. JAX refuses what is uneven. Rows that are not run stay as they are in the result file.
 """
 
 from __future__ import annotations
