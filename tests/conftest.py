@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import shardplan
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
+settings.register_profile("planted", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
 # Hypothesis also draws constants that it finds in loaded modules: load all now, not as the order of tests has it.

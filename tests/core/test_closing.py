@@ -8,6 +8,7 @@ import pytest
 from shardplan.core.closing import closed
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.draft import Draft
+from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Einsum, Elementwise, LayerNorm, ReduceDims, RmsNorm, Softmax
 from shardplan.core.ops.compute import computing
@@ -59,6 +60,11 @@ GELU = "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a ** 3)))"
         (GELU, "gelu(a)"),
         (GELU.replace("0.044715", "0.05"), None),
         (GELU.replace("0.5 *", "0.6 *"), None),
+        ("0.5 * a * (1 + erf(a * 0.7071067811865476))", GELU_EXACT),
+        ("a * 0.5 * (erf(a / 1.4142135623730951) + 1)", GELU_EXACT),
+        ("0.5 * a * (1 - erf(-a * 0.7071067811865476))", GELU_EXACT),
+        ("0.5 * a * (1 - erf(a * 0.7071067811865476))", None),
+        ("0.5 * a * (1 + erf(a * 0.7))", None),
         ("a * sigmoid(a)", "silu(a)"),
         ("sigmoid(a) * a", "silu(a)"),
         ("a * sigmoid(2 * a)", None),

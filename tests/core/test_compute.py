@@ -31,6 +31,7 @@ MEANING = {
     "sqrt": np.sqrt,
     "rsqrt": lambda x: x**-0.5,
     "tanh": np.tanh,
+    "erf": np.vectorize(math.erf, otypes=[float]),
     "relu": lambda x: np.where(x > 0, x, 0.0),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "silu": lambda x: x / (1 + np.exp(-x)),
@@ -681,7 +682,7 @@ def test_canonical_text(text: str, canonical: str, flops: int) -> None:
     ("text", "message", "column"),
     [
         ("a + ", "an expression is malformed: invalid syntax", 3),
-        ("a + erf(b)", "unknown function 'erf'; legal are exp, log", 4),
+        ("a + atan(b)", "unknown function 'atan'; legal are exp, log", 4),
         ("a + x1", "unknown operand 'x1'; operands are a, b, c, ... in order", 4),
         ("a + c", "an expression uses its operands a, b, c, ... without a gap; this one uses a, c", 0),
         ("1 + 2", "an expression uses its operands a, b, c, ... without a gap; this one uses none", 0),

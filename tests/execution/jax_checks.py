@@ -65,7 +65,7 @@ from shardplan.errors import ShardplanError
 from shardplan.execution.jax.cache import BoundedCache
 from shardplan.execution.record import Record
 
-SAMPLE = 60
+SAMPLE = 30
 FOLDED = ("i8", "u16", "i32", "bool", "f32")
 HLO_SAMPLE = {"U": 16, "s8": 12}
 MESH = sp.Mesh(a=2, b=2, c=2)
@@ -568,7 +568,7 @@ def interpreted() -> Any:
     kinds = tuple(NATIVE)
     with patch.dict(NATIVE, clear=True), patch.object(executables, "EXECUTABLES", BoundedCache(2**28)):
         wrong = bytes_of_ops(kinds)["wrong"]
-        return {"every_op": every_op(kinds)["differences"], "bytes": wrong, "sample": sample(9, 40)}
+        return {"every_op": every_op(kinds)["differences"], "bytes": wrong, "sample": sample(9, 20)}
 
 
 @dataclass(frozen=True, slots=True)

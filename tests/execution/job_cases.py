@@ -20,6 +20,7 @@ from shardplan.core.program import Program
 from shardplan.execution.jobs import parts
 from shardplan.execution.record import Record
 from shardplan.execution.run import run_recorded
+from shardplan.strategy.schedules import Schedule
 from shardplan.strategy.training import OPTIMIZERS
 from strategy.jobs import arrays, by_name, model
 
@@ -28,6 +29,12 @@ LEAST = (
     1e-6  # key biases have gradients of zero, but for rounding; what is smaller than this is not compared with itself
 )
 SETTINGS = {name for optimizer in OPTIMIZERS.values() for name in optimizer.settings}
+# With messages: the receives stand behind what need not wait for them, and a send behind another computation.
+PLACED = Schedule.parse("""schedule mine, 4 microbatches
+0: 0F0 0SEND_F0 0F1 0F2 0SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 0SEND_F2 0F3 0SEND_F3 3RECV_F1 3F1 3I1 3SEND_B1 3W1 \
+0RECV_B0 0I0 0W0 3RECV_F2 3F2 3B2 3SEND_B2 3RECV_F3 0RECV_B1 0B1 3F3 3B3 3SEND_B3 0RECV_B2 0B2 0RECV_B3 0B3
+1: 1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B0 2I0 1I0 1SEND_B0 2W0 1W0 1RECV_F2 1F2 2F2 2SEND_F2 \
+1RECV_F3 1F3 2F3 2RECV_B1 2SEND_F3 2B1 1B1 1SEND_B1 2RECV_B2 2B2 1B2 1SEND_B2 2RECV_B3 2B3 1B3 1SEND_B3""")
 SGD = {"optimizer": "sgd"}  # has less state, so that there is less to bring to every process
 Cases = dict[str, tuple[str, dict[str, Any], dict[str, Any]]]  # by name a family, fields and degrees
 CASES: Cases = {
@@ -49,13 +56,19 @@ CASES: Cases = {
     "dlrm tensor data": ("dlrm", SGD, {"data": 2, "tensor": 2}),
     "mlp tensor data": ("mlp", SGD, {"tensor": 2, "data": 2}),
     "mlp fsdp": ("mlp", SGD, {"data": 4, "fsdp": True}),
+    "mlp zb-h1": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": "zb-h1"}),
+    "mlp zb-v": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "zb-v"}),
+    "mlp dualpipev": ("mlp", SGD, {"pipeline": 2, "data": 2, "global_batch": 8, "schedule": "dualpipev"}),
+    "mlp placed": ("mlp", SGD, {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": PLACED}),
+    "dlrm split": ("dlrm", SGD, {"data": 4, "global_batch": 8, "schedule": "zb-h1"}),  # no layers: its I are empty
     "mlp interleaved": (
         "mlp",
         SGD,
         {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
     ),
 }
-MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved")
+MPI = ("llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data", "mlp interleaved",
+       "mlp placed")  # fmt: skip
 # On JAX the compiler takes the time, and of a perceptron the least: it has each strategy that it admits, alone.
 MORE: Cases = {
     f"mlp {name}": ("mlp", SGD, said)
@@ -191,6 +204,12 @@ def ran(one: Case, backend: str, here: set[int], timeout: float = 60.0) -> Ran:
     return Ran(out, received, most)
 
 
+def rank_devices(job: Job, rank: int) -> set[int]:
+    """The devices of a rank of the schedule."""
+    meshes = zip(job.schedule.owners, job.programs.meshes, strict=True)
+    return {d for owner, mesh in meshes if owner == rank for d in mesh.devices}
+
+
 def counted(job: Job, record: Record, here: set[int]) -> list[str]:
     """Where a process ran other programs than the job says, or a collective received other bytes than its op says."""
     out: list[str] = []
@@ -207,8 +226,8 @@ def counted(job: Job, record: Record, here: set[int]) -> list[str]:
             if span.received != want:
                 out.append(f"{step.op.name}: received {span.received} bytes, the op says {want}")
     expected: Counter[Program] = Counter()
-    for (_, kind), program in job.programs.items():
-        expected[program] += 1 if kind == "OPT" else job.strategy.microbatches
+    for key, program in job.programs.items():
+        expected[program] += job.runs[key]
     for transfer, move in zip(job.transfers, parts(job).moves, strict=True):
         for program in (move.before, move.rest):
             if program is not None:
@@ -216,6 +235,11 @@ def counted(job: Job, record: Record, here: set[int]) -> list[str]:
     for program, times in expected.items():
         if here & set(program.devices) and runs.pop(program, 0) != times:
             out.append(f"a program of {len(program.steps)} steps on {program.devices} not {times} times")
+    own = [row for rank, row in enumerate(job.schedule.compute_only().ranks) if here & set(rank_devices(job, rank))]
+    order = [job.programs[a.stage, a.kind] for row in own for each in row if each is not None for a in each.leaves]
+    kinds = {program for (_, kind), program in job.programs.items() if kind != "OPT"}
+    if len(here) == 1 and order and [p for p, _ in record.runs if p in kinds] != [p for p in order if p.devices]:
+        out.append("the order of the programs is not that of the schedule")
     whole = set(job.programs.meshes[0].devices).union(*(mesh.devices for mesh in job.programs.meshes))
     if any(set(program.devices) != whole for program in runs) or sum(runs.values()) != 1 + job.strategy.microbatches:
         out.append(f"runs beside the job's programs: {[(len(p.steps), p.devices, n) for p, n in runs.items()]}")

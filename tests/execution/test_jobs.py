@@ -159,16 +159,49 @@ def test_arrays_stay_as_they_are() -> None:
     assert not any(np.shares_memory(x, y) for x in found.values() for y in given.values())
 
 
-def test_the_order_is_each_rank_s_own() -> None:
+@pytest.mark.parametrize(
+    "kind", ["1f1b", "zb-v", "dualpipev", jobs.PLACED], ids=["1f1b", "zb-v", "dualpipev", "placed"]
+)
+def test_the_order_is_each_rank_s_own(kind: Any) -> None:
     """Of all actions every rank finds its own in the order of its list, and none before what it needs."""
-    strategy = sp.Strategy(pipeline=3, global_batch=5)
-    job = sp.partition(model("llama"), strategy)
-    found = list(order(job))
-    for stage, row in enumerate(job.schedule.compute_only().ranks):
-        assert [(a.stage, a.kind, a.microbatch) for a in row if a is not None] == [a for a in found if a[0] == stage]
+    strategy = sp.Strategy(pipeline=2, global_batch=4, schedule=kind)
+    job = sp.partition(model("mlp"), strategy)
+    found, owners, last = list(order(job)), job.schedule.owners, job.stages - 1
+    for rank, row in enumerate(job.schedule.ranks):
+        mine = [(a.stage, a.kind, a.microbatch) for each in row if each is not None for a in each.leaves]
+        assert mine == [a for a in found if owners[a[0]] == rank]
     for place, (stage, kind, k) in enumerate(found):
-        near = stage - 1 if kind == "F" else stage + 1
-        assert not 0 <= near < 3 or (near, kind, k) in found[:place]
+        before = set(found[:place])
+        if kind == "F" and stage:
+            assert (stage - 1, "F", k) in before
+        elif kind in "BI" and stage < last:
+            assert before & {(stage + 1, "B", k), (stage + 1, "I", k)}
+        elif kind == "W":
+            assert (stage, "I", k) in before
+        elif kind.startswith("RECV"):
+            assert (stage + (1 if kind == "RECV_B" else -1), kind.replace("RECV", "SEND"), k) in before
+
+
+def test_messages_stand_where_the_schedule_places_them() -> None:
+    """Rank 0 alone, whose messages are never there: where in its list it begins what it sends and what it takes."""
+    job = sp.partition(model("mlp"), sp.Strategy(pipeline=2, global_batch=4, schedule=jobs.PLACED))
+    found = parts(job)
+    said: list[str] = []
+
+    def start(program: Program, inputs: Any, turn: int, record: Any) -> Running:
+        place, part = divmod(turn, 1 + len(job.transfers))
+        if place < len(found.order):
+            (stage, kind, k), t = found.order[place], job.transfers[part - 1]
+            sent = job.schedule.owners[t.source[0]] == 0
+            message = f"{t.source[0]}SEND_{t.kind}{k}" if sent else f"{t.target[0]}RECV_{t.kind}{k}"
+            said.append(message if part else f"{stage}{kind}{k}")
+        yield
+        mine = [[t for d in t.mesh.devices if d == 0] for t in program.output_types]
+        return [[np.zeros(t.local_shape(0), numpy_dtype(t.dtype)) for t in types] for types in mine]
+
+    big = model("mlp").resize(batch=4)
+    JobRun(job, Hand(start, frozenset({0})), checked(job, arrays(big, big.program))).step()
+    assert said == [str(a) for a in job.schedule.ranks[0]]
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])

@@ -15,7 +15,7 @@ from interop.jax_reshard_checks import Here, differs, told
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 V = X.T % 5 + 1
-HUNT = 60
+HUNT = 30
 
 
 class Ends(Here):

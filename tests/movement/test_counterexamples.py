@@ -138,7 +138,8 @@ def test_plans_between_uneven_types_against_exhaustive_search(text: str, ndim: i
     1.23 times it (`python -m benchmarks.exhaustive` has other meshes)."""
     mesh = sp.Mesh.parse(text)
     graph = Graph(TensorType("f32", shape, (None,) * ndim, mesh))
-    for s, t in random.Random(text).sample(list(itertools.permutations(graph.types, 2)), 12):
+    count = 12 if len(graph.types) < 100 else 3
+    for s, t in random.Random(text).sample(list(itertools.permutations(graph.types, 2)), count):
         bound = max(s.local_bytes(), t.local_bytes())
         for moves, portable in ((ALL, False), (PORTABLE, True)):
             least = graph.cheapest(s, t, bound, moves)

@@ -15,8 +15,9 @@ H, F, HEADS, KV, D, V, L, S = 1024, 2816, 16, 8, 64, 512, 8, 512  # hidden, ffn,
 
 
 def llama(**more: Any) -> Model:
-    return Model.load("llama", **{"layers": L, "hidden": H, "heads": HEADS, "kv_heads": KV, "ffn": F, "vocab": V,
-                                  "seq": S, "dtype": "bf16", **more})  # fmt: skip
+    sizes: dict[str, Any] = {"layers": L, "hidden": H, "heads": HEADS, "kv_heads": KV, "ffn": F, "vocab": V,
+                             "seq": S, "dtype": "bf16", **more}  # fmt: skip
+    return Model.load("llama", **sizes)
 
 
 @cache

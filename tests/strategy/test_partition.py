@@ -10,7 +10,6 @@ from shardplan import (
     Job,
     LayoutError,
     Layouts,
-    Model,
     ScheduleError,
     ShardplanError,
     Strategy,
@@ -236,11 +235,6 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
         ),
         ({"data": 2, "fsdp": True, "zero": 2}, "strategy: fsdp with zero=2; legal is 3, as by default"),
         ({"zero": 4}, "strategy: zero is 4; legal is a whole number from 0 to 3"),
-        (
-            {"pipeline": 2, "schedule": "zb-h1"},
-            "a job under the schedule zb-h1 of 2 ranks x 1; legal are those that do not split B and whose stages lie "
-            "on ranks in turn: gpipe, 1f1b, interleaved, looped-bfs",
-        ),
         ({"pipeline": 9}, "9 stages of a model of 3 layers; legal are 1 to 3"),
     ],
 )
@@ -279,14 +273,3 @@ def test_a_bucket_is_reduced_together() -> None:
 def test_one_stage_holds_one_microbatch_at_a_time() -> None:
     job = partition(model("llama"), Strategy(global_batch=3))
     assert [str(a) for a in job.schedule.ranks[0]] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
-
-
-def test_a_model_made_of_a_program_has_one_size() -> None:
-    plain = model("mlp", batch=4)
-    assert plain.forward is not None
-    own = Model.of(
-        plain.forward, {n: plain.dims[n] for n, _ in plain.forward.inputs}, plain.parameters, optimizer="sgd"
-    )
-    assert own.program.outputs == plain.program.outputs
-    with pytest.raises(ShardplanError, match="made of a program"):
-        own.resize(batch=8)

@@ -41,7 +41,7 @@ def test_what_takes_the_place_of_state_is_not_held_twice() -> None:
     job = partition(Model.load("llama", **SIZES), Strategy(precision="bf16"))
     most = max(m.during for m in moments(job, 0))
     held = state_bytes(job, 0) + saved_bytes(job, 0)
-    assert held <= most < 1.02 * held
+    assert held <= most < 1.1 * held
 
 
 def rounded(x: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.expression_tree import CUBIC, Binary, Call, Name, Negate, Node, Number
+from shardplan.core.expression_tree import CUBIC, GELU_EXACT, Binary, Call, Name, Negate, Node, Number
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
 from shardplan.core.ops.compute import computing
@@ -253,6 +253,22 @@ def _gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
     return None
 
 
+def _exact_gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
+    number, parts = f.split("*", f.term(name))
+    for x, other in itertools.permutations(parts) if number == 0.5 and len(parts) == 2 else ():
+        sides = f.less(other)  # 1 - erf(-x), which is the complement of erf, is 1 + erf(x)
+        one, inner = f.split("+", other if sides is None else sides[0])
+        rest = inner if sides is None else [*inner, sides[1]]
+        bent = f.opened(rest[0]) if one == 1 and len(rest) == 1 else None
+        if bent is None or bent.kind != "erf" or not x.value:
+            continue
+        scale, of = f.split("*", bent.parts[0])
+        close = math.isclose(scale, math.sqrt(0.5) * (1 if sides is None else -1), rel_tol=1e-6)
+        if close and len(of) == 1 and f.same(of[0], x):
+            return Elementwise(GELU_EXACT), [x.value]
+    return None
+
+
 def _silu(f: Formulas, name: str, t: TensorType) -> Found | None:
     number, parts = f.split("*", f.term(name))
     for x, other in itertools.permutations(parts) if number == 1 and len(parts) == 2 else ():
@@ -262,7 +278,7 @@ def _silu(f: Formulas, name: str, t: TensorType) -> Found | None:
     return None
 
 
-_RULES = (_softmax, _layer_norm, _rms_norm, _gelu, _silu)
+_RULES = (_softmax, _layer_norm, _rms_norm, _gelu, _exact_gelu, _silu)
 
 
 def composite(f: Formulas, name: str) -> Found | None:

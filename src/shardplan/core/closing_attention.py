@@ -88,7 +88,12 @@ class AttentionRule:
             return None
         kinds = {f.types[n].dtype for n in (*scores.step.operands, step.operands[1 - k], step.results[0])}
         causal = _causal(f, scores, sizes[s], sizes[t])
-        if causal is None or len(kinds) > 1:
+        if causal is None or len(kinds) > 1:  # of a mask that is an input: the steps stay, but their dims are known
+            called = {batch: "batch", s: "sequence", t: "sequence", inner[0]: "head", last[0]: "head"}
+            called |= dict.fromkeys(heads, "kv_heads") | dict.fromkeys(ratio, "ratio" if heads else "kv_heads")
+            ends = (*scores.step.operands, scores.step.results[0], step.operands[1 - k])
+            for name, letters in zip(ends, (left, right, made, values), strict=True):
+                self.said.append((names[name], tuple(called[c] if sizes[c] > 1 else None for c in letters)))
             return None
         (x, by), (y, more) = (_unscaled(f, scores.step.operands[j]) for j in (at, 1 - at))
         ends, factor = (names[x], names[y], names[step.operands[1 - k]]), scores.scale * by * more
@@ -162,6 +167,7 @@ def _scores(f: Formulas, name: str) -> Scores | None:
         elif found.kind == "+" and not mask:
             sides = [p.value for p in found.parts]
             fixed = [v for v in sides if v and f.key(v) is not None]
+            fixed = fixed or [v for v, other in (sides, sides[::-1]) if v and other and _scores(f, other)]
             if len(fixed) != 1:
                 return None
             along = _along(f, step, fixed[0])

@@ -64,6 +64,7 @@ def _gelu(xp: Namespace, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + xp.tanh(math.sqrt(2 / math.pi) * (x + CUBIC * x * x * x)))
 
 
+GELU_EXACT = f"0.5 * a * (1 + erf({math.sqrt(0.5)} * a))"  # the same paper, section 2
 _ROOT = math.sqrt(2 / math.pi)
 _GELU_TANH = f"tanh({_ROOT} * (a + {CUBIC} * a * a * a))"
 _GELU_SLOPE = f"0.5 * (1 + {_GELU_TANH}) + 0.5 * a * (1 - {_GELU_TANH} ** 2) * ({_ROOT} + {3 * CUBIC * _ROOT} * a * a)"
@@ -90,6 +91,9 @@ FUNCTIONS: dict[str, Function] = {
     "sqrt": Function(1, lambda xp, x: xp.sqrt(x), slopes=("0.5 / sqrt(a)",)),
     "rsqrt": Function(1, lambda xp, x: 1 / xp.sqrt(x), 2, slopes=("-0.5 * rsqrt(a) / a",)),
     "tanh": Function(1, lambda xp, x: xp.tanh(x), increasing=True, slopes=("1 - tanh(a) ** 2",)),
+    "erf": Function(
+        1, lambda xp, x: xp.erf(x), increasing=True, complex=False, slopes=(f"{2 / math.sqrt(math.pi)} * exp(-a * a)",)
+    ),
     "relu": Function(
         1,
         lambda xp, x: xp.maximum(x, xp.full((), 0, xp.dtype(x))),

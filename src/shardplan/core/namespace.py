@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.error_function import erf
+
 Tensor = Any  # an array of the namespace
 Dtype = np.dtype[Any]
 
@@ -37,6 +39,7 @@ class Namespace:
     log: Callable[[Tensor], Tensor]
     sqrt: Callable[[Tensor], Tensor]
     tanh: Callable[[Tensor], Tensor]
+    erf: Callable[[Tensor], Tensor]
     sin: Callable[[Tensor], Tensor]
     cos: Callable[[Tensor], Tensor]
     abs: Callable[[Tensor], Tensor]
@@ -81,6 +84,7 @@ NUMPY = Namespace(
     log=np.log,
     sqrt=np.sqrt,
     tanh=np.tanh,
+    erf=erf,
     sin=np.sin,
     cos=np.cos,
     abs=np.abs,

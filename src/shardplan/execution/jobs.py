@@ -2,8 +2,9 @@
 
 One order of all actions is known to every process (`order`). A process does those of its own devices, in that order; a
 movement to another stage starts where the stage that sends it has done its action, and is taken before the action that
-reads it. A process waits for what it sent only once it stands, in that order, behind the action that takes it. So the
-process that stands first in the order waits for nobody who waits for it, and there is no circle.
+reads it: or each where the schedule places it. Stages of one mesh hand on what they make as it is. A process waits for
+what it sent only once it stands, in that order, behind the action that takes it. So the process that stands first in
+the order waits for nobody who waits for it, and there is no circle.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, shown
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.job_order import Action, order, way
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
 from shardplan.strategy.partition.programs import NEXT, TOTAL
+from shardplan.strategy.schedules.action import RECEIVES, SENDS
 
-Action = tuple[int, str, int]  # stage, kind and microbatch
 Values = dict[str, Shards]  # by name
 
 
 class Move(NamedTuple):
-    """The movement of a transfer: on the mesh that it leaves, if anything, and on to the other, or all `at_once`."""
+    """The movement of a transfer: on the mesh that it leaves, if anything, and on to the other, or all `at_once`.
+
+    Between stages of one mesh there is none. `placed` says whether the schedule has its send and its receive.
+    """
 
     before: Program | None
-    rest: Program
+    rest: Program | None
     at_once: bool
+    placed: bool = False
 
 
 class Parts(NamedTuple):
@@ -56,7 +62,7 @@ class Parts(NamedTuple):
 def parts(job: Job) -> Parts:
     """Return the parts of a job; remembered."""
     devices = tuple(sorted({d for mesh in job.programs.meshes for d in mesh.devices}))
-    moves = tuple(_move(t) for t in job.transfers)
+    moves = tuple(_move(job, t) for t in job.transfers)
     told = [*map(str, job.programs.shared), *(str(m.rest) for m in moves), *map(str, _ends(job))]
     told += [str(sorted(job.programs.which.items())), str(job.schedule), str(devices)]
     told += [f"{key}: {t}" for key, t in job.state.items()]
@@ -67,8 +73,10 @@ def _ends(job: Job) -> Iterator[tuple[Any, ...]]:
     return ((t.kind, t.source, t.target) for t in job.transfers)
 
 
-def _move(transfer: Transfer) -> Move:
+def _move(job: Job, transfer: Transfer) -> Move:
     """Split a movement where it leaves its mesh; not between stages that share devices, or outside of the schedule."""
+    if transfer.types[0] == transfer.types[1]:
+        return Move(None, None, at_once=True)
     program, (source, target) = transfer.plan.program, (t.mesh for t in transfer.types)
     if transfer.kind not in ("F", "B") or set(source.devices) & set(target.devices):
         return Move(None, program, at_once=True)
@@ -76,7 +84,10 @@ def _move(transfer: Transfer) -> Move:
     leaves = next(k for k, s in enumerate(program.steps) if any(types[r].mesh != source for r in s.results))
     sent = program.steps[leaves].operands
     before = Program(program.inputs, program.steps[:leaves], sent) if leaves else None
-    return Move(before, Program([(n, types[n]) for n in sent], program.steps[leaves:], program.outputs), at_once=False)
+    found, (stage, _), (to, _) = job.schedule, transfer.source, transfer.target
+    near = to == (found.after(stage) if transfer.kind == "F" else found.before(stage))
+    rest = Program([(n, types[n]) for n in sent], program.steps[leaves:], program.outputs)
+    return Move(before, rest, at_once=False, placed=near and found.has_messages)
 
 
 def offer(job: Job, problem: LayoutError | None) -> Offer:
@@ -90,7 +101,7 @@ def programs(job: Job, whole: bool) -> Iterator[Program]:
     """Yield every program that a job runs, in one order: `whole` those too that give every device all results."""
     yield from (job.programs[key] for key in sorted(job.programs))
     for move in parts(job).moves:
-        yield from (p for p in move[:2] if p is not None)
+        yield from (p for p in (move.before, move.rest) if p is not None)
     if whole:
         yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
         yield everywhere(tuple(t for *_, t in left(job)), parts(job).devices)
@@ -132,24 +143,6 @@ def everywhere(types: tuple[TensorType, ...], devices: tuple[int, ...]) -> Progr
     return Program(inputs, steps, outputs)
 
 
-def order(job: Job) -> Iterator[Action]:
-    """Yield every computation, in an order in which one process may run them: ranks do one each in turn."""
-    rows = [list(row) for row in job.schedule.compute_only().ranks]
-    done = set[Action]()
-    while any(rows):
-        before = len(done)
-        for row in rows:
-            if row and (a := row[0]) is not None and a.microbatch is not None:
-                near = a.stage - 1 if a.kind == "F" else a.stage + 1
-                if 0 <= near < job.stages and (near, a.kind, a.microbatch) not in done:
-                    continue
-                done.add((a.stage, a.kind, a.microbatch))
-                yield a.stage, a.kind, a.microbatch
-                row.pop(0)
-        if len(done) == before:
-            raise LayoutError(f"run of a job: its schedule waits for itself at {[str(row[0]) for row in rows if row]}")
-
-
 @dataclass(slots=True)
 class JobRun:
     """A step of a job under way: shards by stage and name, those of a microbatch by its number too.
@@ -167,11 +160,13 @@ class JobRun:
     under_way: list[tuple[int, int, Running]] = field(default_factory=list[tuple[int, int, Running]])
     parts: Parts = field(init=False)
     places: dict[Action, int] = field(init=False)  # in the order
+    last: dict[tuple[int, int], int] = field(init=False)  # of a microbatch on a stage
 
     def __post_init__(self) -> None:
         """Take the order."""
         self.parts = parts(self.job)
-        self.places = {action: place for place, action in enumerate(self.parts.order)}
+        self.places = {(s, way(kind), k): place for place, (s, kind, k) in enumerate(self.parts.order)}
+        self.last = {(k, s): place for place, (s, _, k) in enumerate(self.parts.order)}
 
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
@@ -184,7 +179,7 @@ class JobRun:
                 array = self.arrays[name.partition(".copy")[0]]
                 self.values[stage, name] = self.put(array if rows is None else array[slice(*rows)], t)
         for place, action in enumerate(self.parts.order):
-            self.action(place, *action)
+            self.acted(place, *action)
         self.taken(end)
         self.send(end, "total", range(job.stages), 0)
         for stage in range(job.stages):
@@ -222,31 +217,46 @@ class JobRun:
             out[of] = out[of] + array if copy else array  # a copy's gradient is a part of its parameter's
         return out
 
+    def acted(self, place: int, stage: int, kind: str, microbatch: int) -> None:
+        """Do a computation or a message of the order; behind the last of a microbatch on a stage nothing stays."""
+        if kind in SENDS:
+            self.send(self.places[stage, kind[-1], microbatch], kind[-1], (stage,), microbatch, placed=True)
+        elif kind in RECEIVES and self.here(self.job.programs.meshes[stage].devices):
+            self.taken(place)
+            self.take(stage, kind[-1], microbatch, placed=True)
+        elif kind not in RECEIVES:
+            self.action(place, stage, kind, microbatch)
+        if self.last[microbatch, stage] == place:
+            del self.own[microbatch, stage]
+
     def action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
         """Take what others send for an action, run its program, and send on what others need of it."""
         job, program = self.job, self.job.programs[stage, kind]
         own = self.own.setdefault((microbatch, stage), {})
         if self.here(program.devices):
             self.taken(place)
-            self.take(stage, kind, microbatch)
+            self.take(stage, way(kind), microbatch)
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
             found = finish(self.started(program, given, place, 0))
             for name, shards in zip(program.outputs, found, strict=True):
+                own[name] = shards
                 if name.startswith(NEXT):
                     self.values[stage, name.removeprefix(NEXT)] = shards
-                else:
-                    own[name] = shards
                 if name in job.results:
                     self.results[name, microbatch, stage] = shards
         if kind != "OPT":
-            self.send(place, kind, (stage,), microbatch)
-        if kind == "B" or (stage, "B") not in job.programs:
-            del self.own[microbatch, stage]
+            self.send(place, way(kind), (stage,), microbatch)
+        if kind == "I" and not self.job.schedule.has_messages:
+            read = {name for name, _ in job.programs[stage, "W"].inputs}
+            self.own[microbatch, stage] = {name: shards for name, shards in own.items() if name in read}
 
-    def send(self, place: int, kind: str, stages: Sequence[int], microbatch: int) -> None:
-        """Start what goes to other stages after an action: those that take it run it there, or all of them now."""
+    def send(self, place: int, kind: str, stages: Sequence[int], microbatch: int, placed: bool = False) -> None:
+        """Start what goes to other stages after an action: those that take it run it there, or all of them now.
+
+        What the schedule places is sent where it says, and all else behind the action.
+        """
         for k, (transfer, move) in enumerate(zip(self.job.transfers, self.parts.moves, strict=True)):
-            if transfer.kind != kind or transfer.source[0] not in stages:
+            if transfer.kind != kind or transfer.source[0] not in stages or move.placed != placed:
                 continue
             (stage, name), to = transfer.source, transfer.target
             own = self.own[microbatch, stage] if kind in ("F", "B") else {}
@@ -259,20 +269,22 @@ class JobRun:
                     self.own.setdefault((microbatch, to[0]), {})[to[1]] = shards
                 else:
                     self.values[to] = shards
-            elif self.here(transfer.types[0].mesh.devices):
+            elif self.here(transfer.types[0].mesh.devices) and move.rest is not None:
                 if move.before is not None:
                     [shards] = finish(self.started(move.before, [shards], place, 1 + k))
                 running = self.started(move.rest, [shards], place, 1 + k)
                 next(running, None)  # the first messages are posted
-                self.under_way.append((self.places[to[0], kind, microbatch], k, running))
+                verb = f"RECV_{kind}" if placed else kind
+                self.under_way.append((self.places[to[0], verb, microbatch], k, running))
 
-    def take(self, stage: int, kind: str, microbatch: int) -> None:
+    def take(self, stage: int, kind: str, microbatch: int, placed: bool = False) -> None:
         """Wait for what other stages send for an action, in the order in which each sends it."""
         for k, (transfer, move) in enumerate(zip(self.job.transfers, self.parts.moves, strict=True)):
-            if transfer.kind == kind and transfer.target[0] == stage and not move.at_once and self.hand.devices:
+            mine = transfer.kind == kind and transfer.target[0] == stage and move.placed == placed
+            if mine and move.rest is not None and not move.at_once and self.hand.devices:
                 place = self.places[transfer.source[0], kind, microbatch]
                 [shards] = finish(self.started(move.rest, [[]], place, 1 + k))
-                self.own[microbatch, stage][transfer.target[1]] = shards
+                self.own.setdefault((microbatch, stage), {})[transfer.target[1]] = shards
 
     def taken(self, place: int) -> None:
         """Wait for what was sent to actions before a place in the order."""

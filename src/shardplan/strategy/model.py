@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.dim_names import dim_names
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.core.resizing import Sizes, resized
+from shardplan.errors import LayoutError, ShardplanError, TypingError, shown
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.others import perceptron, recommender
 from shardplan.strategy.parameter import Array, Parameter
@@ -123,7 +125,8 @@ class Model:
                 border.choice("Model.load: precision", precision, tuple(PRECISIONS), ShardplanError)
             ].dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
-        return _built(name, sizes, training, optimizer, kind, settings, precision)
+        said = {"training": training, "optimizer": optimizer, "dtype": kind}
+        return _built(name, sizes, said | ({"precision": precision} if precision else {}), settings)
 
     @staticmethod
     def of(
@@ -176,11 +179,7 @@ class Model:
             raise ShardplanError(
                 f"precision={precision!r} of {self.name}, a program in {made}; legal is one in {dtype}"
             )
-        known = OPTIMIZERS[self.fields["optimizer"]].settings if self.fields["optimizer"] else {}
-        settings = {k: self.fields[k] for k in known if k in self.fields}
-        dims = {name: self.dims[name] for name, _ in self.forward.inputs}
-        made = modelled(self.name, self.forward, dims, self.parameters, {}, fields, settings)
-        return dataclasses.replace(made, constants=self.constants, constraints=self.constraints)
+        return _remade(self, self.forward, fields)
 
     def _loaded(self) -> bool:
         return "family" in presets().get(self.name, {}) or self.name in _FAMILIES
@@ -188,15 +187,16 @@ class Model:
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
 
-        Raises `ShardplanError` naming a parameter that would change, and for a model made of a program.
+        Of a model made of a program the sizes are those of its inputs' dims by their names (`seq` is `sequence`, too):
+        every shape is derived again from the factors of the ops.
+
+        Raises `ShardplanError` naming a parameter that would change; and of a program the step that hides a size.
         """
-        if not self._loaded():
-            raise ShardplanError(
-                f"resize of {self.name}: it was made of a program, of one size; legal is another program"
-            )
         asked = {
             name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
         }
+        if not self._loaded():
+            return _derived(self, {"sequence" if name == "seq" else name: n for name, n in asked.items()})
         fields: dict[str, Any] = {**self.fields, **asked}
         found = Model.load(self.name, **fields)
         for name, p in self.parameters.items():
@@ -294,6 +294,42 @@ class Model:
         return f"[{' '.join(f'{dim}={n}' for dim, n in pairs)}]"
 
 
+def _derived(model: Model, asked: dict[str, int]) -> Model:
+    """A model that was made of a program, with other sizes of some of its dims."""
+    program, what = model.forward or model.program, f"resize of {model.name}"
+    found: dict[str, set[int]] = {}
+    for key, t in program.inputs:
+        for name, n in zip(model.dims[key], t.shape, strict=True):
+            found.setdefault(name, set()).add(n)
+    held = {name: key for key, p in model.parameters.items() for name, _ in p.dims}
+    legal = [name for name, several in found.items() if name not in held and len(several) == 1]
+    for name, n in asked.items():
+        if name in held:
+            text = f"{name}={n} changes the parameter {held[name]}; import it with that"
+            raise ShardplanError(f"{what}: {text}")
+        if name not in legal:
+            raise ShardplanError(
+                f"{what}: no dim of one size is called {shown(name)}; legal are {', '.join(legal) or 'none'}"
+            )
+    sizes = Sizes({name: n for name in asked for n in found[name]}, asked)
+    for key in model.constants:
+        if changed := [d for d in model.dims[key] if asked.get(d, 0) != sizes.before.get(d, 0)]:
+            raise ShardplanError(f"{what}: the constant {key} of the source hides a size, {changed[0]}")
+    try:
+        made = resized(program, dim_names(program, {key: model.dims[key] for key, _ in program.inputs}), sizes)
+    except TypingError as error:
+        raise ShardplanError(f"{what}: {error}") from None
+    return _remade(model, made, model.fields)
+
+
+def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
+    """A model that was made of a program, of another one with its inputs, or under other fields."""
+    known = OPTIMIZERS[fields["optimizer"]].settings if fields["optimizer"] else {}
+    dims, settings = {key: model.dims[key] for key, _ in forward.inputs}, {k: fields[k] for k in known if k in fields}
+    made = modelled(model.name, forward, dims, model.parameters, {}, fields, settings)
+    return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
+
+
 def _near(name: str, known: Iterable[str]) -> str:
     """A guess at what was meant, as the part of a message."""
     found = get_close_matches(name, list(known), 1)
@@ -314,26 +350,17 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
     return kind(**given)
 
 
-def _built(
-    name: str,
-    sizes: Any,
-    training: bool,
-    optimizer: str | None,
-    dtype: str,
-    settings: Mapping[str, float],
-    precision: str | None,
-) -> Model:
+def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
     """Write the program of some sizes."""
-    scope = Scope(dtype)
+    scope = Scope(said["dtype"])
     _, write = _FAMILIES[sizes.family]
-    write(scope, sizes, training)
+    write(scope, sizes, said["training"])
     replaced = {key: f"next.{key}" for key in scope.replaced}
     results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
     names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
     program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
-    fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
-    fields |= {"precision": precision} if precision else {}
+    fields = {**said, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
     return modelled(name, program, dims, scope.parameters, replaced, said, settings)
 
@@ -350,8 +377,7 @@ def modelled(
     """A model of a forward program."""
     made, names = Training(program, {}, dict(replaced), ()), dict(dims)
     if fields["training"]:
-        recipe = fields.get("precision")
-        wanted = [key for key, p in parameters.items() if p.trained]
+        recipe, wanted = fields.get("precision"), [key for key, p in parameters.items() if p.trained]
         master = recipe is not None and PRECISIONS[recipe].master
         made = trained(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.

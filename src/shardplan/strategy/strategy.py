@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,14 +11,17 @@ from typing import Literal, get_args
 from shardplan.core import border
 from shardplan.core.dtypes import short_name
 from shardplan.core.mesh import Mesh
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, ScheduleError
 from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.training import PRECISIONS
 
 ContextKind = Literal["ulysses", "gather"]
 TENSOR = ("kv_heads", "ffn", "vocab")
+AXES = ("replica", "data", "expert", "context", "tensor", "group")  # of a stage, outermost first
 EXPERTS = ("experts", "embedding")
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
@@ -36,8 +40,10 @@ class Strategy:
             are replicas as the others.
         microbatch: Sequences of a replica that go through at once.
         global_batch: Sequences of a step; `data * microbatch` by default.
-        schedule: The name of a pipeline schedule.
-        interleave: Chunks of layers a device.
+        schedule: The name of a pipeline schedule, a `Schedule`, or the path of its file, which is read at once. Stages
+            lie on ranks as it says; where it has sends and receives they keep their places, and what a file says of
+            shards of state and of the optimizer is left out: the programs have it.
+        interleave: Chunks of layers a device; by default as many as the schedule has.
         recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again; or a
             tuple of names of ops whose results are.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
@@ -51,6 +57,8 @@ class Strategy:
         bucket: Bytes up to which gradients are reduced together before the update; by default each is alone.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
             schedule and the account of memory; `run` leaves it where it is.
+        cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
+            heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
 
     Raises `LayoutError` for a value that is not legal.
@@ -66,8 +74,8 @@ class Strategy:
     expert: int = 1
     microbatch: int = 1
     global_batch: int | None = None
-    schedule: str = "1f1b"
-    interleave: int = 1
+    schedule: str | Schedule | os.PathLike[str] = "1f1b"
+    interleave: int | None = None
     recompute: str | tuple[str, ...] = "none"
     sequence_parallel: bool = False
     zero: int = 0
@@ -78,10 +86,11 @@ class Strategy:
     shard: int | None = None
     bucket: float | str | None = None
     offload: bool = False
+    cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
-        for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "interleave"):
+        for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch"):
             border.whole(f"strategy: {name}", getattr(self, name), 1)
         border.whole("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
@@ -123,6 +132,36 @@ class Strategy:
             object.__setattr__(self, "gradient_dtype", found)
         if self.fsdp and self.zero not in (0, 3):
             raise LayoutError(f"strategy: fsdp with zero={self.zero}; legal is 3, as by default")
+
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
+            layers = [border.whole("strategy: cuts", n, 1) for n in self.cuts]
+            if layers != sorted(set(layers)):
+                raise LayoutError(f"strategy: cuts={self.cuts}; legal are layers in order, each once")
+        self._order()
+
+    def _order(self) -> None:
+        """Read the schedule, where it is a file, and hold one that is not made for these sizes against them."""
+        said = self.schedule
+        if isinstance(said, os.PathLike) or (isinstance(said, str) and said not in GENERATORS and "." in said):
+            said = Schedule.from_csv(said)
+        elif not isinstance(said, Schedule):
+            said = border.choice("strategy: schedule", said, GENERATORS, ScheduleError)
+        object.__setattr__(self, "schedule", said)
+        if isinstance(said, str):
+            chunks = GENERATORS[said].chunks
+        else:
+            chunks = max(said.owners.count(rank) for rank in range(len(said.ranks)))
+            sizes = {"pipeline": len(said.ranks), "interleave": chunks, "microbatches": said.microbatches}
+            for name, has in sizes.items():
+                if getattr(self, name) not in (has, None):
+                    raise ScheduleError(
+                        f"strategy: {name}={getattr(self, name)} with {said.called} of {len(said.ranks)} ranks, "
+                        f"{chunks} chunks and {said.microbatches} microbatches; legal is {name}={has}"
+                    )
+        if self.interleave is None:
+            object.__setattr__(self, "interleave", chunks)
+        border.whole("strategy: interleave", self.interleave, 1)
 
     @property
     def microbatches(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules import Shop, Times, check, in_flight, listed, replay, schedule, solve
-from shardplan.strategy.schedules.exact import _Search
+from shardplan.strategy.schedules.exact import Search
 from shardplan.strategy.schedules.shop import Pass
 
 
@@ -56,11 +56,11 @@ def test_the_exact_solver_equals_enumeration() -> None:
         assert found.proved and found.makespan == least
         check(found.schedule, shop.bounds)
         # The tree itself is right: it has an order of the least makespan and none of a shorter one.
-        search = _Search(shop, 10**6)
-        assert search.bound(search.root) <= least
+        search = Search(shop, 10**6)
+        assert search.tree.bound(search.tree.root) <= least
         reached = search.within(int(least))
         assert reached is not None and max(shop.ends(reached)) == least
-        assert _Search(shop, 10**6).within(int(least) - 1) is None
+        assert Search(shop, 10**6).within(int(least) - 1) is None
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 2, 2)])
@@ -85,14 +85,32 @@ def test_zb_h1_is_shortest_and_1f1b_is_not_once_w_is_free() -> None:
 def test_waiting_may_be_worth_more_than_what_is_ready() -> None:
     """Without a rank that waits although it could begin something, the least would be 44."""
     shop = Shop((0, 1, 2), 3, ((1, 8, 2), (1, 1, 8), (1, 5, 1)), (2, 2, 1))
-    assert _Search(shop, 10**6).within(40) is not None
+    assert Search(shop, 10**6).within(40) is not None
     assert solve(shop).makespan == 40
+
+
+def test_a_forward_may_leave_its_room_to_a_later_stage() -> None:
+    """The optimum (CP-SAT's too): with two forwards a rank, one that could begin would stop the chain for ever."""
+    shop = Shop((0, 1, 1, 0), 2, ((7, 5, 5), (8, 2, 7), (4, 4, 8), (2, 6, 2)), (2, 2))
+    assert Search(shop, 10**5).within(88) is None and Search(shop, 10**5).within(89) is not None
+
+
+def test_values_under_way_are_compared() -> None:
+    """The optimum (CP-SAT's too), 103, is lost to a node whose ranks are free no later, but whose values come later."""
+    chunks = ((8, 4, 2), (3, 7, 2), (7, 4, 8), (8, 2, 3), (1, 6, 1), (8, 3, 8))
+    search = Search(Shop((0, 1) * 3, 2, chunks, (6, 4)), 10**5)
+    assert search.within(102) is None and search.within(103) is not None and search.left > 0
 
 
 def test_a_search_that_is_cut_off_says_so() -> None:
     cut = solve(shop_of("v-min", 4, 4, (2, 3, 1)), nodes=10)
     assert not cut.proved and cut.least < cut.makespan
     assert cut.nodes == 10
+
+
+def test_the_beam_finds_what_rules_and_local_search_do_not() -> None:
+    shop = shop_of("v-half", 4, 6, (1, 1, 1))
+    assert replay(listed(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
 
 
 def test_unequal_stages_are_scheduled_within_their_bounds() -> None:

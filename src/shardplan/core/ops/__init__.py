@@ -43,7 +43,7 @@ from shardplan.core.ops.layers import (
 )
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.opaque import Opaque
-from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.placing import Cast, Crop, Pad, Pin, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
@@ -72,6 +72,7 @@ OPS.update(
         Pad,
         Crop,
         Cast,
+        Pin,
         Gather,
         ScatterAdd,
         Write,
@@ -141,6 +142,7 @@ __all__ = [
     "Op",
     "Opaque",
     "Pad",
+    "Pin",
     "Permute",
     "Reduce",
     "ReduceDims",

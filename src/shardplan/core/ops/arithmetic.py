@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, common_dtype, counted
-from shardplan.core.ops.placing import bracketed
+from shardplan.core.ops.placing import bracketed, said_anew
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -270,6 +270,10 @@ class Expand(Ruled):
         rule = parse_rule(bracketed(self.spec))
         held = dict(zip(rule.operands[0], size.operands[0], strict=True))
         return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """New dims of these sizes."""
+        return replace(self, spec=said_anew(self.spec, sizes))
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]

@@ -7,7 +7,7 @@ Products and sums are taken in f32 or wider, integers wrap as their dtype does, 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -58,6 +58,11 @@ class Compute(Op):
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
 
+    @property
+    def pinned(self) -> Layout | None:
+        """The layout that its author wants its operand and result in, where there are these axes; else None."""
+        return None
+
     def laid(self, mesh: Mesh, over: Sequence[tuple[str, ...]] = ()) -> Self:
         """Return it on a mesh, with the axes of the factors that only results have, in their order.
 
@@ -70,6 +75,13 @@ class Compute(Op):
         elif any(over):
             raise TypingError(f"{self.name}: over={tuple(over)}; legal are no axes, as it has no such attribute")
         return replace(self, **changed) if changed else self
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """Return it with other `sizes` of its factors, as `dim_names.links` calls them, for operands of new types.
+
+        What says no size is as it is. Raises `TypingError` where one that it says does not follow.
+        """
+        return self
 
     def decomposition(self, *operands: TensorType) -> Decomposition | None:
         """Return the op as steps of others that mean the same, None where it has no such form."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -210,6 +210,11 @@ class Made(Ruled):
         shape = self.made().shape
         names = factor_names(len(shape))
         return rule_of(self.name, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """A shape of these sizes."""
+        said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.made().shape)))}
+        return replace(self, **said)
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Refuse operands, and a value whose addends are not said."""

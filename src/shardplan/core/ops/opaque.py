@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
-from shardplan.errors import BackendError
+from shardplan.errors import BackendError, TypingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,12 @@ class Opaque(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Refuse."""
         raise BackendError(f"opaque {self.called!r} runs nowhere: an import kept it without knowing what it means")
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """Refuse where a size changes: what it makes then is not known."""
+        if any(sizes[f.name] != f.size for f in self.rule(*before).factors):
+            raise TypingError(f"opaque {self.called!r} hides how its results hang on the sizes of its operands")
+        return self
 
     def flops(self, *operands: TensorType) -> float:
         """None that is known."""

@@ -1,22 +1,26 @@
-"""Ops that place elements: Reshape, Pad, Crop, Cast."""
+"""Ops that place elements: Reshape, Pad, Crop, Cast, Pin."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
+from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops.compute import At, Ruled, Size, counted
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
+
+_SAID = re.compile(r"(\w+)=\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,10 @@ class Reshape(Ruled):
         back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
         return [draft(Reshape(" -> ".join(back)), cotangents[0])]
 
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """The same factors; sizes that the text says are the new ones."""
+        return replace(self, spec=said_anew(self.spec, sizes))
+
     def flops(self, *operands: TensorType) -> float:
         """None."""
         return 0.0
@@ -83,6 +91,11 @@ def bracketed(spec: str) -> str:
     """The rule that a spec without brackets says."""
     left, arrow, right = spec.partition("->")
     return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
+
+
+def said_anew(spec: str, sizes: Mapping[str, int]) -> str:
+    """The spec with other sizes of the factors whose sizes it says."""
+    return _SAID.sub(lambda found: f"{found[1]}={sizes[found[1]]}", spec)
 
 
 def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
@@ -172,6 +185,16 @@ class Crop(Ruled):
             )
         return _resized(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
 
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """A dim that is whole stays so; of one that is cut the start stays, where the dim itself does."""
+        rule, stop = self.rule(*before), list[int]()
+        whole = zip(self.start, self.stop, before[0].shape, after[0].shape, rule.results[0], strict=True)
+        for a, b, n, new, (kept,) in whole:
+            if b - a < n != new:
+                raise TypingError(f"crop: {a} to {b} of {n}, which becomes {new}, hides a size")
+            stop.append(a + sizes[kept])
+        return replace(self, stop=tuple(stop))
+
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
         return True
@@ -238,3 +261,50 @@ class Cast(Ruled):
     def flops(self, *operands: TensorType) -> float:
         """One a local element."""
         return float(math.prod(operands[0].local_shape(0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(Ruled):
+    """The same values, of which a program's author says `to` which axes of a larger mesh their dims are to be cut.
+
+    On a mesh it is as its operand; what partitions a program gives it this layout, over the axes that there are.
+
+    >>> from shardplan.core.mesh import Mesh
+    >>> print(*Pin(Layout((("data",), ()))).infer(TensorType("f32", (8, 4), (), Mesh(data=2))))
+    f32[8, 4]
+    """
+
+    name: ClassVar[str] = "pin"
+    aliases = ((0, 0),)
+    view = True
+    to: Layout
+
+    @property
+    def pinned(self) -> Layout:
+        """The layout."""
+        return self.to
+
+    def rule(self, *operands: TensorType) -> FactorRule:
+        """All dims pass."""
+        (t,) = counted(self.name, operands, 1)
+        if len(self.to.dims) != t.ndim or self.to.partial or self.to.root or self.to.boxes is not None:
+            raise TypingError(f"pin: {self.to} of {t}; legal are axes of its {t.ndim} dims alone")
+        return _resized(self.name, t, t.shape)
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """What is pinned is no sum."""
+        return False
+
+    def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
+        """As they are."""
+        return (arrays[0],)
+
+    def gradient(
+        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+    ) -> Sequence[str | None]:
+        """Pinned alike, as JAX does it."""
+        return [draft(self, cotangents[0])]
+
+    def flops(self, *operands: TensorType) -> float:
+        """None."""
+        return 0.0

@@ -8,9 +8,9 @@ keeps hangs on the position alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -113,6 +113,11 @@ def _ids(op: str, ids: TensorType) -> None:
         raise TypingError(f"{op} by the ids {ids}; legal are integers of three dims: group, token, choice")
 
 
+def _same_tokens(op: str, capacity: int, before: TensorType, after: TensorType) -> None:
+    if before.shape[1] != after.shape[1]:
+        raise TypingError(f"{op}: {capacity} slots an expert hide a size: of {before}, which becomes {after}")
+
+
 @dataclass(frozen=True, slots=True)
 class ToSlots(Ruled):
     """Rows `[g n k h]` in the slots that their ids `[g n k]` take: `[g e c h]`, experts sharded `over` axes."""
@@ -121,6 +126,11 @@ class ToSlots(Ruled):
     experts: int
     capacity: int
     over: Layout = WHOLE
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """Refuse another number of tokens a group: the capacity is a share of it."""
+        _same_tokens(self.name, self.capacity, before[0], after[0])
+        return self
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Groups and features pass."""
@@ -199,6 +209,11 @@ class Dispatch(Composed):
     experts: int
     capacity: int
     over: Layout = WHOLE
+
+    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+        """Refuse another number of tokens a group: the capacity is a share of it."""
+        _same_tokens(self.name, self.capacity, before[0], after[0])
+        return self
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """A row for each choice; what is dropped is what is over the capacity, expert by expert."""

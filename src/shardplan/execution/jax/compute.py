@@ -59,6 +59,7 @@ def jax_namespace() -> Namespace:
         log=jnp.log,
         sqrt=jnp.sqrt,
         tanh=jnp.tanh,
+        erf=jax.lax.erf,
         sin=jnp.sin,
         cos=jnp.cos,
         abs=jnp.abs,

@@ -80,6 +80,7 @@ def torch_namespace(device: torch.device) -> Namespace:
         log=torch.log,
         sqrt=torch.sqrt,
         tanh=torch.tanh,
+        erf=torch.erf,
         sin=torch.sin,
         cos=torch.cos,
         abs=torch.abs,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.layout import Layout
 from shardplan.core.ops import (
     Attention,
@@ -49,6 +50,11 @@ def softmax(w: FlatWriter, x: Seen, dim: int) -> Seen:
     """Along a dim."""
     x = w.joined(x, dim % len(x.dims))
     return Seen(w.draft(Softmax(x.dims[dim][0].axis), x.name), x.dims)
+
+
+def gelu(w: FlatWriter, x: Seen, *, tanh: bool) -> Seen:
+    """By the error function, or by its approximation with a tanh."""
+    return w.each("gelu(a)" if tanh else GELU_EXACT, x)
 
 
 def filled(w: FlatWriter, value: float, dtype: str, n: int) -> str:
@@ -113,6 +119,9 @@ def repeated_heads(x: Seen, times: int) -> Seen:
 
 
 def _masked(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
+    heads = [("kv_heads" if atom.held else "ratio") for atom in k.dims[1]]
+    for x in (q, k, v):
+        w.means(x, ("batch",), heads, ("sequence",), ("head",))
     scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
     scores = w.each(f"a * {scale!r}", scores)
     if w.dtype(mask) == "bool":
@@ -145,7 +154,7 @@ def rows(w: FlatWriter, table: Seen, ids: Seen) -> Seen:
     shift = w.draft.types[ids.name].ndim
     place = {a: shift + k for k, a in enumerate(atoms)}
     if len(table.dims) == 2 and len(atoms) == 1:
-        w.mean(name, "vocab" if len(ids.dims) > 1 else "position", "hidden")
+        w.tables.append((name, ids.name))
     rest = tuple(tuple(Strand(a.size, place[a]) for a in g) for g in table.dims[1:])
     return Seen(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
 

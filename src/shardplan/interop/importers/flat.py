@@ -20,7 +20,9 @@ from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import nested
+from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
+from shardplan.core.resizing import counted_means
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import Cuts, FlatWriter, Stored
@@ -61,8 +63,8 @@ def model_of(
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
     rule = AttentionRule()
-    program = closed(program, rule)
-    w.meanings += rule.said
+    program = counted_means(closed(program, rule))
+    w.meanings += [*rule.said, *_tables(flat)]
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
@@ -79,8 +81,9 @@ def model_of(
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
     found = modelled(name, program, dims, parameters, {}, fields, settings)
-    known = {v for level in _programs(found.program) for v in level.types}
-    said = {v: axes for v, axes in w.annotations.items() if v in known}
+    pins = ((step.results[0], op.pinned) for level in _programs(program) for step in level.steps
+            if (op := computing(step.op)) is not None)  # fmt: skip
+    said = {value: layout.dims for value, layout in pins if layout is not None}
     return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
 
 
@@ -104,6 +107,23 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
             "load: a result that is an input, or twice a result; legal are results of steps, once each"
         )
     return Program(inputs, steps, outputs), names
+
+
+def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
+    """What the dims of tables are: positions where the ids hang on no input, else words.
+
+    Of several that are looked up by ids of one shape, words are those of the most rows; the others are token types.
+    """
+    w, given = flat.writer, {*flat.inputs}
+    for step in w.draft.steps:
+        given |= {*step.results} if given & {*step.operands} else set[str]()
+    types, most = w.draft.types, dict[tuple[int, ...], int]()
+    for table, ids in w.tables:
+        if ids in given:
+            most[types[ids].shape] = max(types[table].shape[0], most.get(types[ids].shape, 0))
+    for table, ids in w.tables:
+        words = "vocab" if types[table].shape[0] == most.get(types[ids].shape) else None
+        yield table, (words if ids in given else "position", "hidden")
 
 
 def _stack_name(names: tuple[str, ...]) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardplan.core.layout import Layout
+from shardplan.core.ops import Pin
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
@@ -108,22 +110,27 @@ def _count(c: Operation, dimension: int, **_: Any) -> Seen:
 
 
 def _constrained(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
-    """An annotation: the axes of each dim of ours, of several those of the major one."""
-    said = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in sharding.spec]
+    """A value that is pinned: to the axes of each dim of ours, of several those of the major one."""
+    said = [() if s is None else (s,) if isinstance(s, str) else s for s in sharding.spec]
+    if not all(isinstance(names, tuple) for names in said):
+        raise NotImplementedError("of dims that it leaves open")
+    x = x.tidy
+    if any(names and group and not group[0].held for group, names in zip(x.dims, said, strict=False)):
+        x = c.w.whole(x)
     axes: list[tuple[str, ...]] = [()] * c.w.draft.types[x.name].ndim
     for group, names in zip(x.dims, said, strict=False):
-        if names and group and group[0].held:
+        if names and group:
             axes[group[0].axis] = names
-    c.w.annotations[x.name] = tuple(axes)
-    return x
+    return Seen(c.w.draft(Pin(Layout(tuple(axes))), x.name), x.dims)
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "sin", "cos", "abs")
+_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
     **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
     **{name: _compared(sign) for name, sign in _SIGNS.items()},
+    "erfc": _expression("1 - erf({a})"),
     "logistic": _expression("sigmoid({a})"),
     "neg": _expression("-{a}"),
     "add": _expression("{a} + {b}"),

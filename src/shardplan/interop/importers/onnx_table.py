@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.error_function import erf
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation, number
 from shardplan.interop.importers.views import Seen
@@ -143,9 +144,7 @@ def _rms_norm(c: Operation, x: Seen, gain: Seen, *, axis: int = -1, epsilon: flo
 
 
 def _gelu(c: Operation, x: Seen, *, approximate: str = "none") -> Seen:
-    if approximate != "tanh":
-        raise NotImplementedError("only approximate='tanh'")
-    return c.each("gelu({a})", x)
+    return ours.gelu(c.w, x, tanh=approximate == "tanh")
 
 
 def _reshape(c: Operation, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
@@ -289,6 +288,7 @@ TABLE: dict[str, Handler] = {
     **{name: _each(f"{f}({{a}})", getattr(np, f)) for name, f in _FUNCTIONS.items()},
     "Relu": _each("relu({a})", lambda x: np.maximum(x, 0)),
     "Sigmoid": _each("sigmoid({a})", _sigmoid),
+    "Erf": _each("erf({a})", erf),
     "Neg": _each("-{a}", np.negative),
     "Reciprocal": _each("1 / {a}", np.reciprocal),
     "Add": _each("{a} + {b}", np.add),

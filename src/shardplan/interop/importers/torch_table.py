@@ -42,9 +42,15 @@ def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
 
 
 def _gelu(c: Operation, x: Seen, approximate: str = "none") -> Seen:
-    if approximate != "tanh":
-        raise NotImplementedError("only approximate='tanh'")
-    return c.each("gelu({a})", x)
+    return ours.gelu(c.w, x, tanh=approximate == "tanh")
+
+
+def _norm(c: Operation, x: Seen, order: Any = 2, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
+    if order != 2:
+        raise NotImplementedError("of another order than 2")
+    every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
+    x = c.w.cast(x, c.dtype)
+    return c.each("sqrt({a})", c.w.reduced(c.each("{a} * {a}", x), every, "sum", keep))
 
 
 def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
@@ -202,7 +208,7 @@ def _to(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
     return c.w.cast(x, c.dtype)
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "relu", "sigmoid", "silu", "sin", "cos", "abs")
+_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "relu", "sigmoid", "silu", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
@@ -222,6 +228,8 @@ TABLE: dict[str, Handler] = {
     "aten.maximum.default": _expression("maximum({a}, {b})"),
     "aten.minimum.default": _expression("minimum({a}, {b})"),
     "aten.clamp.default": _clamp,
+    "aten.clamp_min.default": _clamp,
+    "aten.linalg_vector_norm.default": _norm,
     "aten.gelu.default": _gelu,
     "aten.where.self": _where,
     "aten.where.ScalarSelf": _where,

@@ -45,8 +45,8 @@ class FlatWriter:
         self.inputs: dict[str, Seen] = {}
         self.parameters: dict[str, Stored] = {}
         self.constants: dict[str, np.ndarray] = {}
-        self.annotations: dict[str, tuple[tuple[str, ...], ...]] = {}
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
+        self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Seen:
         """Declare an input."""
@@ -81,6 +81,15 @@ class FlatWriter:
         """Say what the dims of a value are."""
         self.meanings.append((v, names))
         return v
+
+    def means(self, v: Seen, *names: Sequence[str]) -> None:
+        """Say what the dims are that the source sees, with a name for each atom of one."""
+        said: list[str | None] = [None] * self.draft.types[v.name].ndim
+        for group, called in zip(v.dims, names, strict=True):
+            for atom, name in zip(group, called, strict=False):
+                if atom.held:
+                    said[atom.axis] = name
+        self.mean(v.name, *said)
 
     def step(self, op: Op, *names: str) -> Seen:
         """Write a step on values as they are; all dims of its result are plain."""

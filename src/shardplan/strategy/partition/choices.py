@@ -124,6 +124,7 @@ class Bounds(NamedTuple):
 
     operands: Mapping[int, HeldDims]
     results: Mapping[int, HeldDims]
+    pinned: bool = False  # as the model says, whatever axes serve
 
     def allow(self, laid: LaidLine, axis: str) -> bool:
         """Say whether operands lie as they are held; a gradient may also be a partial sum."""
@@ -155,7 +156,10 @@ def options(
         return True
 
     free = True
-    for factors in served(line, groups):
+    if bounds.pinned:
+        for choice in (c for factor in line.links.sizes for c in rest.serving(axis, factor)):
+            offer(choice)
+    for factors in served(line, groups) if not bounds.pinned else ():
         offered = {f: [offer(choice) for choice in rest.serving(axis, f)] for f in factors}
         taken = [f for f, places in offered.items() if any(places)]
         if taken:
@@ -166,6 +170,10 @@ def options(
         offer(rest.passing(axis, operands))
     if free:
         offer(rest)
+    if not found and bounds.pinned:
+        raise LayoutError(
+            f"{line} on {line.types[0]}: it cannot lie over {axis} as the model pins it, {line.op.pinned}"
+        )
     if not found:
         types = ", ".join(map(str, line.types))
         raise LayoutError(

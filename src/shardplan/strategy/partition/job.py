@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -80,9 +81,10 @@ class Programs(Mapping[tuple[int, str], Program]):
 class Job:
     """Programs on the meshes of stages, which run in the order of a schedule.
 
-    `programs` has by stage and kind of action (F, B, OPT) a program. Its inputs are state, by name; rows of a batch;
-    what the stage's F saved; and what comes from other stages. Of its results `next.x` takes the place of x.
-    `results` are the model's, each with its dim `batch`, or None where microbatches add up.
+    `programs` has by stage and kind of action (F, B, I, W, OPT) a program, of those that the schedule has. Its inputs
+    are state, by name; rows of a batch; what the stage's F saved, and its I kept; and what comes from other stages. Of
+    its results `next.x` takes the place of x. `movements` of I and W are those of their B. `results` are the model's,
+    each with its dim `batch`, or None where microbatches add up.
     """
 
     model: Model
@@ -102,6 +104,13 @@ class Job:
     def stages(self) -> int:
         """How many stages it has."""
         return 1 + max(stage for stage, _ in self.programs)
+
+    @property
+    def runs(self) -> Counter[tuple[int, str]]:
+        """How often each program runs in a step, by stage and kind."""
+        rows = self.schedule.compute_only().ranks
+        found = Counter((a.stage, a.kind) for row in rows for action in row if action for a in action.leaves)
+        return Counter({key: found[key] or 1 for key in self.programs})
 
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""

@@ -2,7 +2,8 @@
 
 During an action a device holds all state of its rank's stages, the saved values of every microbatch whose forward pass
 is done and whose backward pass is not, and what the program makes beside its inputs: what takes the place of state has
-its storage. Bytes are of the worst device.
+its storage. Where B is split, I frees what W does not read, and what it keeps for W, with what came for both, stays
+until W is done. Bytes are of the worst device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED
+from shardplan.strategy.schedules.run import MESSAGES
+
+MOVED = ("OFFLOAD", "RELOAD")
 
 
 class Moment(NamedTuple):
@@ -65,9 +69,9 @@ def certify(job: Job, limit: int | None = None) -> JobCertificate:
     peaks = tuple(max((m.during for m in moments(job, r)), default=state_bytes(job, r)) for r in ranks)
     state = tuple(state_bytes(job, r) for r in ranks)
     saved = tuple(saved_bytes(job, s) for s in range(job.stages))
+    runs = job.runs
     flops = tuple(
-        sum(_often(job, kind) * _flops(p) for (stage, kind), p in job.programs.items() if stage == s)
-        for s in range(job.stages)
+        sum(runs[key] * _flops(p) for key, p in job.programs.items() if key[0] == s) for s in range(job.stages)
     )
     axes = Counter[tuple[str, ...]]()
     for stage in range(job.stages):
@@ -77,14 +81,10 @@ def certify(job: Job, limit: int | None = None) -> JobCertificate:
                 for times, op, types in program_leaves(p):
                     got = int(op.received(*types).max(initial=0))
                     if got:
-                        mine[op.members(types[0])] += _often(job, kind) * times * got
+                        mine[op.members(types[0])] += runs[s, kind] * times * got
         for axis, n in mine.items():
             axes[axis] = max(axes[axis], n)
     return JobCertificate(job, peaks, state, saved, dict(axes), flops, limit)
-
-
-def _often(job: Job, kind: str) -> int:
-    return 1 if kind == "OPT" else job.strategy.microbatches
 
 
 def _flops(program: Program) -> float:
@@ -103,33 +103,42 @@ def _is_state(job: Job, key: str, rank: int) -> bool:
 
 def saved_bytes(job: Job, stage: int) -> int:
     """Return what a microbatch's forward pass saves on a stage, with what came from others and is read again."""
-    p, later = job.programs[stage, "F"], job.programs.get((stage, "B"))
-    names = [name for name in p.outputs if name.startswith(SAVED)]
-    again = {name for name, _ in later.inputs if name.startswith(RECEIVED)} if later else set[str]()
-    return sum(p.types[name].local_bytes() for name in (*names, *(n for n, _ in p.inputs if n in again)))
+    return sum(_left(job, stage, "F", {}).values())
 
 
 def moments(job: Job, rank: int) -> Iterator[Moment]:
     """Yield the actions of a rank in the order of the schedule, then its optimizer's, with the bytes that are live."""
     state = {k: t.local_bytes() for k, t in job.state.items() if _is_state(job, k, rank)}
-    alive: dict[tuple[int, int], int] = {}
-    actions = [(a.stage, a.kind, a.microbatch, str(a)) for a in job.schedule.ranks[rank] if a is not None]
+    most = {key: account(p).workspace_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
+    alive: dict[tuple[int, int], dict[str, int]] = {}  # by stage and microbatch
+    row = (a for action in job.schedule.ranks[rank] if action is not None for a in action.leaves)
+    actions = [(a.stage, a.kind, a.microbatch, str(a)) for a in row if a.kind not in MESSAGES]
     stages = [s for s in range(job.stages) if job.schedule.owners[s] == rank and (s, "OPT") in job.programs]
     for stage, kind, k, text in [*actions, *((s, "OPT", None, f"{s}OPT") for s in stages)]:
-        if kind in ("OFFLOAD", "RELOAD") and k is not None:
-            alive[stage, k] = 0 if kind == "OFFLOAD" else saved_bytes(job, stage)
-            now = sum(state.values()) + sum(alive.values())
-            yield Moment(text, now, now)
+        mine = {} if k is None else alive.pop((stage, k), {})
+        others = sum(state.values()) + sum(n for values in alive.values() for n in values.values())
+        if k is not None:
+            alive[stage, k] = left = _left(job, stage, kind, state)
+            after = others + sum(left.values())
+        else:
+            after = others
+        if kind in MOVED:
+            yield Moment(text, after, after)
             continue
-        p = job.programs[stage, kind]
-        own = {job.key(stage, name) for name, _ in p.inputs}
-        own |= {job.key(stage, o.removeprefix(NEXT)) for o in p.outputs if o.startswith(NEXT)}
-        rest = sum(n for key, n in state.items() if key not in own)
-        rest += sum(n for (s, m), n in alive.items() if kind == "F" or (s, m) != (stage, k))
-        before = sum(state.values()) + sum(alive.values())
-        during = max(before, rest + account(p).workspace_bytes)
-        if kind == "F" and k is not None:
-            alive[stage, k] = saved_bytes(job, stage)
-        elif kind == "B" and k is not None:
-            alive.pop((stage, k), None)
-        yield Moment(text, during, sum(state.values()) + sum(alive.values()))
+        read = {name for name, _ in job.programs[stage, kind].inputs}
+        rest = sum(n for name, n in mine.items() if name not in read)
+        made = {o.removeprefix(NEXT) for o in job.programs[stage, kind].outputs if o.startswith(NEXT)}
+        own = sum(n for key, n in state.items() if key in {job.key(stage, name) for name in read | made})
+        before = others + sum(mine.values())
+        yield Moment(text, max(before, others - own + rest + most[stage, kind]), after)
+
+
+def _left(job: Job, stage: int, kind: str, state: Mapping[str, int]) -> dict[str, int]:
+    """What is there of a microbatch behind an action: saved; or what W reads: saved, received, or kept by its I."""
+    if kind in ("F", "RELOAD"):
+        p = job.programs[stage, "F"]
+        later = {n for k in ("B", "I", "W") if (stage, k) in job.programs for n, _ in job.programs[stage, k].inputs}
+        names = [*(o for o in p.outputs if o.startswith(SAVED)), *(n for n, _ in p.inputs if n.startswith(RECEIVED))]
+        return {name: p.types[name].local_bytes() for name in names if name.startswith(SAVED) or name in later}
+    given = job.programs[stage, "W"].inputs if kind == "I" else ()
+    return {n: t.local_bytes() for n, t in given if n not in job.batch and job.key(stage, n) not in state}

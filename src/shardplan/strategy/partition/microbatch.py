@@ -22,6 +22,7 @@ from shardplan.core.step import Step
 from shardplan.core.weighted import weighted
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.opening import Refused, opened
 from shardplan.strategy.training import renamed, trained
@@ -35,11 +36,13 @@ Recompute = str | tuple[str, ...]
 class StageCuts:
     """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows.
 
-    A step is on the stage where the loop before it ends, and what adds to the cotangents of a loop, with it, before it.
+    `starts` are the first layers of the stages. A step is on the stage where the loop before it ends, and what adds to
+    the cotangents of a loop, with it, before it.
     """
 
     stages: tuple[int | None, ...]
     rows: Mapping[int, tuple[Rows, ...]]
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,16 @@ class Microbatch:
 
 
 def microbatch(
-    model: Model, stages: int, count: int, recompute: Recompute, refused: Refused, *, even: bool = True
+    model: Model,
+    stages: int,
+    count: int,
+    recompute: Recompute,
+    refused: Refused,
+    *,
+    even: bool = True,
+    starts: Sequence[int] | None = None,
 ) -> Microbatch:
-    """Return the program of one of `count` microbatches, cut into stages.
+    """Return the program of one of `count` microbatches, cut into stages, which begin with the layers `starts`.
 
     Where they are not `even`, an input `weight` says what every sequence counts in the loss.
     """
@@ -72,7 +82,7 @@ def microbatch(
         program = _weighted(program, dims)
         dims[WEIGHT] = ("batch",)
     program, inside = opened(program, dims, refused)
-    cuts = cut(program, stages)
+    cuts = cut(program, stages, starts)
     program, copies = _copied(program, cuts, model.parameters)
     dims |= {copy: dims[name] for copy, name in copies.items()}
     if not model.fields["training"]:
@@ -90,22 +100,27 @@ def microbatch(
     return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
 
 
-def cut(program: Program, stages: int) -> StageCuts:
-    """Return which stage makes what, so that the stage of the most operations has as few as can be.
+def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> StageCuts:
+    """Return which stage makes what: by default so that the one of the most operations has as few as can be.
 
-    A stage has one layer at least. Raises `LayoutError` for more stages than layers.
+    A stage has one layer at least. Raises `LayoutError` for more stages than layers, and for others than `starts` say.
     """
-    if stages == 1:
-        return StageCuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)})
+    if stages == 1 and starts is None:
+        return StageCuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)}, (0,))
     loops = _loops(program)
     weights = [w for _, op in loops for w in [_flops(op.body)] * op.times]
     if len(weights) < stages:
         raise LayoutError(f"{stages} stages of a model of {len(weights)} layers; legal are 1 to {len(weights)}")
+    if starts is not None and (len(starts) != stages or starts[-1] >= len(weights)):
+        raise LayoutError(
+            f"cuts before the layers {list(starts[1:])} of a model of {len(weights)}, for {stages} stages; legal are "
+            f"{stages - 1} of the layers 1 to {len(weights) - 1}"
+        )
     first, last = (loops[0][0], loops[-1][0]) if loops else (0, 0)
     ends = [sum(_step_flops(program, k) for k in part) for part in (range(first), range(last + 1, len(program.steps)))]
     weights[0] += ends[0]
     weights[-1] += ends[1]
-    starts = _balanced(weights, stages)
+    starts = balanced(weights, stages) if starts is None else tuple(starts)
     rows: dict[int, tuple[Rows, ...]] = {}
     begin = 0
     for k, op in loops:
@@ -118,7 +133,7 @@ def cut(program: Program, stages: int) -> StageCuts:
         light = not any(differs(t) for side in types for t in side)
         ends_at = [max(s for s, (a, b) in enumerate(rows[j]) if a < b) for j, op in loops if j < k and op.times]
         where.append(None if light else ends_at[-1] if ends_at else 0)
-    return StageCuts(tuple(where), rows)
+    return StageCuts(tuple(where), rows, tuple(starts))
 
 
 def _loops(program: Program) -> list[tuple[int, Nested]]:
@@ -135,34 +150,6 @@ def _step_flops(program: Program, number: int) -> float:
     if inner is not None:
         return inner.times * _flops(inner.body)
     return op.flops(*program.step_types(step)[0]) if op else 0.0
-
-
-def _balanced(weights: Sequence[float], stages: int) -> list[int]:
-    """Where contiguous parts begin, none empty, of which the heaviest is as light as can be."""
-    sums = [0.0]
-    for w in weights:
-        sums.append(sums[-1] + w)
-
-    def parts(most: float) -> list[int] | None:
-        starts = [0]
-        for k in range(1, len(weights)):
-            must = len(weights) - k <= stages - len(starts)
-            if must or sums[k + 1] - sums[starts[-1]] > most:
-                starts.append(k)
-                if len(starts) > stages:
-                    return None
-        heaviest = max(
-            b - a for a, b in zip([sums[s] for s in starts], [*(sums[s] for s in starts[1:]), sums[-1]], strict=True)
-        )
-        return starts if len(starts) == stages and heaviest <= most else None
-
-    low, high = max(weights), sums[-1]
-    best = parts(high) or list(range(stages))
-    for _ in range(60):
-        middle = (low + high) / 2
-        found = parts(middle)
-        low, high, best = (low, middle, found) if found else (middle, high, best)
-    return parts(low) or best
 
 
 def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+import numpy as np
 
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
@@ -13,27 +16,28 @@ from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ScheduleError, shown
+from shardplan.errors import LayoutError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.balance import balanced, in_flight_of_stages
 from shardplan.strategy.partition.choices import Choice, Layer, served
 from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
+from shardplan.strategy.partition.order import ordered
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
-from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram, half
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
+from shardplan.strategy.partition.weigh import weighed
 from shardplan.strategy.partition.write import Movement
-from shardplan.strategy.schedules import Schedule, schedule
-from shardplan.strategy.schedules.offload import offloaded
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import AXES, Strategy
 
 Where = Topology | Placement
 
@@ -54,29 +58,40 @@ def partition(
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{shown(model)} and {shown(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
-    return _Partition(model, strategy, topo, layouts).job()
+    return _Partition(model, strategy, topo, layouts, _starts(strategy)).job()
+
+
+def _starts(strategy: Strategy) -> tuple[int, ...] | None:
+    return None if strategy.cuts is None else (0, *strategy.cuts)
 
 
 class _Partition:
     def __init__(
-        self, model: Model, strategy: Strategy, topo: Where | str | None, layouts: Layouts | str | None
+        self,
+        model: Model,
+        strategy: Strategy,
+        topo: Where | str | None,
+        layouts: Layouts | str | None,
+        starts: tuple[int, ...] | None,
     ) -> None:
+        self.starts = starts
         self.strategy, self.model = strategy, _resized(model, strategy)
-        self.count = strategy.pipeline * strategy.interleave
-        self.mesh = strategy.mesh(self.model)
+        self.training = bool(self.model.fields["training"])
+        self.schedule = ordered(strategy, self.training)
+        self.count, owners = self.schedule.stages, self.schedule.owners
+        self.meshes = [strategy.mesh(self.model, rank) for rank in owners]
+        self.mesh = self.meshes[0]
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
-        ends = [self.mesh, strategy.mesh(self.model, strategy.pipeline - 1)]
+        ends = [self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1))]
         fabric = fabric_of(self.where or Topology.load("nominal", devices=strategy.devices), ends)
         self.prices = Prices(fabric)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
-            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even
+            self.model, self.count, strategy.microbatches, strategy.recompute, self._refused, even=even, starts=starts
         )
         self._check_layouts()
-        self.training = bool(self.micro.gradients)
         self.bucket = None if strategy.bucket is None else int(strategy.bucket)
-        self.schedule = self._schedule()
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
@@ -91,18 +106,11 @@ class _Partition:
         own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
         held = {name: dims[name] for name in self.model.parameters}
         self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
-
-    def _schedule(self) -> Schedule:
-        """The order of actions; raises `ScheduleError` for one whose stages lie otherwise, or that splits B."""
-        s, chunks = self.strategy, self.strategy.interleave if self.strategy.interleave > 1 else None
-        found = schedule(s.schedule, s.pipeline, s.microbatches, chunks, forward_only=not self.training)
-        split = any(a is not None and a.kind in ("I", "W") for row in found.ranks for a in row)
-        if split or found.owners != tuple(k % s.pipeline for k in range(self.count)):
-            raise ScheduleError(
-                f"a job under the schedule {s.schedule} of {s.pipeline} ranks x {s.interleave}; legal are those that "
-                "do not split B and whose stages lie on ranks in turn: gpipe, 1f1b, interleaved, looped-bfs"
-            )
-        return found
+        for line in lines:
+            strange = [a for d in (line.op.pinned or Layout(())).dims for a in d if a not in AXES]
+            if strange:
+                what = f"the model pins %{line.results[0]} to {line.op.pinned}, of the axis {shown(strange[0])}"
+                raise LayoutError(f"{what}; legal are {', '.join(AXES)}")
 
     def _of(self, name: str) -> str:
         """The model's name of an input: a copy's parameter."""
@@ -177,8 +185,13 @@ class _Partition:
         return redistribute(made, wanted, self.where)
 
     def job(self) -> Job:
-        """Settle, and write the programs, each as on stage 0; then they go to their meshes."""
+        """Settle, and write the programs, each as on stage 0; then they go to their meshes.
+
+        Where the settled seconds, and memory, cut the layers otherwise than operations do, all begins again with them.
+        """
         settled, ends = self._settled()
+        if self.starts is None and self.count > 1 and (better := self._better(settled)) != self.micro.cuts.starts:
+            return _Partition(self.model, self.strategy, self.where, self.layouts, better).job()
         add = self.strategy.microbatches > 1
         writers = Writers(
             self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
@@ -201,6 +214,8 @@ class _Partition:
                 program = one.program
                 one = once(("B", shape), lambda s=stage, p=program: writers.backward(s, p, self.boundaries))
                 written[stage.number, "B"] = one
+                for kind in ("I", "W"):
+                    written[stage.number, kind] = once((kind, shape), lambda k=kind, w=one: half(w, k))
         types = self._types(written)
         for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
             mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}
@@ -208,6 +223,24 @@ class _Partition:
             key = ("OPT", tuple(mine), tuple((n, own[n].shape) for n in mine), any(mine.values()))
             written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
         return self._job(written, settled, types)
+
+    def _better(self, settled: Settled) -> tuple[int, ...]:
+        """The cut by what layers weigh as they are settled; by operations where the device has no speeds."""
+        kept = [name for name in self.model.replaced if name not in self.model.parameters]
+
+        def size(name: str, of_row: bool) -> int:
+            mine = [name, TOTAL + name, *(n for n in kept if n.rpartition(".")[0] == name)]
+            types = [self.state[n] for n in mine if n in self.state and "batch" not in self.micro.dims.get(n, ())]
+            return sum((row(t) if of_row else t).local_bytes() for t in types)
+
+        layers = weighed(self.micro, self.stages, settled, self.prices, size)
+        device = self.prices.fabric.topology.device
+        weights = [w.seconds if device.flops else w.flops for w in layers]
+        if math.isinf(device.memory):
+            return balanced(weights, self.count)
+        flights, owners = in_flight_of_stages(self.schedule), self.schedule.owners
+        held = np.array([[w.state + flights[s] * w.saved for w in layers] for s in range(self.count)])
+        return balanced(weights, self.count, held, [device.memory / owners.count(rank) for rank in owners])
 
     def _leaves(self, stage: PipelineStage, name: str) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
@@ -250,11 +283,13 @@ class _Partition:
         settled: Settled,
         types: list[dict[str, TensorType]],
     ) -> Job:
-        meshes = [self.strategy.mesh(self.model, s % self.strategy.pipeline) for s in range(self.count)]
+        meshes = self.meshes
         onto = [{self.mesh: mesh} for mesh in meshes]
-        shared = list(dict.fromkeys(id(one.program) for one in written.values()))
-        found = {id(one.program): one.program for one in written.values()}
-        which = {key: shared.index(id(one.program)) for key, one in written.items()}
+        runs = {(a.stage, a.kind) for row in self.schedule.ranks for action in row if action for a in action.leaves}
+        used = {key: one for key, one in written.items() if key in runs or key[1] == "OPT"}
+        shared = list(dict.fromkeys(id(one.program) for one in used.values()))
+        found = {id(one.program): one.program for one in used.values()}
+        which = {key: shared.index(id(one.program)) for key, one in used.items()}
         programs = Programs(tuple(found[k] for k in shared), which, tuple(meshes))
         state: dict[str, TensorType] = {}
         parts: dict[str, StatePart] = {}
@@ -269,9 +304,8 @@ class _Partition:
         gradients = set(self.micro.gradients.values())
         outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
         batch = tuple(n for n, dims in self.micro.dims.items() if "batch" in dims and n not in self.model.replaced)
-        order = offloaded(self.schedule) if self.strategy.offload and self.training else self.schedule
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
-        return Job(self.model, self.strategy, self.layouts, order, programs, MappingProxyType(state),
+        return Job(self.model, self.strategy, self.layouts, self.schedule, programs, MappingProxyType(state),
                    MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
                    settled)  # fmt: skip
 

@@ -88,6 +88,12 @@ class End(NamedTuple):
     t: TensorType
 
 
+def pinned(line: Line, mesh: Mesh) -> HeldDims | None:
+    """How the model says that the operand and the result of a line lie, over the axes that a mesh has."""
+    said = line.op.pinned
+    return None if said is None else HeldDims(tuple(tuple(a for a in d if a in mesh.axes) for d in said.dims))
+
+
 def at_most(t: TensorType, made: TensorType) -> TensorType:
     """Return a type that is partial only over axes that `made` is partial over."""
     both = set(t.mesh.expand(t.layout.partial)) & set(t.mesh.expand(made.layout.partial))
@@ -191,13 +197,18 @@ class SettleProblem:
                 self._loop(block, line)
                 continue
             keys = [(block.path, o) for o in line.operands]
-            bounds = Bounds(
-                {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
-                {
-                    k: self.gradients[block.path, r]
-                    for k, r in enumerate(line.results)
-                    if (block.path, r) in self.gradients
-                },
+            pin = pinned(line, self.mesh)
+            bounds = (
+                Bounds({0: pin}, {0: pin}, pinned=True)
+                if pin is not None
+                else Bounds(
+                    {k: self.held[key] for k, key in enumerate(keys) if key in self.held},
+                    {
+                        k: self.gradients[block.path, r]
+                        for k, r in enumerate(line.results)
+                        if (block.path, r) in self.gradients
+                    },
+                )
             )
             maker = self.lines[line] = Maker(block.path, block.times, line, bounds)
             self.makers.append(maker)

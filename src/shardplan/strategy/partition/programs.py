@@ -15,6 +15,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
+from shardplan.strategy.partition.split import split
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Writer
 from shardplan.strategy.training import MASTER, OPTIMIZERS, renamed
@@ -200,6 +201,13 @@ def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:
     """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
     master = f"{name}.{MASTER}"
     return [master if master in types else name, *(f"{name}.{part}" for part in state)]
+
+
+def half(backward: WrittenProgram, kind: str) -> WrittenProgram:
+    """Return I or W of a B, whose movements stay B's."""
+    parts = split(backward.program, set(backward.sent.values()))
+    program = parts.first if kind == "I" else parts.rest
+    return WrittenProgram(program, (), backward.sent if kind == "I" else {})
 
 
 def named(program: Program, names: Mapping[str, str]) -> Program:

@@ -1,29 +1,37 @@
 """The list scheduler: an order for any stage times under bounds of memory.
 
 Each rank that is free does what is ready: I before F before W, as others wait for an I most and for a W never. W fill
-idle slots, and are done at the bound of memory. Of a few rules of this kind and the generators' orders the best is
-improved by moving single passes.
+idle slots, and are done at the bound of memory. Of a few rules of this kind, the generators' orders and a beam through
+the tree of all orders the best is improved by moving single passes.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import islice, product
 from random import Random
 
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
 from shardplan.strategy.schedules.table import GENERATORS, schedule
+from shardplan.strategy.schedules.tree import Key, ShopNode, ShopTree
 
 PASSES = 2_000_000  # run by the local search: a second or two
+NODES = 15_000  # of the beam: the same
+WIDTH = 64
 
 
 def listed(shop: Shop, moves: int | None = None) -> Schedule:
     """Return a schedule of a shop within its bounds; the local search tries so many `moves`, always the same."""
     moves = PASSES // (3 * shop.microbatches * len(shop.owners)) if moves is None else moves
     moves = min(moves, 12_000)
-    return shop.schedule(improved(shop, best_listed(shop), moves), "listed")
+    orders, tree = best_listed(shop), ShopTree(shop)
+    if moves and _score(shop, orders)[0] > tree.bound(tree.root):
+        found = beamed(tree, min(WIDTH, NODES // tree.passes))
+        orders = min((orders, found), key=lambda one: _score(shop, one)) if found else orders
+        orders = improved(shop, orders, moves)
+    return shop.schedule(orders, "listed")
 
 
 def best_listed(shop: Shop) -> Orders:
@@ -41,6 +49,29 @@ def best_listed(shop: Shop) -> Orders:
             orders = shop.orders(made)
             tried += [orders] if all(shop.fits(order, rank) for rank, order in enumerate(orders)) else []
     return min(tried, key=lambda orders: _score(shop, orders))
+
+
+def beamed(tree: ShopTree, width: int) -> Orders | None:
+    """Go down the tree, pass by pass, with the `width` nodes of the least bounds; of equal ones with the least idle.
+
+    None where there are none left: all ended in ranks that wait for ever.
+    """
+    level = [tree.root]
+    for _ in range(tree.passes):
+        found: dict[Key, list[tuple[tuple[float, ...], tuple[float, float], ShopNode]]] = {}
+        left = level[::-1]
+        while left:
+            node = left.pop()
+            for child in tree.children(node):
+                if child.path is node.path:  # a forward was barred
+                    left.append(child)
+                    continue
+                ends, times, known = tree.ends(child), tree.times_of(child), found.setdefault(child.key, [])
+                if not any(all(a <= b for a, b in zip(one, times, strict=True)) for one, _, _ in known):
+                    known.append((times, (max(e for e, _ in ends), sum(e for _, e in ends)), child))
+        every = sorted((each for known in found.values() for each in known), key=lambda each: each[1])
+        level = [node for _, _, node in islice(every, width)]
+    return tree.orders(level[0]) if level else None
 
 
 def improved(shop: Shop, orders: Orders, moves: int) -> Orders:

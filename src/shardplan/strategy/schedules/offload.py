@@ -22,17 +22,12 @@ def offloaded(found: Schedule) -> Schedule:
 
 def _row(row: tuple[Action | None, ...]) -> list[Action | None]:
     actions = [a for a in row if a is not None]
-    back = {(a.stage, a.microbatch): k for k, a in reversed(list(enumerate(actions))) if a.kind in ("B", "I")}
+    leaves = [(k, a) for k, action in enumerate(actions) for a in action.leaves]
+    back = {(a.stage, a.microbatch): k for k, a in reversed(leaves) if a.kind in ("B", "I")}
+    away = {a: k for k, a in leaves if a.kind == "F" and back.get((a.stage, a.microbatch), 0) > k + 2}
     out: list[Action | None] = []
-    reloads = {
-        back[a.stage, a.microbatch] - 1: a
-        for k, a in enumerate(actions)
-        if a.kind == "F" and back.get((a.stage, a.microbatch), 0) > k + 2
-    }
-    for k, a in enumerate(actions):
-        if k in reloads:
-            out.append(Action(reloads[k].stage, "RELOAD", reloads[k].microbatch))
-        out.append(a)
-        if a in reloads.values():
-            out.append(Action(a.stage, "OFFLOAD", a.microbatch))
+    for k, action in enumerate(actions):
+        out += (Action(a.stage, "RELOAD", a.microbatch) for a in away if back[a.stage, a.microbatch] - 1 == k)
+        out.append(action)
+        out += (Action(a.stage, "OFFLOAD", a.microbatch) for a in action.leaves if a in away)
     return out

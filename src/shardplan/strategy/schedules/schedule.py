@@ -102,6 +102,11 @@ class Schedule:
         return Schedule(_tuples(ranks), found["microbatches"], found.get("copies", 1), said.partition(" ")[2])
 
     @property
+    def called(self) -> str:
+        """What errors call it."""
+        return f"the schedule {self.name}".rstrip()
+
+    @property
     def forward_only(self) -> bool:
         """Whether nothing runs backward, as in inference."""
         return all(a.kind not in ("B", "I", "W") for row in self.ranks for a in _leaves(row))

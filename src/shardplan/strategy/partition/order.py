@@ -1,0 +1,37 @@
+"""`ordered`: the schedule of a job, as the strategy says it, held against the strategy and the model."""
+
+from __future__ import annotations
+
+from shardplan.errors import ScheduleError
+from shardplan.strategy.schedules import Schedule, check, schedule
+from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
+from shardplan.strategy.schedules.offload import offloaded
+from shardplan.strategy.strategy import Strategy
+
+FORWARD = ("F", "SEND_F", "RECV_F")
+RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file says, the programs do themselves
+
+
+def ordered(strategy: Strategy, training: bool) -> Schedule:
+    """Return the order of actions: of a model that does not train the forward part.
+
+    Raises `ScheduleError` for a generator that is not defined for these sizes, and for a schedule of one's own that is
+    not complete, in whose order ranks wait in a circle, or that does not train where the model does.
+    """
+    said = strategy.schedule
+    sizes = strategy.pipeline, strategy.microbatches, strategy.interleave
+    if not isinstance(said, Schedule):
+        found = schedule(str(said), *sizes, forward_only=not training)
+    else:
+        if training and said.forward_only:
+            raise ScheduleError(
+                f"{said.called} runs nothing backward, and the model trains; legal are a B, or an I and a W, for each F"
+            )
+        kinds = RUN if training else FORWARD
+        found = check(said.only(lambda a: a.kind in kinds), messages="buffered")
+    if found.copies > 1:
+        raise ScheduleError(
+            f"a job under {found.called}, which holds {found.copies} copies of the parameters; legal are schedules "
+            "of one copy, as dualpipev"
+        )
+    return offloaded(found) if strategy.offload and training else found

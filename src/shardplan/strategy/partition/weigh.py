@@ -1,0 +1,89 @@
+"""What the layers of a model weigh as they are settled: seconds, operations, and the bytes that they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardplan.core.tensor import TensorType
+from shardplan.strategy.partition.flow import Line, LineBlock, Loop
+from shardplan.strategy.partition.microbatch import Microbatch
+from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.settle import Settled
+from shardplan.strategy.partition.stages import PipelineStage
+
+
+class Weight(NamedTuple):
+    """Seconds and operations of a microbatch, forward and backward, and the bytes of state and of what is saved."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    state: float = 0.0
+    saved: float = 0.0
+
+    def and_(self, other: Weight, times: int = 1) -> Weight:
+        """Return the sum, the other so many times."""
+        return Weight(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+StateBytes = Callable[[str, bool], float]  # of an input by its name, or of a row of it: with what is kept of it
+
+
+def weighed(
+    micro: Microbatch, stages: Sequence[PipelineStage], settled: Settled, prices: Prices, state: StateBytes
+) -> list[Weight]:
+    """Return what each layer weighs, with all that is before the first, or behind the last, on these two."""
+    rows = {line.number: Weight() for line in micro.block.lines if isinstance(line, Loop) and line.number < micro.count}
+    ends: list[Weight] = []
+    for stage in stages:
+        named: dict[str, None] = {}
+        weight = Weight(saved=sum(settled.saved(((), v)).local_bytes() for v in _alone(stage)))
+        weight = weight.and_(_block(micro.block, _lines(stage), settled, prices))
+        for line in _lines(stage):
+            named |= dict.fromkeys(line.operands)
+        ends.append(weight._replace(state=sum(state(name, False) for name in named)))
+    for line in micro.block.lines:
+        if isinstance(line, Loop):
+            number = line.number
+            if number >= micro.count:
+                origin = micro.origins[number]
+                number = number if origin is None or origin.forward is None else origin.forward
+            found = _block(line.block, line.block.lines, settled, prices)
+            if line.number < micro.count:
+                kept = {v for stage in stages for v in stage.saved} & set(line.results[line.op.kept :])
+                saved = sum(settled.saved(((), v)).local_bytes() for v in kept) / line.op.times
+                sliced = line.operands[len(line.operands) - line.op.cut :]
+                found = found._replace(saved=saved, state=sum(state(name, True) for name in sliced))
+            rows[number] = rows[number].and_(found)
+    layers = [rows[line.number] for line in micro.block.lines if isinstance(line, Loop) and line.number in rows
+              for _ in range(line.op.times)]  # fmt: skip
+    layers[0], layers[-1] = layers[0].and_(ends[0]), layers[-1].and_(ends[-1] if len(ends) > 1 else Weight())
+    return layers
+
+
+def _alone(stage: PipelineStage) -> Iterator[str]:
+    """What is saved outside of loops."""
+    made = {r for line in stage.forward if isinstance(line, Line) for r in line.results}
+    return (v for v in stage.saved if v in made)
+
+
+def _lines(stage: PipelineStage) -> list[Line]:
+    return [line for line in (*stage.forward, *stage.backward) if isinstance(line, Line)]
+
+
+def _block(block: LineBlock, lines: Sequence[Line | Loop], settled: Settled, prices: Prices) -> Weight:
+    """The seconds and operations of lines, once, and of the movements that they want, each once."""
+    out = Weight()
+    wanted: dict[tuple[str, TensorType], None] = {}
+    for line in lines:
+        if isinstance(line, Loop):
+            out = out.and_(_block(line.block, line.block.lines, settled, prices), line.op.times)
+            continue
+        laid = settled.laid(line)
+        out = out.and_(Weight(prices.op(laid.op, laid.operands), laid.op.flops(*laid.operands)))
+        wanted |= dict.fromkeys(zip(line.operands, laid.operands, strict=True))
+    if lines is block.lines and block.path:
+        wanted |= {(o, settled.wanted[block.path, o]): None for o in block.outputs if (block.path, o) in settled.wanted}
+    moves = [prices.move(settled.type_of((block.path, name)), t) for name, t in wanted]
+    return out.and_(Weight(sum(s for s in moves if math.isfinite(s))))
