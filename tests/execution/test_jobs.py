@@ -74,9 +74,9 @@ def test_on_mpi(cases: str) -> None:
 
 
 @with_jax
-def test_on_jax(cases: str) -> None:
+def test_on_jax() -> None:
     """On devices of one process; what is uneven is refused before anything runs."""
-    report = said("execution/job_jax_child.py", cases)
+    report = said("execution/job_jax_child.py")
     assert report["wrong"] == {name: [] for name in jobs.JAX}
     assert report["refused"] == (
         "jax: %head has the type f64[13@tensor, 10] on tensor=2, which is unevenly tiled; JAX gives every device a "

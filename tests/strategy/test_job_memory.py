@@ -1,6 +1,7 @@
 """Closed forms of what a job holds and computes: nothing passes by being replicated, and what leaves is gone."""
 
 import dataclasses
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,12 +17,18 @@ H, F, HEADS, KV, D, V, L, S = 1024, 2816, 16, 8, 64, 512, 8, 512  # hidden, ffn,
 
 
 def llama(**more: Any) -> Model:
-    return Model.load("llama", **{"layers": L, "hidden": H, "heads": HEADS, "kv_heads": KV, "ffn": F, "vocab": V,
-                                  "seq": S, "dtype": "bf16", **more})  # fmt: skip
+    sizes: dict[str, Any] = {"layers": L, "hidden": H, "heads": HEADS, "kv_heads": KV, "ffn": F, "vocab": V,
+                             "seq": S, "dtype": "bf16", **more}  # fmt: skip
+    return Model.load("llama", **sizes)
+
+
+@cache
+def made(said: tuple[tuple[str, Any], ...]) -> Job:
+    return partition(llama(), Strategy(**dict(said)))
 
 
 def job(**said: Any) -> Job:
-    return partition(llama(), Strategy(**said))
+    return made(tuple(sorted(said.items())))
 
 
 LAYER = {"cut": 2 * H * HEADS * D + 2 * H * KV * D + 3 * H * F, "whole": 2 * H}  # elements of a layer's parameters
@@ -114,6 +121,77 @@ def test_totals_that_are_replaced_are_there_once() -> None:
     for found in (job(tensor=4), job(tensor=4, global_batch=2)):
         during = {m.action: m.during for m in moments(found, 0)}
         assert during["0B0"] < state_bytes(found, 0) + 1.5 * saved_bytes(found, 0)
+
+
+def ends(tensor: int = 1, sequence: bool = False, context: int = 1, microbatch: int = 1) -> float:
+    """Bytes of what is saved behind the layers: the last one's, the norm's, the logits."""
+    return 2 * microbatch * S / context * (2 * H / (tensor if sequence else 1) + V / tensor)
+
+
+TENSOR, SEQUENCE, CONTEXT = {"tensor": 4}, {"tensor": 4, "sequence": True}, {"context": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "a_parameter", "more"),
+    [
+        ({"data": 4, "global_batch": 8}, 12, {}),
+        ({"tensor": 4}, 12, TENSOR),
+        ({"tensor": 4, "sequence_parallel": True}, 12, SEQUENCE),
+        ({"context": 4}, 12, CONTEXT),
+        ({"context": 4, "context_kind": "gather"}, 12, CONTEXT),
+        ({"data": 4, "zero": 1, "global_batch": 8}, 2 + 2 + 8 / 4, {}),
+        ({"data": 4, "zero": 2, "global_batch": 8}, 2 + 2 / 4 + 8 / 4, {}),
+        ({"data": 4, "zero": 3, "global_batch": 8}, 12 / 4, {}),
+        ({"data": 2, "context": 2, "fsdp": True}, 12 / 4, {"context": 2}),
+        ({"data": 4, "shard": 2, "fsdp": True}, 12 / 2, {}),
+        ({"tensor": 2, "sequence_parallel": True, "data": 2, "zero": 1}, 8, {"tensor": 2, "sequence": True}),
+        ({"data": 2, "tensor": 2, "precision": "bf16"}, 2 + 4 + 12, {"tensor": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_peak_of_a_stage(said: dict[str, Any], a_parameter: float, more: dict[str, Any]) -> None:
+    """State, what a microbatch saves, and one layer's gradients before they go where totals are."""
+    tensor = more.get("tensor", 1)
+    layer = (4 if "precision" in said else 2) * (LAYER["cut"] / tensor + LAYER["whole"])
+    held = a_parameter * parameters(tensor) + L * saved(**more) + ends(**more)
+    assert near(max(m.during for m in moments(job(**said), 0)), held + layer)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_the_peak_of_every_stage_of_a_pipeline(name: str) -> None:
+    found, layer = job(pipeline=4, global_batch=8, schedule=name), 2 * (LAYER["cut"] + LAYER["whole"])
+    for rank in range(4):
+        first, last = V * H * (rank == 0), (V * H + H) * (rank == 3)
+        state = 12 * (L / 4 * (LAYER["cut"] + LAYER["whole"]) + first + last)
+        many = min(4 - rank, 8) if name == "1f1b" else 8
+        one = L / 4 * saved() + (ends() if rank == 3 else 0)
+        assert near(max(m.during for m in moments(found, rank)), state + many * one + layer, 0.012)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layer"),
+    [("full", 2 * S * H), ("selective", saved(2) - 2 * S * HEADS * D / 2)],
+)
+def test_the_peak_where_layers_are_made_again(recompute: str, layer: float) -> None:
+    """Of a layer its input is kept, or all but what attention makes; one layer is there as it was without."""
+    most = max(m.during for m in moments(job(tensor=2, recompute=recompute), 0))
+    gradients = 2 * (LAYER["cut"] / 2 + LAYER["whole"])
+    assert near(most, 12 * parameters(2) + L * layer + ends(2) + gradients)
+
+
+def test_experts_are_dealt_out_in_peak_and_operations() -> None:
+    model = Model.load("moe", layers=4, hidden=512, heads=8, kv_heads=8, ffn=1024, seq=256, vocab=512, experts=8,
+                       experts_per_token=2, dtype="bf16")  # fmt: skip
+    experts = sum(p.size for name, p in model.parameters.items() if "expert_" in name)
+    rest = model.parameter_count - experts
+    assert experts > 8 * rest
+    for degree in (2, 4):
+        found = partition(model, Strategy(data=4, expert=degree))
+        assert near(state_bytes(found, 0), 12 * (rest + experts / degree))
+        most = max(m.during for m in moments(found, 0))
+        assert near(most, 12 * (rest + experts / degree) + saved_bytes(found, 0) + 2 * experts / degree / 4, 0.02)
+    one = passes(partition(model.resize(batch=4), Strategy(microbatch=4)))
+    assert near(passes(found) * 4, one)
 
 
 def test_what_is_made_again_is_not_kept() -> None:

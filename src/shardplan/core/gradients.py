@@ -155,6 +155,8 @@ class _Level(Reverse):
         trial = _Body(op, self.keep, wanted, stacked, {})
         sums = {n: trial.draft.types[trial.found[n]] for n in invariants if n in trial.found}
         back = _Body(op, self.keep, wanted, stacked, sums)
+        if not back.outputs:  # nothing that is wanted has a part in what came
+            return [None for _ in names]
 
         operand = dict(zip(names, step.operands, strict=True))
         more: list[str] = []

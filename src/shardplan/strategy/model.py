@@ -25,7 +25,7 @@ from shardplan.strategy.others import perceptron, recommender
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
-from shardplan.strategy.training import OPTIMIZERS, Training, renamed, trained
+from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, renamed, trained
 
 _PRESETS = Path(__file__).parent / "presets"
 _FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
@@ -73,7 +73,14 @@ class Model:
 
     @staticmethod
     def load(
-        name: str, /, *, training: bool = True, optimizer: str | None = "", dtype: str = "f32", **fields: Any
+        name: str,
+        /,
+        *,
+        training: bool = True,
+        optimizer: str | None = "",
+        dtype: str = "f32",
+        precision: str | None = None,
+        **fields: Any,
     ) -> Model:
         """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
 
@@ -84,6 +91,8 @@ class Model:
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
                 (`lr`, `beta1`, `beta2`, `eps`, `decay`) are fields, too.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
+            precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
+                in f32, and a parameter w is that, rounded.
             fields: `batch`, and the sizes of the family, named as in presets.
 
         Raises `ShardplanError` naming the legal presets, families and fields.
@@ -110,8 +119,13 @@ class Model:
         settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
+        if precision is not None:
+            dtype = PRECISIONS[
+                border.choice("Model.load: precision", precision, tuple(PRECISIONS), ShardplanError)
+            ].dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
-        return _built(name, sizes, training, optimizer, kind, settings)
+        said = {"training": training, "optimizer": optimizer, "dtype": kind}
+        return _built(name, sizes, said | ({"precision": precision} if precision else {}), settings)
 
     @staticmethod
     def of(
@@ -150,6 +164,25 @@ class Model:
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
         return modelled(name, program, found, owned, {}, fields, settings)
 
+    def mixed(self, precision: str) -> Model:
+        """Return the model under a recipe, as `load` has it.
+
+        Raises `ShardplanError` for a model made of a program of another dtype.
+        """
+        dtype = PRECISIONS[border.choice("precision", precision, tuple(PRECISIONS), ShardplanError)].dtype
+        fields: dict[str, Any] = {**self.fields, "precision": precision}
+        if self._loaded():
+            return Model.load(self.name, **fields)
+        if self.fields["dtype"] != dtype or self.forward is None:
+            made = self.fields["dtype"]
+            raise ShardplanError(
+                f"precision={precision!r} of {self.name}, a program in {made}; legal is one in {dtype}"
+            )
+        return _remade(self, self.forward, fields)
+
+    def _loaded(self) -> bool:
+        return "family" in presets().get(self.name, {}) or self.name in _FAMILIES
+
     def resize(self, **sizes: int) -> Model:
         """Return the model with another `batch`, `seq`, `cache` or other size that no parameter has.
 
@@ -161,7 +194,7 @@ class Model:
         asked = {
             name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
         }
-        if "family" not in presets().get(self.name, {}) and self.name not in _FAMILIES:
+        if not self._loaded():
             return self._derived({"sequence" if name == "seq" else name: n for name, n in asked.items()})
         fields: dict[str, Any] = {**self.fields, **asked}
         found = Model.load(self.name, **fields)
@@ -175,11 +208,7 @@ class Model:
         """The model, which was made of a program, with other sizes of some dims."""
         program = self.forward or self.program
         made = with_sizes(f"resize of {self.name}", program, self.dims, self.parameters, self.constants, asked)
-        known = OPTIMIZERS[self.fields["optimizer"]].settings if self.fields["optimizer"] else {}
-        settings = {k: self.fields[k] for k in known if k in self.fields}
-        dims = {key: self.dims[key] for key, _ in made.inputs}
-        new = modelled(self.name, made, dims, self.parameters, {}, self.fields, settings)
-        return dataclasses.replace(new, constants=self.constants, constraints=self.constraints)
+        return _remade(self, made, self.fields)
 
     @property
     def parameter_count(self) -> int:
@@ -231,11 +260,21 @@ class Model:
                 raise LayoutError(f"{name} of the checkpoint is in several parameters; legal are all of them or none")
         return found
 
-    def state(self) -> dict[str, Array]:
-        """Return what replaced inputs are at first, but for parameters: zeros."""
+    def state(self, parameters: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """Return what replaced inputs are at first, but for parameters: zeros, and copies of `parameters` in f32.
+
+        Those it takes where there are such copies; raises `ShardplanError` for one that is missing.
+        """
         types = self.program.types
         names = [name for name in self.replaced if name not in self.parameters]
-        return {name: np.zeros(types[name].shape, numpy_dtype(types[name].dtype)) for name in names}
+        found = {name: np.zeros(types[name].shape, numpy_dtype(types[name].dtype)) for name in names}
+        for name in names:
+            of, _, part = name.rpartition(".")
+            if of in self.parameters and part == MASTER:
+                if of not in (parameters or {}):
+                    raise ShardplanError(f"state of {self.name}: no parameter {of}, of which {name} is a copy in f32")
+                found[name][...] = np.asarray(parameters[of])  # type: ignore[index]
+        return found
 
     def __str__(self) -> str:
         """Return inputs and outputs, and a line for each parameter: its dims, and its name in a checkpoint."""
@@ -260,6 +299,14 @@ class Model:
         return f"[{' '.join(f'{dim}={n}' for dim, n in pairs)}]"
 
 
+def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
+    """A model that was made of a program, of another one with its inputs, or under other fields."""
+    known = OPTIMIZERS[fields["optimizer"]].settings if fields["optimizer"] else {}
+    dims, settings = {key: model.dims[key] for key, _ in forward.inputs}, {k: fields[k] for k in known if k in fields}
+    made = modelled(model.name, forward, dims, model.parameters, {}, fields, settings)
+    return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
+
+
 def _near(name: str, known: Iterable[str]) -> str:
     """A guess at what was meant, as the part of a message."""
     found = get_close_matches(name, list(known), 1)
@@ -280,19 +327,17 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
     return kind(**given)
 
 
-def _built(
-    name: str, sizes: Any, training: bool, optimizer: str | None, dtype: str, settings: Mapping[str, float]
-) -> Model:
+def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
     """Write the program of some sizes."""
-    scope = Scope(dtype)
+    scope = Scope(said["dtype"])
     _, write = _FAMILIES[sizes.family]
-    write(scope, sizes, training)
+    write(scope, sizes, said["training"])
     replaced = {key: f"next.{key}" for key in scope.replaced}
     results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
     names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
     program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
-    fields = {"training": training, "optimizer": optimizer, "dtype": dtype, **settings, **dataclasses.asdict(sizes)}
+    fields = {**said, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
     return modelled(name, program, dims, scope.parameters, replaced, said, settings)
 
@@ -309,7 +354,9 @@ def modelled(
     """A model of a forward program."""
     made, names = Training(program, {}, dict(replaced), ()), dict(dims)
     if fields["training"]:
-        made = trained(program, [key for key, p in parameters.items() if p.trained], fields["optimizer"], settings)
+        recipe, wanted = fields.get("precision"), [key for key, p in parameters.items() if p.trained]
+        master = recipe is not None and PRECISIONS[recipe].master
+        made = trained(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.
         names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(

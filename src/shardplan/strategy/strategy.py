@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardplan.core import border
+from shardplan.core.dtypes import short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ScheduleError
 from shardplan.hardware.units import limit_of
@@ -16,6 +17,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.training import PRECISIONS
 
 ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
 TENSOR = ("kv_heads", "ffn", "vocab")
@@ -25,6 +27,7 @@ BATCH, SEQUENCE = ("replica", "data", "expert"), ("context", "expert_context")
 HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
 SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
 AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
+GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 
 
@@ -56,7 +59,10 @@ class Strategy:
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
             around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
             every device has as much to do under a causal mask.
-        gradient_dtype: Of accumulated gradients; by default that of the parameter.
+        precision: `fp32`; or `bf16` or `fp16`: parameters and all that is computed, while the optimizer updates copies
+            in f32. By default as the model is.
+        gradient_dtype: Of accumulated gradients; by default f32 under `fp32` and `bf16`, f16 under `fp16`, and without
+            a precision that of the parameter.
         bucket: Bytes up to which gradients are reduced together: before the update, or where they are dealt out in
             every layer, as parameters that are dealt out are gathered there; where that takes less time. By default
             each is alone.
@@ -88,6 +94,7 @@ class Strategy:
     zero: int = 0
     fsdp: bool = False
     context_kind: ContextKind = "ulysses"
+    precision: str | None = None
     gradient_dtype: str | None = None
     shard: int | None = None
     bucket: float | str | None = None
@@ -142,6 +149,11 @@ class Strategy:
         else:
             border.names("strategy: recompute", self.recompute)
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
+        if self.precision is not None:
+            border.choice("strategy: precision", self.precision, tuple(PRECISIONS))
+        if self.gradient_dtype is not None:
+            found = border.choice("strategy: gradient_dtype", short_name(self.gradient_dtype), GRADIENT_DTYPES)
+            object.__setattr__(self, "gradient_dtype", found)
         if self.fsdp and self.zero == 1:
             raise LayoutError("strategy: fsdp with zero=1; legal are 2, and 3, as by default")
 
@@ -198,6 +210,12 @@ class Strategy:
         return self.global_batch
 
     @property
+    def total_dtype(self) -> str | None:
+        """In what gradients are added up, None for the dtype of the parameter."""
+        recipe = None if self.precision is None else PRECISIONS[self.precision].gradient
+        return self.gradient_dtype or recipe
+
+    @property
     def devices(self) -> int:
         """How many devices it takes."""
         return self.data * self.tensor * self.pipeline * self.context
@@ -242,7 +260,7 @@ class Strategy:
             if name not in model.parameters and not _state_of(model, name):
                 cuts = [(dim, a) for dim, a in places if a and dim in dims]
                 if name in model.replaced:
-                    cuts += [(dim, a) for dim, a in _cuts(dims, axes) if dim not in dict(cuts)]
+                    cuts += [(dim, a) for dim, a in _cuts(_sizes(model, name), axes) if dim not in dict(cuts)]
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
             taken = dict(_axes(held[name]))
@@ -285,13 +303,20 @@ class Strategy:
         yield from ((axis, every[axis]) for axis in axes)
 
 
-def _cuts(dims: tuple[str, ...], axes: Iterable[str]) -> Iterator[tuple[str, Axes]]:
+def _sizes(model: Model, name: str) -> dict[str, int]:
+    """The dims of a value but for layers, of which those longer than 1 can be cut."""
+    sizes = zip(model.dims[name], model.program.types[name].shape, strict=True)
+    return {dim: n for dim, n in sizes if dim != LAYER}
+
+
+def _cuts(dims: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str, Axes]]:
     """How tensor axes cut the dims of a value, each at most once."""
     first = next((d for d in TENSOR if d in dims), None)
     heads, ratio = (tuple(a for a in axes if a in these) for these in (HEADS, RATIO))
     if first == "kv_heads":
-        yield from ((dim, cut) for dim, cut in ((first, heads), ("ratio", ratio)) if cut and dim in dims)
-    elif first is not None and heads + ratio:
+        parts = ((first, heads), ("ratio", ratio))
+        yield from ((dim, cut) for dim, cut in parts if cut and dims.get(dim, 1) > 1)
+    elif first is not None and heads + ratio and dims[first] > 1:
         yield first, heads + ratio
 
 
@@ -305,11 +330,11 @@ def _shared(dims: Iterable[str]) -> str | None:
 
 def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
-    dims = tuple(d for d in model.dims[name] if d != LAYER)
-    shared, sharing = _shared(dims), tuple(a for a in axes if a in SHARING.values())
-    if shared and sharing:
+    sizes = _sizes(model, name)
+    shared, sharing = _shared(sizes), tuple(a for a in axes if a in SHARING.values())
+    if shared and sharing and sizes[shared] > 1:
         yield shared, sharing
-    yield from _cuts(dims, [a for a in axes if not (shared and a in sharing)])
+    yield from _cuts(sizes, [a for a in axes if not (shared and a in sharing)])
 
 
 def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:

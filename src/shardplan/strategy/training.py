@@ -11,7 +11,7 @@ from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, kept
 from shardplan.core.op import Op
-from shardplan.core.ops import AdamW, Elementwise, Sgd
+from shardplan.core.ops import AdamW, Cast, Elementwise, Sgd
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -31,6 +31,23 @@ class Optimizer:
     counts: bool = False
 
 
+class Precision(NamedTuple):
+    """A recipe: the dtype of parameters and of what is computed, and that in which gradients are added up.
+
+    Where parameters are narrower than f32, the optimizer updates a copy in f32, its `master`, which it rounds.
+    """
+
+    dtype: str
+    gradient: str
+
+    @property
+    def master(self) -> bool:
+        """Whether there is such a copy."""
+        return numpy_dtype(self.dtype).itemsize < 4
+
+
+MASTER = "master"
+PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
 _UPDATES = (Optimizer(Sgd, {"lr": 1e-2}), Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True))
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
@@ -54,11 +71,14 @@ def trained(
     optimizer: str | None = None,
     settings: Mapping[str, float] = MappingProxyType({}),
     keep: Keep = kept,
+    *,
+    master: bool = False,
 ) -> Training:
     """Return a program of a `loss` with the gradients in `wanted` as outputs, or with an optimizer the updates.
 
     State of parameter w is w.m, and so on; gradients are gradient.w, and what takes the place of w is next.w. How many
-    steps were done is `step`. `keep` is that of `gradients`.
+    steps were done is `step`. With `master` it is w.master that is updated, and w what it is rounded to. `keep` is
+    that of `gradients`.
     """
     names = list(wanted)
     found = gradients(program, "loss", names, keep)
@@ -83,11 +103,12 @@ def trained(
     for w in names:
         t = named.types[w]
         kept = "f32" if numpy_dtype(t.dtype).itemsize < 4 else t.dtype
-        mine = [f"{w}.{part}" for part in rule.state]
-        for name in mine:
+        first, mine = f"{w}.{MASTER}" if master else w, [f"{w}.{part}" for part in rule.state]
+        for name in (*([first] if master else []), *mine):
             states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
-        out = draft.every(op, w, made[w], *mine, *now)
-        replaced |= zip((w, *mine), out, strict=True)
+        out = draft.every(op, first, made[w], *mine, *now)
+        replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
+        replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
     steps += (_renamed(step, names_of) for step in draft.steps)
     outputs = (*named.outputs[:count], *names_of.values())

@@ -1,8 +1,9 @@
 """What a job holds on a device, action by action, and what it sends: its certificate.
 
 During an action a device holds all state of its rank's stages, the saved values of every microbatch whose forward pass
-is done and whose backward pass is not, and what the program makes beside its inputs. Where B is split, I frees what W
-does not read, and what it keeps for W, with what came for both, stays until W is done. Bytes are of the worst device.
+is done and whose backward pass is not, and what the program makes beside its inputs: what takes the place of state has
+its storage. Where B is split, I frees what W does not read, and what it keeps for W, with what came for both, stays
+until W is done. Bytes are of the worst device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import NEXT, SAVED
+from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED
 from shardplan.strategy.schedules.run import MESSAGES
 
 MOVED = ("OFFLOAD", "RELOAD")
@@ -101,14 +102,14 @@ def _is_state(job: Job, key: str, rank: int) -> bool:
 
 
 def saved_bytes(job: Job, stage: int) -> int:
-    """Return what a microbatch's forward pass saves on a stage."""
+    """Return what a microbatch's forward pass saves on a stage, with what came from others and is read again."""
     return sum(_left(job, stage, "F", {}).values())
 
 
 def moments(job: Job, rank: int) -> Iterator[Moment]:
     """Yield the actions of a rank in the order of the schedule, then its optimizer's, with the bytes that are live."""
     state = {k: t.local_bytes() for k, t in job.state.items() if _is_state(job, k, rank)}
-    peaks = {key: account(p).workspace_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
+    most = {key: account(p).workspace_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
     alive: dict[tuple[int, int], dict[str, int]] = {}  # by stage and microbatch
     row = (a for action in job.schedule.ranks[rank] if action is not None for a in action.leaves)
     actions = [(a.stage, a.kind, a.microbatch, str(a)) for a in row if a.kind not in MESSAGES]
@@ -126,16 +127,18 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             continue
         read = {name for name, _ in job.programs[stage, kind].inputs}
         rest = sum(n for name, n in mine.items() if name not in read)
-        made = [n.removeprefix(NEXT) for n in job.programs[stage, kind].outputs if n.startswith(NEXT)]
-        replaced = {job.key(stage, name) for name in (*read, *made)}  # also what it does not read
-        own = sum(n for key, n in state.items() if key in replaced)
-        yield Moment(text, others - own + rest + peaks[stage, kind], after)
+        made = {o.removeprefix(NEXT) for o in job.programs[stage, kind].outputs if o.startswith(NEXT)}
+        own = sum(n for key, n in state.items() if key in {job.key(stage, name) for name in read | made})
+        before = others + sum(mine.values())
+        yield Moment(text, max(before, others - own + rest + most[stage, kind]), after)
 
 
 def _left(job: Job, stage: int, kind: str, state: Mapping[str, int]) -> dict[str, int]:
     """What is there of a microbatch behind an action: saved; or what W reads: saved, received, or kept by its I."""
     if kind in ("F", "RELOAD"):
         p = job.programs[stage, "F"]
-        return {name: p.types[name].local_bytes() for name in p.outputs if name.startswith(SAVED)}
+        later = {n for k in ("B", "I", "W") if (stage, k) in job.programs for n, _ in job.programs[stage, k].inputs}
+        names = [*(o for o in p.outputs if o.startswith(SAVED)), *(n for n, _ in p.inputs if n.startswith(RECEIVED))]
+        return {name: p.types[name].local_bytes() for name in names if name.startswith(SAVED) or name in later}
     given = job.programs[stage, "W"].inputs if kind == "I" else ()
     return {n: t.local_bytes() for n, t in given if n not in job.batch and job.key(stage, n) not in state}

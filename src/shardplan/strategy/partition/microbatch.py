@@ -36,7 +36,8 @@ Recompute = str | tuple[str, ...]
 class StageCuts:
     """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows.
 
-    `starts` are the first layers of the stages.
+    `starts` are the first layers of the stages. A step is on the stage where the loop before it ends, and what adds to
+    the cotangents of a loop, with it, before it.
     """
 
     stages: tuple[int | None, ...]
@@ -133,7 +134,8 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
     for k, step in enumerate(program.steps):
         types = program.step_types(step)
         light = not any(differs(t) for side in types for t in side)
-        where.append(None if light else 0 if k < first else stages - 1)
+        ends_at = [max(s for s, (a, b) in enumerate(rows[j]) if a < b) for j, op in loops if j < k and op.times]
+        where.append(None if light else ends_at[-1] if ends_at else 0)
     return StageCuts(tuple(where), rows, tuple(starts))
 
 

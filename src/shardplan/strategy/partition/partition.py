@@ -160,7 +160,7 @@ class _Partition:
             out[WEIGHT] = t.with_layout(Layout((axes,)), self.mesh)
         for name in self.micro.gradients:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
-            t = TensorType(self.strategy.gradient_dtype or t.dtype, t.shape, (), t.mesh)
+            t = TensorType(self.strategy.total_dtype or t.dtype, t.shape, (), t.mesh)
             out[TOTAL + name] = self.layouts.stored_type(of, self.micro.dims[name], t, self.mesh, self.held[name])
         return out | {copy: out[name] for copy, name in self.micro.copies.items()}
 
@@ -416,7 +416,9 @@ class _Partition:
 
 
 def _resized(model: Model, strategy: Strategy) -> Model:
-    """The model with the batch of one microbatch."""
+    """The model with the batch of one microbatch, and in its precision."""
+    if strategy.precision is not None and model.fields.get("precision") != strategy.precision:
+        model = model.mixed(strategy.precision)
     batch = strategy.data * strategy.microbatch
     sizes = {
         n

@@ -71,8 +71,8 @@ def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:
     Sums are scattered where the dims want it, then dims are cut, exchanged and gathered.
     """
     mesh = wanted.mesh
-    keeps = set(mesh.expand(wanted.layout.partial))
-    if not keeps <= set(mesh.expand(draft.types[name].layout.partial)):
+    keeps, made = set(mesh.expand(wanted.layout.partial)), draft.types[name].layout
+    if not keeps <= set(mesh.expand(made.partial)) or (keeps and made.reduction != wanted.layout.reduction):
         return None
     for d in range(wanted.ndim):
         t = draft.types[name]

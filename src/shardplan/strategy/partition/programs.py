@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardplan.core.layout import Layout
 from shardplan.core.nested import row, rows
-from shardplan.core.ops import Elementwise
+from shardplan.core.ops import Cast, Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
@@ -17,7 +17,7 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import OPTIMIZERS, renamed
+from shardplan.strategy.training import MASTER, OPTIMIZERS, renamed
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 Types = Mapping[str, TensorType]
@@ -90,6 +90,8 @@ class Writers:
         for v, found in forward.saved.items():
             for t, name in found.items():
                 writer.given(v, t, name)
+        for v in stage.received:  # it is still there
+            self._received(writer, v, v)
         inner = {key: (f"{TOTAL}{name}", t) for key, (name, t) in self.ends.items() if key[0]}
         writer.lines(stage.backward, inner, self.add)
         called: dict[str, str] = {}
@@ -128,19 +130,22 @@ class Writers:
             called[now[0]] = f"{NEXT}step"
         self._bucketed(writer, parameters, types, rule.state)
         for name, copies in parameters.items():
-            mine = [f"{name}.{part}" for part in rule.state]
-            for n in (name, TOTAL + name, *mine):
+            kept = _kept(name, rule.state, types)
+            for n in (TOTAL + name, *kept):
                 if n not in writer.values:
                     writer.given(n, types[n])
             for copy in copies:
                 writer.given(TOTAL + copy, types[TOTAL + name])
                 both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
                 writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
-            layout = types[mine[0] if mine else name].layout
+            layout = types[kept[-1]].layout
             by = f"the update of {name}"
-            given = [writer.want(n, types[n].with_layout(layout), by) for n in (name, TOTAL + name, *mine)]
+            given = [writer.want(n, types[n].with_layout(layout), by) for n in (kept[0], TOTAL + name, *kept[1:])]
             writer.op(op, [*given, *now])
-            for n, value in zip((name, *mine), writer.steps[-1].results, strict=True):
+            made = dict(zip(kept, writer.steps[-1].results, strict=True))
+            if name not in made:
+                made[name] = writer.op(Cast(types[name].dtype), [made[kept[0]]])
+            for n, value in made.items():
                 writer.values[value] = {writer.types[value]: value}
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
@@ -153,7 +158,7 @@ class Writers:
         wishes: list[Wish] = []
         for name in [n for n, copies in reversed([*parameters.items()]) if not copies] if self.bucket else ():
             total = types[TOTAL + name]
-            t = total.with_layout(types[f"{name}.{state[0]}" if state else name].layout)
+            t = total.with_layout(types[_kept(name, state, types)[-1]].layout)
             if t != total:
                 writer.given(TOTAL + name, total)
                 wishes.append(Wish(TOTAL + name, total, t))
@@ -171,8 +176,11 @@ class Writers:
         """Declare what comes from other stages."""
         for b in boundaries:
             if b.kind == kind and b.target[0] == stage.number:
-                writer.given(RECEIVED + b.target[1], self.crossing(b.source[1]))
-                writer.values[b.target[1]] = writer.values.pop(RECEIVED + b.target[1])
+                self._received(writer, b.target[1], b.source[1])
+
+    def _received(self, writer: Writer, name: str, source: str) -> None:
+        writer.given(RECEIVED + name, self.crossing(source))
+        writer.values[name] = writer.values.pop(RECEIVED + name)
 
     def _send(
         self, writer: Writer, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary], called: dict[str, str]
@@ -189,6 +197,12 @@ class Writers:
         """Return the type in which a value goes to another stage: as it was made, but never partial."""
         t = self.settled.type_of(((), name))
         return t.with_layout(Layout(t.layout.dims))
+
+
+def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:
+    """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
+    master = f"{name}.{MASTER}"
+    return [master if master in types else name, *(f"{name}.{part}" for part in state)]
 
 
 def named(program: Program, names: Mapping[str, str]) -> Program:

@@ -30,17 +30,18 @@ class Boundary(NamedTuple):
 
 @dataclass(slots=True)
 class PipelineStage:
-    """The lines of a stage; the values of F that its B reads, and those that come from and go to other stages."""
+    """The lines of a stage; the values of F that its B reads: those that it makes, and those that other stages do."""
 
     number: int
     forward: Lines = field(default_factory=list["Line | Loop"])
     backward: Lines = field(default_factory=list["Line | Loop"])
     saved: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
 
     def shape(self) -> tuple[object, ...]:
         """Return what its programs hang on: lines, and how many rows of a loop."""
         lines = (*self.forward, *self.backward)
-        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved)
+        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved, self.received)
 
 
 def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Boundary]]:
@@ -71,6 +72,7 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
         read = {o for line in stage.backward for o in line.operands}
         stage.saved = tuple(v for line in stage.forward for v in line.results if v in read)
         there = {b.target[1] for b in boundaries if b.target[0] == stage.number}
+        stage.received = tuple(sorted(there & read))
         boundaries += _boundaries("B", stage, stage.backward, made, inputs | there, own)
     forward = {r for stage in stages for line in stage.forward for r in line.results}
     for b in boundaries:
@@ -102,11 +104,18 @@ def _where(micro: Microbatch, line: Line | Loop, made: dict[str, int]) -> list[i
 
 
 def _piece(micro: Microbatch, loop: Loop, stage: int) -> Loop:
-    """The rows of a loop that are a stage's."""
+    """The rows of a loop that are a stage's; what it carries on from another stage has a name of its own.
+
+    What the loop began with may be read beside it: by the loop itself, as an invariant, and behind it.
+    """
     origin = micro.origins[loop.number] if loop.number >= micro.count else None
     rows = micro.cuts.rows[loop.number if origin is None or origin.forward is None else origin.forward]
     first, end = rows[stage]
-    return replace(loop, first=first, end=end)
+    piece = replace(loop, first=first, end=end)
+    if piece.enters:
+        return piece
+    carried = tuple(f"carried.{r}" for r in loop.results[: loop.op.kept])
+    return replace(piece, operands=(*carried, *loop.operands[loop.op.kept :]))
 
 
 def _with_light(lines: Lines, light: Sequence[Line | Loop], inputs: set[str], outputs: Iterable[str]) -> Lines:
