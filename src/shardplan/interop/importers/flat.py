@@ -23,6 +23,7 @@ from shardplan.core.nested import nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
+from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
@@ -63,7 +64,7 @@ def model_of(
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
     rule = AttentionRule()
-    program = counted_means(closed(program, rule))
+    program = _stopping(counted_means(closed(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
@@ -107,6 +108,24 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
             "load: a result that is an input, or twice a result; legal are results of steps, once each"
         )
     return Program(inputs, steps, outputs), names
+
+
+def _stopping(program: Program) -> Program:
+    """A program in which the readers of what is stopped say so, and no step stands for it; in bodies too.
+
+    Nothing else that was written is stopped yet.
+    """
+    held: dict[str, str] = {}
+    steps = list[Step]()
+    for step in program.steps:
+        inner = nested(step.op)
+        if step.stopped and step.results[0] not in program.outputs:
+            held[step.results[0]] = held.get(step.operands[0], step.operands[0])
+            continue
+        op = step.op if inner is None else replace(inner, body=_stopping(inner.body))
+        stopped = (*step.stopped, *(k for k, o in enumerate(step.operands) if o in held))
+        steps.append(Step(op, tuple(held.get(o, o) for o in step.operands), step.results, stopped))
+    return Program(program.inputs, steps, program.outputs)
 
 
 def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
