@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-
-import numpy as np
 
 from shardplan.core import border
 from shardplan.core.dim_names import Names
@@ -25,8 +22,8 @@ from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import fabric_of, where_of
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.balance import balanced, in_flight_of_stages
 from shardplan.strategy.partition.choices import Choice, Layer, served
+from shardplan.strategy.partition.fitting import fitted
 from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
@@ -39,7 +36,7 @@ from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
-from shardplan.strategy.partition.weigh import weighed
+from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy
 
@@ -64,11 +61,8 @@ def partition(
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{shown(model)} and {shown(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
-    return _Partition(model, strategy, topo, layouts, _starts(strategy)).job()
-
-
-def _starts(strategy: Strategy) -> tuple[int, ...] | None:
-    return None if strategy.cuts is None else (0, *strategy.cuts)
+    starts = None if strategy.cuts is None else (0, *strategy.cuts)
+    return _Partition(model, strategy, topo, layouts, starts).job()
 
 
 class _Partition:
@@ -81,7 +75,7 @@ class _Partition:
         starts: tuple[int, ...] | None,
     ) -> None:
         self.starts = starts
-        self.strategy, self.model = strategy, _resized(model, strategy)
+        self.strategy, self.model = strategy, fitted(model, strategy)
         self.training = bool(self.model.fields["training"])
         self.schedule = ordered(strategy, self.model)
         self.chains, owners = self.schedule.copies, self.schedule.owners
@@ -280,7 +274,7 @@ class _Partition:
         return self._job(written, settled, types)
 
     def _better(self, settled: Settled) -> tuple[int, ...]:
-        """The cut by what layers weigh as they are settled; by operations where the device has no speeds."""
+        """The cut by what layers weigh as they are settled."""
         kept = [name for name in self.model.replaced if name not in self.model.parameters]
 
         def size(name: str, of_row: bool) -> int:
@@ -288,16 +282,7 @@ class _Partition:
             types = [self.state[n] for n in mine if n in self.state and "batch" not in self.micro.dims.get(n, ())]
             return sum((row(t) if of_row else t).local_bytes() for t in types)
 
-        layers = weighed(self.micro, self.stages, settled, self.prices, size)
-        device = self.prices.fabric.topology.device
-        weights = [w.seconds if device.flops else w.flops for w in layers]
-        if math.isinf(device.memory):
-            return balanced(weights, self.count)
-        flights, owners = in_flight_of_stages(self.schedule), self.schedule.owners
-        most = [max(flights[s :: self.count]) for s in range(self.count)]
-        held = np.array([[w.state + n * w.saved for w in layers] for n in most])
-        room = [device.memory / owners.count(rank) for rank in owners[: self.count]]
-        return balanced(weights, self.count, held, room)
+        return lightest(self.micro, self.stages, settled, self.prices, size, self.schedule)
 
     def _leaves(self, stage: PipelineStage, name: str) -> bool:
         """Say whether a result leaves on a stage: the last that makes it, but on all what replaces their input."""
@@ -413,21 +398,3 @@ class _Partition:
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]
                 source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
                 yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
-
-
-def _resized(model: Model, strategy: Strategy) -> Model:
-    """The model with the batch of one microbatch, and in its precision."""
-    if strategy.precision is not None and model.fields.get("precision") != strategy.precision:
-        model = model.mixed(strategy.precision)
-    batch = strategy.data * strategy.microbatch
-    sizes = {
-        n
-        for name, dims in model.dims.items()
-        for d, n in zip(dims, model.program.types[name].shape, strict=True)
-        if d == "batch"
-    }
-    if strategy.context_kind == "zigzag":
-        if not model.fields["training"]:
-            raise LayoutError("context_kind='zigzag' of a forward pass, whose results are in order; legal is ring")
-        return model.resize(batch=batch, zigzag=strategy.context)
-    return model if sizes <= {batch} else model.resize(batch=batch)

@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.tensor import TensorType
+from shardplan.strategy.partition.balance import balanced, in_flight_of_stages
 from shardplan.strategy.partition.flow import Line, LineBlock, Loop
 from shardplan.strategy.partition.microbatch import Microbatch
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import PipelineStage
+from shardplan.strategy.schedules.schedule import Schedule
 
 
 class Weight(NamedTuple):
@@ -61,6 +65,28 @@ def weighed(
               for _ in range(line.op.times)]  # fmt: skip
     layers[0], layers[-1] = layers[0].and_(ends[0]), layers[-1].and_(ends[-1] if len(ends) > 1 else Weight())
     return layers
+
+
+def lightest(
+    micro: Microbatch,
+    stages: Sequence[PipelineStage],
+    settled: Settled,
+    prices: Prices,
+    state: StateBytes,
+    schedule: Schedule,
+) -> tuple[int, ...]:
+    """Return the layers that later stages begin with: the cut whose heaviest stage is lightest, within memory.
+
+    By seconds, and by operations where the device has no speeds.
+    """
+    layers, device, count = weighed(micro, stages, settled, prices, state), prices.fabric.topology.device, len(stages)
+    weights = [w.seconds if device.flops else w.flops for w in layers]
+    if math.isinf(device.memory):
+        return balanced(weights, count)
+    flights, owners = in_flight_of_stages(schedule), schedule.owners
+    most = [max(flights[s::count]) for s in range(count)]
+    held = np.array([[w.state + n * w.saved for w in layers] for n in most])
+    return balanced(weights, count, held, [device.memory / owners.count(rank) for rank in owners[:count]])
 
 
 def _saved(settled: Settled, name: str) -> float:

@@ -1,0 +1,25 @@
+"""The model as a strategy runs it: with the batch of one microbatch, in its precision, in its order of positions."""
+
+from __future__ import annotations
+
+from shardplan.errors import LayoutError
+from shardplan.strategy.model import Model
+from shardplan.strategy.strategy import Strategy
+
+
+def fitted(model: Model, strategy: Strategy) -> Model:
+    """Return the model of one microbatch; raises `LayoutError` for an order that it cannot have."""
+    if strategy.precision is not None and model.fields.get("precision") != strategy.precision:
+        model = model.mixed(strategy.precision)
+    batch = strategy.data * strategy.microbatch
+    sizes = {
+        n
+        for name, dims in model.dims.items()
+        for d, n in zip(dims, model.program.types[name].shape, strict=True)
+        if d == "batch"
+    }
+    if strategy.context_kind == "zigzag":
+        if not model.fields["training"]:
+            raise LayoutError("context_kind='zigzag' of a forward pass, whose results are in order; legal is ring")
+        return model.resize(batch=batch, zigzag=strategy.context)
+    return model if sizes <= {batch} else model.resize(batch=batch)
