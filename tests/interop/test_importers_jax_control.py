@@ -105,13 +105,16 @@ def test_scans_inside_scans() -> None:
     assert (op.times, times(op.body)) == (4, [2])
 
 
-def test_a_loss_with_a_scan_is_trained() -> None:
+@pytest.mark.parametrize("stop", [False, True])
+def test_no_gradient_goes_where_it_is_stopped(stop: bool) -> None:
+    held = jax.lax.stop_gradient if stop else lambda x: x
+
     def loss(p: Any, ids: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
-            return x + jax.nn.softmax(x @ w) * (x @ w), None
+            return x + jax.nn.softmax(x @ w) * held(x @ w), None
 
         x, _ = jax.lax.scan(body, p["table"][ids], p["w"])
-        return (x * jnp.cos(x)).mean()
+        return (x * held(jnp.cos(x))).mean()
 
     shapes = {"table": (5, 4), "w": (3, 4, 4)}
     p, ids = weights(shapes), np.asarray([[0, 2, 4]], dtype="i4")

@@ -136,6 +136,12 @@ class Formulas:
         counted = found.kind == "sum" and math.isclose(number * found.number, 1.0, rel_tol=1e-6)
         return found.parts[0] if whole or counted else None
 
+    def unstopped(self, term: Term) -> Term:
+        """A term, of a value through which no gradient goes that value."""
+        step = self.made.get(term.value) if term.kind == "value" else None
+        whole = step is not None and step.stopped == (0,) and step.op == Elementwise("a")
+        return Term("value", value=self.source(step.operands[0])) if step is not None and whole else term
+
     def less(self, term: Term) -> tuple[Term, Term] | None:
         """The two sides of a difference."""
         found = self.opened(term)
@@ -206,7 +212,7 @@ def _softmax(f: Formulas, name: str, t: TensorType) -> Found | None:
     if below.kind != "sum" or above.kind != "exp" or not f.same(below.parts[0], found.parts[0]):
         return None
     sides = f.less(above.parts[0])
-    top = f.opened(sides[1]) if sides else None
+    top = f.opened(f.unstopped(sides[1])) if sides else None  # the gradient is the same with it or without
     if not sides or top is None or top.kind != "max" or not f.same(top.parts[0], sides[0]):
         return None
     return Softmax(t.ndim - 1), [sides[0].value]

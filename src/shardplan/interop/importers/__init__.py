@@ -98,7 +98,7 @@ def load(
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
-            found = settled(partial(write, source, tuple(names or ())), opaque)
+            found = settled(partial(write, source, tuple(names or ())), opaque, training)
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
     raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and {_ENDINGS}")

@@ -45,11 +45,11 @@ class Flattened(NamedTuple):
     constants: Mapping[str, Any]
 
 
-def settled(write: Callable[[FlatWriter], Flattened], opaque: bool) -> Flattened:
+def settled(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
     """Write until no step asks for other factors of a parameter."""
     cuts: dict[tuple[str, int], tuple[int, ...]] = {}
     while True:
-        found = write(FlatWriter(cuts, opaque))
+        found = write(FlatWriter(cuts, opaque, training))
         if not found.writer.wanted:
             return found
         cuts |= found.writer.wanted

@@ -175,10 +175,11 @@ TABLE: dict[str, Handler] = {
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
     "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
     "sharding_constraint": _constrained,
+    "stop_gradient": lambda c, x, **_: c.w.stopped(x) if isinstance(x, Seen) else x,
     "clamp": lambda c, low, x, high: c.each("minimum(maximum({a}, {b}), {c})", x, low, high),
     "log1p": _expression("log(1 + {a})"),
     "expm1": _expression("exp({a}) - 1"),
     "sign": _expression("where({a} > 0, 1, where({a} < 0, -1, 0))"),
     "is_finite": lambda c, x: c.compare("<=", c.each("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]),
-    **dict.fromkeys(("stop_gradient", "copy", "copy_p", "name", "optimization_barrier"), _same),
+    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _same),
 }

@@ -133,7 +133,8 @@ def _inlined(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any]:
     inner, outputs = args[at], list[Any]()
     given = [n for n in inner.graph.nodes if n.op == "placeholder"]
     _graph(w, inner, inner.graph, dict(zip(given, args[at + 1 :], strict=True)), unknown, outputs)
-    return outputs
+    # Without gradients: what is made there is a constant to those outside.
+    return [w.stopped(v) if args[0] is False and isinstance(v, Seen) else v for v in outputs]
 
 
 def _place(node: Any) -> str:

@@ -301,6 +301,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
                      "aten._to_copy.default", "aten.float.default"), _to),
     **dict.fromkeys(("aten.contiguous.default", "aten.clone.default", "aten.alias.default",
-                     "aten.lift_fresh_copy.default", "aten.detach.default", "aten.detach_.default"), _same),
+                     "aten.lift_fresh_copy.default"), _same),
+    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), lambda c, x: c.w.stopped(x)),
     "aten._assert_tensor_metadata.default": lambda c, *_, **__: None,
 }  # fmt: skip

@@ -38,9 +38,9 @@ class Stored(NamedTuple):
 class FlatWriter:
     """Steps that were written, inputs, parameters by the names of their inputs, and dims that have a meaning."""
 
-    def __init__(self, cuts: Cuts, opaque: bool = False) -> None:
+    def __init__(self, cuts: Cuts, opaque: bool = False, training: bool = False) -> None:
         self.cuts, self.wanted = cuts, dict[tuple[str, int], tuple[int, ...]]()
-        self.opaque = opaque
+        self.opaque, self.training = opaque, training
         self.numbers = count()  # of bodies
         self.opaques = 0
         self.draft = Draft({})
@@ -52,9 +52,13 @@ class FlatWriter:
 
     def inside(self) -> FlatWriter:
         """Begin a body, whose parameters, and what is asked of them, are those of this writer."""
-        inner = FlatWriter(self.cuts, self.opaque)
+        inner = FlatWriter(self.cuts, self.opaque, self.training)
         inner.parameters, inner.wanted, inner.numbers = self.parameters, self.wanted, self.numbers
         return inner
+
+    def stopped(self, v: Seen) -> Seen:
+        """The same value, through which no gradient goes; itself where there are no gradients."""
+        return Seen(self.draft(Elementwise("a"), v.name, stopped=(0,)), v.dims) if self.training else v
 
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Seen:
         """Declare an input."""
