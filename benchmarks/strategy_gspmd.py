@@ -1,8 +1,9 @@
 """What a training step moves under strategies, ours beside GSPMD's, by the bytes of compiled programs.
 
-`python -m benchmarks.strategy_gspmd`. A small Llama in plain `jax.numpy`, with the same weights and products, compiled
-for 8 virtual CPU devices with the layouts of our tables: parameters and inputs as `stored`, and the residual stream
-constrained to what its axes serve. The peer computes our loss and our next parameters to 1e-4, once for each row.
+`python -m benchmarks.strategy_gspmd`. A small Llama, and a mixture of experts, in plain `jax.numpy`, with the same weights
+and products, compiled for 8 virtual CPU devices with the layouts of our tables: parameters and inputs as `stored`, and
+the residual stream constrained to what its axes serve. The peer computes our loss and our next parameters to 1e-4, once
+for each row.
 
 XLA for CPU has no pass that makes a reduce-scatter of an all-reduce and the slice behind it, which it has for
 accelerators. `scattered` counts an all-reduce whose every use is a slice, `1/q` of it kept, as that reduce-scatter.
@@ -51,7 +52,8 @@ from shardplan.strategy.partition.memory import certify
 TIMEOUT = 3600.0
 # Of each row: the strategy; where the residual stream lies; points of a layer that are constrained beside it, each with
 # the axes of its dims; more of the model; why it differs.
-Row = tuple[dict[str, Any], tuple[str | None, str | None], dict[str, tuple[str | None, ...]], dict[str, Any], str]
+Axes = str | tuple[str, ...] | None
+Row = tuple[dict[str, Any], tuple[Axes, Axes], dict[str, tuple[Axes, ...]], dict[str, Any], str]
 TENSOR: dict[str, Any] = {"data": 2, "tensor": 4}
 SEQUENCE, CONTEXT = TENSOR | {"sequence_parallel": True}, {"data": 2, "context": 4}
 FSDP, KEYS = {"data": 8, "fsdp": True}, CONTEXT | {"context_kind": "gather"}
@@ -182,6 +184,39 @@ ROWS: dict[str, Row] = {
         ),
     ),
 }
+MIXTURE = {"family": "moe", "experts": 8, "experts_per_token": 2}
+ROWS |= {
+    "expert 8": (
+        {"data": 8, "expert": 8},
+        ("expert", None),
+        {"slots": (None, "expert", None, None)},
+        MIXTURE,
+        (
+            "All-to-alls of slots as ours, and two gathers: of the cotangent of the combined rows and of the slots, which "
+            "have no constraint before they are exchanged."
+        ),
+    ),
+    "expert 4 x data 2": (
+        {"data": 8, "expert": 4},
+        (("data", "expert"), None),
+        {"slots": ("data", "expert", None, None)},
+        MIXTURE,
+        (
+            "As with expert 8; gradients of what is no expert are reduced over both axes one after the other, and those of "
+            "experts over data, as ours."
+        ),
+    ),
+    "expert 8, both ways": (
+        {"data": 8, "expert": 8},
+        ("expert", None),
+        {"slots": (None, "expert", None, None), "filled": ("expert", None, None, None)},
+        MIXTURE,
+        (
+            "Constrained before and behind each exchange; a gather of the router's cotangent, and a reduction of its "
+            "gradient for each layer are left, where ours reduces all gradients once."
+        ),
+    ),
+}
 SLICED_THROUGH = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose")
 
 
@@ -206,6 +241,21 @@ def llama(lay: Any, weight: Any, again: bool) -> Any:
     def product(point: str, spec: str, x: Any, w: Any) -> Any:
         return lay(point, jnp.einsum(spec, x, w))
 
+    def routed(y: Any, w: dict[str, Any]) -> Any:
+        """Experts with slots for their share of a sequence; a choice takes the next one, those behind the last go."""
+        (b, s, _), n = y.shape, w["router"].shape[-1]
+        k = MIXTURE["experts_per_token"]
+        slots = -(-s * k // n)
+        best, chosen = jax.lax.top_k(jnp.einsum("bsh,hn->bsn", y, w["router"]), k)
+        hot = jax.nn.one_hot(chosen.reshape(b, s * k), n, dtype=jnp.int32)
+        place = jnp.sum((jnp.cumsum(hot, 1) - hot) * hot, -1)  # behind the last slot one_hot is zero
+        sent = (hot[..., None] * jax.nn.one_hot(place, slots, dtype=jnp.int32)[..., None, :]).astype(y.dtype)
+        sent = sent.reshape(b, s, k, n, slots)
+        x = lay("slots", lay("filled", jnp.einsum("bskec,bsh->bech", sent, y)))
+        gate, up = (jnp.einsum("bech,ehf->becf", x, w[f"expert_{name}"]) for name in ("gate", "up"))
+        made = lay("slots", jnp.einsum("becf,efh->bech", jax.nn.silu(gate) * up, w["expert_down"]))
+        return jnp.einsum("bskec,bech,bsk->bsh", sent, lay("filled", made), jax.nn.softmax(best, -1))
+
     def layer(x: Any, row: dict[str, Any]) -> tuple[Any, None]:
         w = {name: weight(f"layers.{name}", value) for name, value in row.items()}
         y = lay("normed", norm(x, w["attention_norm"]))
@@ -218,6 +268,8 @@ def llama(lay: Any, weight: Any, again: bool) -> Any:
         mixed = lay("joined", product("mixed", "bgrst,btgd->bsgrd", jax.nn.softmax(scores, -1), v))
         x = lay("stream", x + product("added", "bsgrd,grdh->bsh", mixed, w["o"]))
         y = lay("normed", norm(x, w["mlp_norm"]))
+        if "router" in w:
+            return lay("stream", x + routed(y, w)), None
         gate, up = (product("wide", "bsh,hf->bsf", y, w[name]) for name in ("gate", "up"))
         inside = lay("wide", jax.nn.silu(gate) * up)
         return lay("stream", x + product("added", "bsf,fh->bsh", inside, w["down"])), None

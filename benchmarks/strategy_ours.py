@@ -1,6 +1,6 @@
-"""What our strategies move in a training step of a small Llama; `strategy_gspmd` and `strategy_dtensor` stand beside.
+"""What our strategies move in a training step; `strategy_gspmd` and `strategy_dtensor` stand beside.
 
-Counted are all programs of a job with one microbatch: forward, backward, and the optimizer, which is SGD and so moves
+The models are a small Llama and a mixture of experts. Counted are all programs of a job with one microbatch: forward, backward, and the optimizer, which is SGD and so moves
 nothing but what is left of the gradients' reductions. Bytes are those that the worst device receives, op by op, each as
 often as its loop runs; seconds are the price of every op by itself, nothing overlapped.
 """
@@ -44,7 +44,9 @@ class Moved:
 
 def load(layers: int, **more: Any) -> Model:
     """The model of some layers."""
-    return Model.load("llama", layers=layers, **SIZES | more, optimizer="sgd", lr=RATE)
+    family = more.get("family", "llama")
+    sizes = {name: n for name, n in (SIZES | more).items() if name != "family"}
+    return Model.load(family, layers=layers, **sizes, optimizer="sgd", lr=RATE)
 
 
 def filled(model: Model, seed: int = 0) -> dict[str, np.ndarray]:

@@ -55,7 +55,7 @@ def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
     >>> p = Program({"x": x}, [Step(Expand("h -> b=4 h"), ("x",), ("y",))], ("y",))
     >>> named = dim_names(p, {"x": ("h",)})
     >>> resized(p, named, Sizes({"h": 3, "d0": 4}, {"h": 5, "d0": 2})).steps[0].op
-    Expand(spec='h -> b=2 h', over=Layout(dims=(), partial=(), reduction=None, root=(), boxes=None))
+    Expand(spec='h -> b=2 h', over=Layout(dims=(), partial=(), reduction=None, root=()))
     """
     return _Resizer(program, names, sizes, {}).program()
 
