@@ -1,9 +1,9 @@
 """What a training step moves under strategies, ours beside GSPMD's, by the bytes of compiled programs.
 
-`python -m benchmarks.strategy_gspmd`. A small Llama, and a mixture of experts, in plain `jax.numpy`, with the same weights
-and products, compiled for 8 virtual CPU devices with the layouts of our tables: parameters and inputs as `stored`, and
-the residual stream constrained to what its axes serve. The peer computes our loss and our next parameters to 1e-4, once
-for each row.
+`python -m benchmarks.strategy_gspmd`. A small Llama, and a mixture of experts, in plain `jax.numpy`, with the same
+weights and products, compiled for 8 virtual CPU devices with the layouts of our tables: parameters and inputs as
+`stored`, and the residual stream constrained to what its axes serve. The peer computes our loss and our next
+parameters to 1e-4, once for each row.
 
 XLA for CPU has no pass that makes a reduce-scatter of an all-reduce and the slice behind it, which it has for
 accelerators. `scattered` counts an all-reduce whose every use is a slice, `1/q` of it kept, as that reduce-scatter.
@@ -192,8 +192,8 @@ ROWS |= {
         {"slots": (None, "expert", None, None)},
         MIXTURE,
         (
-            "All-to-alls of slots as ours, and two gathers: of the cotangent of the combined rows and of the slots, which "
-            "have no constraint before they are exchanged."
+            "GSPMD gathers the scores of routers, whose top_k it does not shard, and backward the cotangent of what is "
+            "combined; that takes it one exchange more."
         ),
     ),
     "expert 4 x data 2": (
@@ -201,20 +201,14 @@ ROWS |= {
         (("data", "expert"), None),
         {"slots": ("data", "expert", None, None)},
         MIXTURE,
-        (
-            "As with expert 8; gradients of what is no expert are reduced over both axes one after the other, and those of "
-            "experts over data, as ours."
-        ),
+        "As with expert 8, and its gradients take two reductions a layer.",
     ),
     "expert 8, both ways": (
         {"data": 8, "expert": 8},
         ("expert", None),
         {"slots": (None, "expert", None, None), "filled": ("expert", None, None, None)},
         MIXTURE,
-        (
-            "Constrained before and behind each exchange; a gather of the router's cotangent, and a reduction of its "
-            "gradient for each layer are left, where ours reduces all gradients once."
-        ),
+        "Constrained at both ends of each exchange; the scores are still gathered for top_k.",
     ),
 }
 SLICED_THROUGH = ("get-tuple-element", "bitcast", "copy", "reshape", "transpose")

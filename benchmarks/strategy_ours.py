@@ -1,8 +1,9 @@
 """What our strategies move in a training step; `strategy_gspmd` and `strategy_dtensor` stand beside.
 
-The models are a small Llama and a mixture of experts. Counted are all programs of a job with one microbatch: forward, backward, and the optimizer, which is SGD and so moves
-nothing but what is left of the gradients' reductions. Bytes are those that the worst device receives, op by op, each as
-often as its loop runs; seconds are the price of every op by itself, nothing overlapped.
+The models are a small Llama and a mixture of experts. Counted are all programs of a job with one microbatch: forward,
+backward, and the optimizer, which is SGD and so moves nothing but what is left of the gradients' reductions. Bytes
+are those that the worst device receives, op by op, each as often as its loop runs; seconds are the price of every op
+by itself, nothing overlapped.
 """
 
 from __future__ import annotations
