@@ -103,14 +103,8 @@ def rows(most: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def main() -> None:
-    options = arguments(
-        "schedule_gaps", "Gaps of schedules to the optimum at equal memory.", 8, of="microbatches at most"
-    ).parse_args()
-    found: list[dict[str, Any]] = []
-    for row in rows(options.count):
-        found.append(row)
-        print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)
+def summed(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the rows say together."""
     proved = [row for row in found if row["solved"] == row["bound"]]
     both = [row for row in proved if row["CP-SAT proved"]]
     sure = [row for row in found if row in proved or row["CP-SAT proved"]]
@@ -119,7 +113,7 @@ def main() -> None:
     for row in known:
         for name, length in (row["generators"] | {"listed": row["listed"]}).items():
             gaps.setdefault(name, []).append(100 * (length / row["least"] - 1))
-    summary = {
+    return {
         "shops": len(found),
         "not proved by solve": len(found) - len(proved),
         "not proved by CP-SAT": sum(not row["CP-SAT proved"] for row in found),
@@ -136,6 +130,17 @@ def main() -> None:
             for name, some in sorted(gaps.items())
         },
     }
+
+
+def main() -> None:
+    options = arguments(
+        "schedule_gaps", "Gaps of schedules to the optimum at equal memory.", 8, of="microbatches at most"
+    ).parse_args()
+    found: list[dict[str, Any]] = []
+    for row in rows(options.count):
+        found.append(row)
+        print(f"\r{len(found)}", end="", file=sys.stderr, flush=True)
+    summary = summed(found)
     lines = [[name, *each.values()] for name, each in summary["gaps, percent"].items()]
     print(table(["schedule", "shops", "at the optimum", "mean gap %", "max gap %"], lines))
     print({k: v for k, v in summary.items() if k != "gaps, percent"})
