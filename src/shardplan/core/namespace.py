@@ -42,7 +42,6 @@ class Namespace:
     erf: Callable[[Tensor], Tensor]
     sin: Callable[[Tensor], Tensor]
     cos: Callable[[Tensor], Tensor]
-    abs: Callable[[Tensor], Tensor]
 
 
 def wide(dtype: Dtype) -> Dtype:
@@ -87,5 +86,4 @@ NUMPY = Namespace(
     erf=erf,
     sin=np.sin,
     cos=np.cos,
-    abs=np.abs,
 )

@@ -62,5 +62,4 @@ def jax_namespace() -> Namespace:
         erf=jax.lax.erf,
         sin=jnp.sin,
         cos=jnp.cos,
-        abs=jnp.abs,
     )

@@ -96,7 +96,6 @@ def torch_namespace(device: torch.device) -> Namespace:
         erf=torch.erf,
         sin=torch.sin,
         cos=torch.cos,
-        abs=torch.abs,
     )
 
 
