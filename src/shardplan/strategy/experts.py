@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardplan.core.ops import Combine, Dispatch, Expand, OneHot, ReduceDims, Reshape, Softmax, TopK
-from shardplan.core.ops.layers import MASKED
+from shardplan.core.ops.ring_rounds import MASKED
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes
 

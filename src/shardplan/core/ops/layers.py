@@ -10,30 +10,17 @@ from typing import ClassVar
 
 from shardplan.core import border
 from shardplan.core.draft import Draft
-from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import WHOLE, counted
 from shardplan.core.ops.indexing import Gather, Iota
-from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape
+from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
-from shardplan.core.ops.ring import RingAttention
-from shardplan.core.ops.ring_rounds import MASKED
+from shardplan.core.ops.ring import RingAttention, masked
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-
-
-def _wide(d: Draft, name: str) -> str:
-    """A value in f32 where its dtype is narrower; what is made of it is rounded at the end."""
-    t = d.types[name]
-    narrow = numpy_dtype(t.dtype).kind in "fV" and t.itemsize < 4
-    return d(Cast("f32"), name) if narrow else name
-
-
-def _as(d: Draft, name: str, t: TensorType) -> str:
-    return name if d.types[name].dtype == t.dtype else d(Cast(t.dtype), name)
 
 
 def _softmax(d: Draft, x: str, dim: int) -> str:
@@ -52,7 +39,7 @@ class Softmax(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Less the largest."""
         (t,) = counted(self.name, operands, 1)
-        return [_as(d, _softmax(d, _wide(d, "0"), self.dim), t)]
+        return [cast_to(d, _softmax(d, widened(d, "0"), self.dim), t.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +52,11 @@ class LayerNorm(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Mean, then variance of what is left."""
         t, _, _ = counted(self.name, operands, 3)
-        x, last = _wide(d, "0"), (t.ndim - 1,)
+        x, last = widened(d, "0"), (t.ndim - 1,)
         x = d(Elementwise("a - b"), x, d(ReduceDims(last, "mean", keep=True), x))
         variance = d(ReduceDims(last, "mean", keep=True), d(Elementwise("a * a"), x))
-        y = d(Elementwise(f"a * rsqrt(b + {self.eps}) * c + d"), x, variance, _wide(d, "1"), _wide(d, "2"))
-        return [_as(d, y, t)]
+        y = d(Elementwise(f"a * rsqrt(b + {self.eps}) * c + d"), x, variance, widened(d, "1"), widened(d, "2"))
+        return [cast_to(d, y, t.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +69,9 @@ class RmsNorm(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """The mean of squares, and a product."""
         t, _ = counted(self.name, operands, 2)
-        x = _wide(d, "0")
+        x = widened(d, "0")
         square = d(ReduceDims((t.ndim - 1,), "mean", keep=True), d(Elementwise("a * a"), x))
-        return [_as(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, _wide(d, "1")), t)]
+        return [cast_to(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, widened(d, "1")), t.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +109,14 @@ class CrossEntropy(Composed):
         if not t.ndim or ids.shape != t.shape[:-1]:
             raise TypingError(f"logits {t} and targets {ids}; legal are targets of the shape of all dims but the last")
         last = (t.ndim - 1,)
-        x = _wide(d, "0")
+        x = widened(d, "0")
         top = d(ReduceDims(last, "max", keep=True), x)
         total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
         hot = d(Cast("bool"), _hot(d, "1", t.shape[-1], t.layout.dims[-1]))
         chosen = d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))
         loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
         dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
-        return [_as(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t)]
+        return [cast_to(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t.dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +154,7 @@ class Attention(Composed):
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
         q, k = counted(self.name, operands[:3], 3)[:2]
-        scores = d(Einsum("bsgrd,btgd->bgrst"), _wide(d, "0"), _wide(d, "1"))
+        scores = d(Einsum("bsgrd,btgd->bgrst"), widened(d, "0"), widened(d, "1"))
         scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
         border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
         if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
@@ -175,15 +162,15 @@ class Attention(Composed):
         if self.causal and self.zigzag > 1:
             column = Zigzag(q.shape[1], self.zigzag).written(d, q.mesh)
             row = d(Reshape("s -> s one=1"), column)
-            scores = d(Elementwise(f"where(a, {MASKED}, b)"), _late(d, row, column), scores)
+            scores = masked(d, row, column, scores)
         elif self.causal:
             row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
             if len(operands) > 3:
                 row = d(Elementwise("a + b"), row, "3")
             column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
-            scores = d(Elementwise(f"where(a, {MASKED}, b)"), _late(d, row, column), scores)
-        out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), _wide(d, "2"))
-        return [_as(d, out, q)]
+            scores = masked(d, row, column, scores)
+        out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), widened(d, "2"))
+        return [cast_to(d, out, q.dtype)]
 
     def in_rounds(self, *operands: TensorType) -> RingAttention | None:
         """Keys and values go round where a sequence attends to itself, and not to a cache."""
@@ -194,10 +181,6 @@ class Attention(Composed):
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
         q, k = operands[:2]
         return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
-
-
-def _late(d: Draft, row: str, column: str) -> str:
-    return d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +204,7 @@ class Rotary(Composed):
         half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
         between = ascii_uppercase[: t.ndim - 3]
         lead = " ".join(f"bs{between}")
-        x = d(Reshape(f"{lead} ({pair}) -> {lead} {pair}"), _wide(d, "0"))
+        x = d(Reshape(f"{lead} ({pair}) -> {lead} {pair}"), widened(d, "0"))
         kind = d.types[x].dtype
         number = d(Iota(kind, (1, *((half, 1) if self.interleaved else (1, half))), 1 + (not self.interleaved),
                         Layout(((), (), ())), t.mesh))  # fmt: skip
@@ -233,7 +216,7 @@ class Rotary(Composed):
         turn = Einsum(f"bs{between}{letters[0]},tu->bs{between}{letters[1]}")
         turned = d(turn, x, d(Elementwise("a - b"), *quarter))
         y = d(Elementwise(f"a * cos(c) {'-' if self.back else '+'} b * sin(c)"), x, turned, angle)
-        return [_as(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t)]
+        return [cast_to(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t.dtype)]
 
     def pull(
         self,

@@ -263,6 +263,17 @@ class Cast(Ruled):
         return float(math.prod(operands[0].local_shape(0)))
 
 
+def cast_to(d: Draft, name: str, dtype: str) -> str:
+    """Write a value in a dtype, and return its name; one that is of it already stays."""
+    return name if d.types[name].dtype == dtype else d(Cast(dtype), name)
+
+
+def widened(d: Draft, name: str) -> str:
+    """Write a value in f32 where its dtype is narrower; what is made of it is rounded at the end."""
+    t = d.types[name]
+    return cast_to(d, name, "f32") if numpy_dtype(t.dtype).kind in "fV" and t.itemsize < 4 else name
+
+
 @dataclass(frozen=True, slots=True)
 class Pin(Ruled):
     """The same values, of which a program's author says `to` which axes of a larger mesh their dims are to be cut.

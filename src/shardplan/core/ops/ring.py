@@ -28,7 +28,7 @@ from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
 from shardplan.core.ops.compute import common_dtype
 from shardplan.core.ops.movement import AllGather, Slice
 from shardplan.core.ops.overlapped import Overlapped
-from shardplan.core.ops.placing import Cast, Reshape
+from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
 from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, own, tile_backward, tile_forward
@@ -77,21 +77,17 @@ class _Rotating(Overlapped):
         column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
         axes = self.members(t)
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
-        late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
-        return d(Elementwise(f"where(a, {MASKED}, b)"), late, x)
+        return masked(d, row, column, x)
 
     def _gathered(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
-def _wide(d: Draft, name: str) -> str:
-    to = wide_name(d.types[name].dtype)
-    return name if d.types[name].dtype == to else d(Cast(to), name)
-
-
-def _as(d: Draft, name: str, dtype: str) -> str:
-    return name if d.types[name].dtype == dtype else d(Cast(dtype), name)
+def masked(d: Draft, row: str, column: str, scores: str) -> str:
+    """Write scores of which those of a position `column` behind the position `row` do not count."""
+    late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
+    return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +123,13 @@ class RingAttention(_Rotating):
         """Keys and values gathered, and attention."""
         self.infer(*operands)
         d = Draft.of(operands)
-        x = self._scores(d, _wide(d, "0"), self._gathered(d, _wide(d, "1")))
+        x = self._scores(d, widened(d, "0"), self._gathered(d, widened(d, "1")))
         top = d(ReduceDims((4,), "max", keep=True), x)
         e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
         total = d(ReduceDims((4,), keep=True), e)
-        out = d(Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gathered(d, _wide(d, "2")))
+        out = d(Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gathered(d, widened(d, "2")))
         lse = d(Elementwise("log(a) + b"), total, top, stopped=(1,))
-        return d.done(_as(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
+        return d.done(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
 
     def pull(
         self,
@@ -145,7 +141,7 @@ class RingAttention(_Rotating):
     ) -> Sequence[str | None]:
         """One ring back; what it takes of the results is made before: their product with the cotangents."""
         came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
-        inner = draft(Einsum("bsgre,bsgre->bsgr"), _wide(draft, came), _wide(draft, results[0]))
+        inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
         return draft.every(
             RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
@@ -222,8 +218,8 @@ class RingAttentionBackward(_Rotating):
         """Keys and values gathered; their cotangents reduced and scattered."""
         self.infer(*operands)
         d, axes = Draft.of(operands), self.members(operands[1])
-        q, k, v = _wide(d, "0"), self._gathered(d, _wide(d, "1")), self._gathered(d, _wide(d, "2"))
-        came, of = _wide(d, "5"), operands[0].dtype
+        q, k, v = widened(d, "0"), self._gathered(d, widened(d, "1")), self._gathered(d, widened(d, "2"))
+        came, of = widened(d, "5"), operands[0].dtype
         one = " ".join("bsgr")
         lse, less = (d(Reshape(f"{one} -> {one} one=1"), name) for name in ("3", "4"))
         p = d(Elementwise("exp(a - b)"), self._scores(d, q, k), lse)
@@ -233,7 +229,7 @@ class RingAttentionBackward(_Rotating):
         for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
             made = d(Einsum(spec), x, y)
             found.append(d(ReduceScatter(SEQUENCE, axes), made) if axes else made)
-        return d.done(*(_as(d, name, of) for name in found))
+        return d.done(*(cast_to(d, name, of) for name in found))
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """As many rounds as tiles, and one in which the last cotangents come home.
