@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shardplan.errors import TypingError
 Shape = tuple[int, ...]
 Where = Callable[[TensorType], tuple[tuple[Any, ...], Shape]]  # start and shape of this device's box of a type
 LocalRun = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
+KernelClass = Literal["product", "attention", "streamed"]
 WHOLE = Layout(())  # no axes on any dim
 
 
@@ -59,6 +60,11 @@ class Compute(Op):
     @abc.abstractmethod
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """The class of kernels that computes it: a `product`, `attention`, or `streamed`, as fast as it reads and writes."""
+        return "streamed"
 
     @property
     def pinned(self) -> Layout | None:
