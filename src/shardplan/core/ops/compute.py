@@ -63,7 +63,7 @@ class Compute(Op):
 
     @property
     def kernel_class(self) -> KernelClass:
-        """The class of kernels that computes it: a `product`, `attention`, or `streamed`, as fast as it reads and writes."""
+        """The class of its kernel: a `product`, `attention`, or `streamed`, as fast as it reads and writes."""
         return "streamed"
 
     @property

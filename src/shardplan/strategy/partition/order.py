@@ -16,8 +16,9 @@ RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file say
 def ordered(strategy: Strategy, model: Model) -> Schedule:
     """Return the order of actions: of a model that does not train the forward part.
 
-    Raises `LayoutError` for what is predicted alone, and `ScheduleError` for a generator that is not defined for these sizes, and for a schedule of one's own that is
-    not complete, in whose order ranks wait in a circle, or that does not train where the model does.
+    Raises `LayoutError` for what is predicted alone; `ScheduleError` for a generator that is not defined for these
+    sizes, and for a schedule of one's own that is not complete, in whose order ranks wait in a circle, or that does
+    not train where the model does.
     """
     for name, plain in (("tensor_overlap", False), ("offload_layers", 0)):
         if getattr(strategy, name) != plain:
