@@ -26,6 +26,9 @@ Nics = Annotated[
     str | None,
     typer.Option("--nics", metavar="COUNTxGBIT", help="Of a log: NICs of a node, Gbit/s of each: 8x400."),
 ]
+Params = Annotated[
+    Path | None, typer.Option("--params", metavar="FILE", help="Of steps: parameters, as calibrate writes them.")
+]
 System = Annotated[str | None, typer.Option("--system", help="Of a log: the cluster's name; the file's without.")]
 
 
@@ -36,9 +39,21 @@ def validate(
     gpus_per_node: PerNode = None,
     nics: Nics = None,
     system: System = None,
+    params: Params = None,
+    source: Annotated[str | None, typer.Option("--source", help="Of steps: only this source of rows.")] = None,
+    explain: Annotated[str | None, typer.Option("--explain", metavar="ID", help="Of steps: one row's parts.")] = None,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            "--gate", metavar="PERCENT", help="Of steps: the most mean error of a source's seconds; else exit 1."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict measured collectives, and print the errors by library, op, nodes and bytes."""
+    """Predict measured collectives, or measured training steps, and print the errors."""
+    if _steps([file]):
+        _validate_steps(file, params, source, explain, gate, as_json)
+        return
     from shardplan.report.measured import validation_text
     from shardplan.report.text import json_text
     from shardplan.simulation.validation import validate_samples
@@ -51,6 +66,62 @@ def validate(
     print(validation_text(verdict))
 
 
+def _steps(files: list[Path]) -> bool:
+    """Whether files have rows of measured steps; all do, or none."""
+    from shardplan.simulation.accuracy.step_rows import is_steps
+
+    found = {path.is_file() and is_steps(path) for path in files}
+    if len(found) > 1:
+        raise LayoutError("files of steps and of collectives together; legal are files of one kind")
+    return True in found
+
+
+def _validate_steps(
+    file: Path, params: Path | None, source: str | None, explain: str | None, gate: str | None, as_json: bool
+) -> None:
+    from shardplan.cli.bar import progress_bar
+    from shardplan.report.steps import explained, steps_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.accuracy.step_rows import read_steps
+    from shardplan.simulation.accuracy.step_validation import validate_steps
+    from shardplan.simulation.closed.machines import machine_fit, parse_fit
+
+    rows = read_steps(file)
+    tables = sorted({row.table for row in rows})
+    if source is not None:
+        rows = [row for row in rows if row.table == source]
+        if not rows:
+            raise LayoutError(f"--source {source}: no row of it; legal are {', '.join(tables)}")
+    limit = None if gate is None else _percent(gate)
+    given = None if params is None else parse_fit(params.read_text(encoding="utf-8"), str(params))
+    fit_of = machine_fit if given is None else lambda preset: given
+    if explain is not None:
+        row = next((row for row in rows if row.id == explain), None)
+        if row is None:
+            raise LayoutError(f"--explain {explain}: no row has that id; legal is one such as {rows[0].id}")
+        print(json_text(explained(row, fit_of)[0]) if as_json else explained(row, fit_of)[1])
+        return
+    with progress_bar() as tell:
+        done = iter(range(1, len(rows) + 1))
+        verdict = validate_steps(rows, fit_of, lambda row: tell and tell(next(done), len(rows), row.id))
+    print(json_text(verdict.to_dict()) if as_json else steps_text(verdict))
+    worse = [s for s in verdict.sources if s.gate and s.quantity == "seconds_per_step" and limit is not None
+             and (s.numbers["mean_error_percent"] or 0.0) > limit]  # fmt: skip
+    if worse:
+        print(f"{worse[0].source}: {worse[0].numbers['mean_error_percent']:.1f} % is above {gate} %", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _percent(text: str) -> float:
+    try:
+        found = float(text.rstrip("% "))
+    except ValueError:
+        raise ParseError(f"--gate {text!r}; legal is a number of percent, such as 6") from None
+    if not found >= 0:
+        raise ParseError(f"--gate {text!r}; legal is 0 and more")
+    return found
+
+
 def calibrate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE..", help=FILE_HELP)],
     library: Annotated[
@@ -61,10 +132,17 @@ def calibrate(
     gpus_per_node: PerNode = None,
     nics: Nics = None,
     system: System = None,
+    machine: Annotated[
+        str | None, typer.Option("--machine", metavar="PRESET", help="Of steps: the machine whose rows are fitted.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of steps: of the groups that are held out.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="TABLE", help="Write the fitted table, a .toml.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fit the constants of a library's table to measured collectives."""
+    """Fit the constants of a library's table to measured collectives, or of a machine to measured steps."""
+    if _steps(files):
+        _calibrate_steps(files, machine, seed, out, as_json)
+        return
     from shardplan.hardware.measured.fitting import fit
     from shardplan.hardware.measured.sample_setup import unknown_systems
     from shardplan.hardware.prices.library import library as load
@@ -88,6 +166,24 @@ def calibrate(
         return
     _say_unknown(unknown)
     print(calibration_text(fitted, skipped))
+
+
+def _calibrate_steps(files: list[Path], machine: str | None, seed: int, out: Path | None, as_json: bool) -> None:
+    from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.steps import step_fit_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.accuracy.calibration import calibrated
+    from shardplan.simulation.accuracy.step_rows import read_steps
+
+    check_writable(out)
+    rows = [row for path in files for row in read_steps(path)]
+    presets = sorted({row.cluster.preset for row in rows})
+    if machine not in presets:
+        raise LayoutError(f"--machine {machine}; legal are those of the rows: {', '.join(presets)}")
+    found = calibrated(rows, str(machine), seed)
+    if out is not None:
+        write_atomic(out, found.text.encode())
+    print(json_text(found.to_dict()) if as_json else step_fit_text(found))
 
 
 def _samples(

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.links import LevelRates
-from shardplan.simulation.closed.memory import memory
+from shardplan.simulation.closed.memory import memory, of_layers
 from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
@@ -72,6 +72,10 @@ class ClosedForm:
     _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
 
+    def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
+        """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
+        return ClosedForm(self.model, topology, parameters, self._readings, self._bases)
+
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
         n = len(c)
@@ -95,6 +99,17 @@ class ClosedForm:
             for whole, part in zip(made, found, strict=True):
                 whole[where] = part
         return made
+
+    def layers(self, c: Configurations) -> tuple[Floats, Floats]:
+        """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
+        out = np.zeros((2, len(c)))
+        for reading, where, cost in self._classes(c):
+            one = c[where]
+            for value in np.unique(one.columns["pipeline"] * 1000 + one.columns["interleave"]):
+                at = np.flatnonzero(one.columns["pipeline"] * 1000 + one.columns["interleave"] == value)
+                counts = layers_of(reading.layers, int(value // 1000 * (value % 1000)))
+                out[:, where[at]] = of_layers(one[at], cost.at(at), counts)
+        return out[0], out[1]
 
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
         """Every group of one number of chunks."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from shardplan.core import border
 from shardplan.errors import ParseError, ShardplanError, shown
-from shardplan.hardware.toml_fields import known
+from shardplan.hardware.toml_fields import basic_string, known
 from shardplan.simulation.closed.parameters import Parameters
 
 _FILES = Path(__file__).parent / "machines"
@@ -20,18 +24,32 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FILES.glob("*.toml")))
 
 
-@cache
-def of_machine(name: str) -> Parameters:
-    """Return the parameters of a preset's machine; of one without a file those that stand in `Parameters`.
+@dataclass(frozen=True, slots=True, eq=False)
+class MachineFit:
+    """Parameters of a machine, and the joint covariance of the logarithms of those in `names` that were fitted."""
 
-    >>> of_machine("jean-zay-a100-80g").network < of_machine("no such machine").network
+    parameters: Parameters
+    names: tuple[str, ...] = ()
+    covariance: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+
+
+@cache
+def machine_fit(name: str) -> MachineFit:
+    """Return the fit of a preset's machine; of one without a file what stands in `Parameters`, and nothing fitted.
+
+    >>> machine_fit("jean-zay-a100-80g").parameters.network < machine_fit("no such machine").parameters.network
     True
     """
     path = _FILES / f"{name}.toml"
-    return parse_parameters(path.read_text(), path.name) if name in shipped() else Parameters()
+    return parse_fit(path.read_text(), path.name) if name in shipped() else MachineFit(Parameters())
 
 
-def parse_parameters(text: str, what: str = "parameters") -> Parameters:
+def of_machine(name: str) -> Parameters:
+    """Return the parameters of a preset's machine."""
+    return machine_fit(name).parameters
+
+
+def parse_fit(text: str, what: str = "parameters") -> MachineFit:
     """Read a file of parameters: a table `parameters`, and beside it `machine`, `source` and a table `fit`.
 
     Raises `ParseError` where it is no TOML, `ShardplanError` for a key or a value that is not legal.
@@ -47,4 +65,27 @@ def parse_parameters(text: str, what: str = "parameters") -> Parameters:
             f"{what}: parameters is {shown(said)}; legal is a table of {', '.join(Parameters.names())}"
         )
     known(f"{what}: parameters", said, Parameters.names())
-    return Parameters(**{k: border.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()})
+    values = {k: border.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()}
+    fit = data.get("fit", {})
+    names = tuple(fit.get("names", ()))
+    covariance = np.array(fit.get("covariance", np.zeros((0, 0))), dtype=float)
+    if covariance.shape != (len(names), len(names)) or not {*names} <= {*Parameters.names()}:
+        raise ShardplanError(
+            f"{what}: fit has {len(names)} names and a covariance of {covariance.shape}; legal are alike"
+        )
+    return MachineFit(Parameters(**values), names, covariance)
+
+
+def fit_text(machine: str, source: str, fit: MachineFit, notes: Mapping[str, object]) -> str:
+    """Print a fit as a file that `parse_fit` reads back; `notes` are rows, errors and the like."""
+    lines = [f"machine = {basic_string(machine)}", f"source = {basic_string(source)}", "[parameters]"]
+    plain = Parameters()
+    for name in Parameters.names():
+        value = getattr(fit.parameters, name)
+        if name in fit.names or value != getattr(plain, name):
+            lines.append(f"{name} = {value!r}")
+    lines += ["[fit]", *(f"{name} = {value!r}" for name, value in notes.items())]
+    lines.append(f"names = [{', '.join(map(basic_string, fit.names))}]")
+    rows = (", ".join(f"{x:.4g}" for x in row) for row in fit.covariance)
+    lines.append("covariance = [" + ", ".join(f"[{row}]" for row in rows) + "]")
+    return "\n".join(lines) + "\n"

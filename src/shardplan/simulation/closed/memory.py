@@ -8,15 +8,18 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.stages import widths
+from shardplan.strategy.strategy import NARROW
 
 Floats = np.ndarray
 # Unfused attention keeps of a score its softmax, the mask of its dropout and what that leaves; each of a layer's two
 # residual sums has a mask of dropout, a byte an element (arXiv 2205.05198, section 4.1).
 SCORE, MASKS = 5.0, 2.0
 # Bytes of a logit at the loss: the logits, and their softmax in f32, in whose place the gradient is written.
-# PyTorch's loss holds them in 16 bits, in f32, their softmax and its gradient.
+# PyTorch's loss holds them in 16 bits, in f32, their softmax and its gradient; software of the days of the first fused
+# attention has its fused loss, too.
 LOGIT = {False: 6.0, True: 14.0}
 FULL, SELECTIVE = (CODES["recompute"].index(name) for name in ("full", "selective"))
+FLASH1 = CODES["attention"].index("flash1")
 UNFUSED = CODES["attention"].index("unfused")
 
 
@@ -29,9 +32,23 @@ def memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) ->
     waiting = ranks * in_flight(c)
     work = whole.max(axis=0)
     busy = np.broadcast_to(np.maximum(work, buffers(c, cost)), waiting.shape).copy()
-    logit = np.where(c.columns["fsdp"], LOGIT[True], LOGIT[False])
+    eager = c.columns["fsdp"] & (c.columns["attention"] != FLASH1)
+    logit = np.where(eager, LOGIT[True], LOGIT[False])
     busy[-1] = np.maximum(busy[-1], cost.rows["logits"][-1] * logit)
     return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
+
+
+def of_layers(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
+    """Return what the layers alone hold on the rank that has most: state, and what waits to run back, [n] each.
+
+    That is what arXiv 2205.05198 counts: no embedding, no head, nothing that an allocator adds.
+    """
+    alone = counts.copy()
+    alone[-2:] = 0
+    layers, _ = saved(c, cost)
+    chunks = np.einsum("rc,rn->cn", counts[:-2], layers)
+    ranks = chunks.reshape(-1, int(c.columns["pipeline"][0]), len(c)).mean(axis=0)
+    return static(c, cost, alone).max(axis=0), (ranks * in_flight(c)).max(axis=0)
 
 
 def saved(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
@@ -40,7 +57,9 @@ def saved(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
     unfused = col["attention"] == UNFUSED
     scores = rows["scores"][:-2] * SCORE * unfused if "scores" in rows else 0.0
     masks = MASKS * cost.carried / 2 * unfused
-    plain = rows["saved"][:-2] + masks
+    narrow = np.isin(col["precision"], [CODES["precision"].index(name) for name in NARROW])
+    # What narrow products read again backward is kept as they read it.
+    plain = rows["saved"][:-2] - narrow * rows.get("saved for products", np.zeros_like(rows["saved"]))[:-2] / 2 + masks
     products = rows.get("saved products", np.zeros_like(rows["saved"]))[:-2]
     whole = plain + scores
     kept = np.where(col["recompute"] == FULL, cost.carried, whole)
@@ -81,7 +100,7 @@ def static(c: Configurations, cost: LayerCost, counts: Floats) -> Floats:
     few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
     zero = np.where(col["fsdp"], 3, col["zero"])
     # Before gradients were accumulated in the product, those of a microbatch had a place of their own.
-    twice = (col["attention"] == UNFUSED) & (gradients != weights)
+    twice = (col["attention"] == UNFUSED) & (gradients != weights) & (col["zero"] > 0)
     gradients = gradients + weights * twice
     out: Floats = np.zeros((pipeline, len(c)))
     for kind, shares in (("parameters", replicas), ("experts", few)):

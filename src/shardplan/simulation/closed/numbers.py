@@ -187,6 +187,8 @@ def layer_costs(
         add(kind, h.run, sizes.volume(h.value.extents))
     for s in reading.saved:
         add("saved", s.run, sizes.bytes(s.value))
+        if s.into == "product":
+            add("saved for products", s.run, sizes.bytes(s.value))
         if s.kind == "product":
             add("saved products", s.run, sizes.bytes(s.value))
     if "logits" not in rows:

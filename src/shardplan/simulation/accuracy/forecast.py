@@ -1,0 +1,125 @@
+"""Rows predicted: seconds with an interval, bytes, and whether it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardplan.errors import ShardplanError
+from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
+from shardplan.simulation.accuracy.subject import model_of, strategies_of, topology_of_row
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import MachineFit, machine_fit
+from shardplan.strategy.strategy import Strategy
+
+Floats = np.ndarray
+# Of the logarithm of a prediction, what no parameter explains: one number for every machine and source, the spread of
+# the residuals of all fits (`benchmarks.step_accuracy` prints it).
+RESIDUAL = 0.055
+MEMORY_RESIDUAL = 0.1  # nine predictions in ten of bytes are off by less: what is not, does not fit
+NORMAL_90 = 1.645  # half of a normal distribution's 90 %
+STEP = 1e-3  # of a parameter's logarithm, in a derivative
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A prediction of a row; `assumed` has fields that were unpublished, with the values that it takes least with."""
+
+    id: str
+    seconds_per_step: float
+    seconds_interval: tuple[float, float]
+    peak_bytes: float
+    activation_bytes: float
+    parameter_and_optimizer_bytes: float
+    fits: bool
+    assumed: Mapping[str, object]
+
+
+def forecast(
+    rows: Iterable[StepRow],
+    fit_of: Callable[[str], MachineFit] = machine_fit,
+    done: Callable[[StepRow], None] = lambda row: None,
+) -> tuple[list[Forecast], list[tuple[str, str]]]:
+    """Return the predictions of rows, in their order, and the ids and reasons of those that have none.
+
+    Args:
+        rows: What was measured; nothing of that is read.
+        fit_of: By the preset of a topology the parameters of its machine.
+        done: Called with every row.
+    """
+    forms: dict[RowModel, ClosedForm] = {}
+    groups: dict[tuple[RowModel, RowCluster], list[tuple[int, StepRow, list[Strategy]]]] = {}
+    found: dict[int, Forecast] = {}
+    skipped: list[tuple[str, str]] = []
+    for number, row in enumerate(rows):
+        try:
+            groups.setdefault((row.model, row.cluster), []).append((number, row, strategies_of(row)))
+        except ShardplanError as error:
+            skipped.append((row.id, str(error)))
+            done(row)
+    for (model, cluster), members in groups.items():
+        try:
+            topology, machine = topology_of_row(cluster), fit_of(cluster.preset)
+            form = forms.setdefault(model, ClosedForm(model_of(model), topology))
+            made = _together(form.on(topology, machine.parameters), machine, members)
+            found |= zip((number for number, _, _ in members), made, strict=True)
+        except ShardplanError as error:
+            skipped += [(row.id, str(error)) for _, row, _ in members]
+        for _, row, _ in members:
+            done(row)
+    return [found[number] for number in sorted(found)], skipped
+
+
+def _together(
+    form: ClosedForm, machine: MachineFit, members: Sequence[tuple[int, StepRow, list[Strategy]]]
+) -> Iterator[Forecast]:
+    """Rows of one model and cluster: each with the strategy, of those it may be, that takes least."""
+    every = [s for _, _, several in members for s in several]
+    tried = form(Configurations.of(every))
+    fits = tried.peak_bytes * (1 - MEMORY_RESIDUAL) <= form.topology.device.memory
+    best: list[Strategy] = []
+    at = 0
+    for _, _, several in members:
+        mine = slice(at, at + len(several))
+        least = np.where(fits[mine] | ~fits[mine].any(), tried.seconds[mine], np.inf)
+        best.append(several[int(np.argmin(least))])
+        at += len(several)
+    columns = Configurations.of(best)
+    out = form(columns)
+    half = NORMAL_90 * np.hypot(RESIDUAL, spread(form, columns, machine))
+    # Where it is not said in what gradients are accumulated it is counted as the paper does, in f32.
+    plain = [replace(s, gradient_dtype=s.gradient_dtype or "f32") for s in best]
+    state, waiting = form.layers(Configurations.of(plain))
+    for k, (_, row, _) in enumerate(members):
+        now, peak = float(out.seconds[k]), float(out.peak_bytes[k])
+        yield Forecast(
+            row.id,
+            now,
+            (now * math.exp(-half[k]), now * math.exp(half[k])),
+            peak,
+            float(waiting[k]),
+            float(state[k]),
+            peak * (1 - MEMORY_RESIDUAL) <= form.topology.device.memory,
+            {name: getattr(best[k], name) for name in row.unknown},
+        )
+
+
+def spread(form: ClosedForm, columns: Configurations, machine: MachineFit) -> Floats:
+    """Return the standard deviation of the logarithms of predictions that the parameters leave open, [n].
+
+    The joint covariance of their logarithms, through the derivatives of the predictions.
+    """
+    if not machine.names:
+        return np.zeros(len(columns))
+    at = np.log(form(columns).seconds)
+    slopes = np.stack([(np.log(_moved(form, name)(columns).seconds) - at) / STEP for name in machine.names])
+    return np.sqrt(np.maximum(np.einsum("kn,kl,ln->n", slopes, machine.covariance, slopes), 0.0))
+
+
+def _moved(form: ClosedForm, name: str) -> ClosedForm:
+    p = form.parameters
+    return form.on(form.topology, replace(p, **{name: getattr(p, name) * math.exp(STEP)}))

@@ -1,0 +1,85 @@
+"""What a row measured: its model, its strategy or those that it may have been, and its topology."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from shardplan.errors import ShardplanError
+from shardplan.hardware.topology import Topology
+from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
+from shardplan.strategy.model import Model
+from shardplan.strategy.strategy import Strategy
+
+# What a field that is unpublished may have been.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "microbatch": (1, 2, 4, 8),
+    "interleave": (1, 2, 3, 4, 5, 6, 8),
+    "schedule": ("1f1b", "interleaved"),
+    "recompute": ("none", "selective", "full"),
+    "sequence_parallel": (False, True),
+    "zero": (0, 1),
+    "precision": ("bf16",),
+}
+
+
+@lru_cache(maxsize=256)
+def model_of(row: RowModel) -> Model:
+    """Return the model of explicit shape, training in bf16: of two sequences, so that its batch has a factor."""
+    fields: dict[str, Any] = {name: getattr(row, name) for name in ("layers", "hidden", "heads", "ffn", "seq", "vocab")}
+    if row.family == "gpt":
+        fields["positions"] = row.seq
+    else:
+        fields["kv_heads"] = row.kv_heads
+    more = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn")
+    fields |= {name: getattr(row, name) for name in more if getattr(row, name)}
+    if row.family == "moe":
+        fields |= {"experts": row.experts, "experts_per_token": row.experts_per_token}
+        fields.setdefault("dense_layers", 0)
+    return Model.load(row.family, batch=2, precision="bf16", **fields)
+
+
+def strategies_of(row: StepRow) -> list[Strategy]:
+    """Return the strategy of a row; several where fields of it are unpublished: those that are legal.
+
+    Raises `ShardplanError` where none is.
+    """
+    said = row.strategy
+    fixed: dict[str, Any] = {name: getattr(said, name) for name in said.__struct_fields__ if name not in row.unknown}
+    if row.model.family != "moe":
+        fixed["expert"] = 1
+    if fixed.get("tensor") == 1:
+        fixed["sequence_parallel"] = False
+    found: list[Strategy] = []
+    refused = "no combination"
+    free = [name for name in row.unknown if name not in fixed]
+    for chosen in itertools.product(*(CHOICES[name] for name in free)):
+        one = fixed | dict(zip(free, chosen, strict=True))
+        apart = one["schedule"] == "interleaved"
+        if free and (apart != (one["interleave"] > 1) or one["pipeline"] * one["interleave"] > row.model.layers):
+            continue
+        try:
+            found.append(Strategy(**one))
+        except ShardplanError as error:
+            refused = str(error)
+    if not found:
+        raise ShardplanError(f"{row.id}: {refused}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def topology_of_row(cluster: RowCluster) -> Topology:
+    """Return a preset with as many devices, whose inner level has as many as share the fast links.
+
+    Where those do not divide the devices, a node holds the largest number that does.
+    """
+    whole = Topology.load(cluster.preset)
+    inside = min(cluster.devices_per_node, cluster.devices)
+    while cluster.devices % inside:
+        inside -= 1
+    *_, outer, inner = whole.levels
+    ports = max(1, round(outer.uplinks * inside / inner.size))
+    node = replace(outer, size=cluster.devices // inside, uplinks=ports)
+    return replace(whole, levels=(node, replace(inner, size=inside)))
