@@ -9,10 +9,16 @@ Reading order:
 - `periods`        what repeats in the lists of a named schedule
 - `compiled`       `compiled`: a schedule made ready, once
 - `sweeping`       `sweep`: when all is done; periods extrapolated where that is proved
+- `bounds`         `lower_bound`: what no order of the same work is below
+- `equal_lines`    the makespan of equal chunks as a maximum of lines
+- `closed_step`    `closed_step`: exact for equal chunks, else a bound
+- `lines`          `timeline_of`: one configuration as a `Timeline`, with memory
 """
 
+from shardplan.simulation.sweep.bounds import lower_bound
+from shardplan.simulation.sweep.closed_step import closed_step
 from shardplan.simulation.sweep.compiled import Compiled, compiled
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.simulation.sweep.sweeping import Swept, sweep
 
-__all__ = ["StageSeconds", "Compiled", "compiled", "Swept", "sweep"]
+__all__ = ["StageSeconds", "Compiled", "compiled", "Swept", "sweep", "lower_bound", "closed_step"]

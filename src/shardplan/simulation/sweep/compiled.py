@@ -8,14 +8,15 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ScheduleError
+from shardplan.errors import ScheduleError, ShardplanError, shown
 from shardplan.simulation.sweep.graph import KINDS, ActionGraph
-from shardplan.simulation.sweep.lists import B, I, PassLists, of_actions
+from shardplan.simulation.sweep.lists import I, PassLists, of_actions
 from shardplan.simulation.sweep.periods import PeriodicLists, periodic
 from shardplan.simulation.sweep.placed import graph_of_placed
+from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.strategy.schedules import GENERATORS, Schedule, check
 from shardplan.strategy.schedules import schedule as named
-from shardplan.strategy.schedules.run import MESSAGES, MODES
+from shardplan.strategy.schedules.run import MODES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +95,16 @@ def compiled(
     return _compiled_name(schedule, p, m, v)
 
 
+def checked(what: str, schedule: Compiled, stages: StageSeconds) -> None:
+    """Raise `ShardplanError` unless the stages have as many chunks as the schedule."""
+    if not isinstance(stages, StageSeconds) or stages.chunks != schedule.chunks:
+        has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else shown(stages)
+        raise ShardplanError(
+            f"{what} of {schedule.name or 'a schedule'}: the stages are {has}; legal are StageSeconds of "
+            f"{schedule.chunks} chunks on {schedule.ranks} ranks"
+        )
+
+
 @lru_cache(maxsize=1024)
 def _compiled_name(name: str, p: int, m: int, v: int) -> Compiled:
     repeats = periodic(name, p, m, v)
@@ -101,8 +112,7 @@ def _compiled_name(name: str, p: int, m: int, v: int) -> Compiled:
         return _of(_named_lists(name, p, m, v), name, m, v, None, "blocking", None)
     # A period more than none holds the most that any number of them does: each gives back what it takes.
     lists = repeats.lists(1)
-    found = _of(lists, name, m, v, repeats, "blocking", None)
-    return found
+    return _of(lists, name, m, v, repeats, "blocking", None)
 
 
 @lru_cache(maxsize=64)
@@ -124,11 +134,9 @@ def _of(
 ) -> Compiled:
     forwards, backwards = lists.counts()
     if repeats is not None:
-        scale = m // int(forwards.sum(axis=0).max())
         more = (m - repeats.microbatches) // repeats.period - 1
         one, none = (repeats.lists(times).counts() for times in (1, 0))
         forwards, backwards = (a + more * (a - b) for a, b in zip(one, none, strict=True))
-        assert scale >= 1, "a period adds microbatches"
     return Compiled(
         name,
         lists.ranks,

@@ -88,8 +88,8 @@ class StageSeconds:
         wide = [np.repeat(x[:, None], chunks, axis=1) for x in (f, i, w)]
         return StageSeconds(*wide, np.repeat(s[:, None], chunks - 1, axis=1))
 
-    def table(self) -> np.ndarray:
-        """The rows that codes of a graph point into, float [codes, n]: see `graph.code`."""
-        whole = self.backward_input + self.backward_weight
-        blocks = (self.forward, self.backward_input, self.backward_weight, whole, self.send, self.send_back)
-        return np.concatenate([np.zeros((1, len(self))), *(block.T for block in blocks)])
+    def table(self, part: slice = slice(None)) -> np.ndarray:
+        """The rows that codes of a graph point into, float [codes, n]: see `graph.code`; of some configurations."""
+        forward, back, weight = (x[part].T for x in (self.forward, self.backward_input, self.backward_weight))
+        rows = (forward, back, weight, back + weight, self.send[part].T, self.send_back[part].T)
+        return np.concatenate([np.zeros((1, forward.shape[1])), *rows])

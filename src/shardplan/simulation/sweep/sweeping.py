@@ -16,8 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError
-from shardplan.simulation.sweep.compiled import Compiled
+from shardplan.simulation.sweep.compiled import Compiled, checked
 from shardplan.simulation.sweep.graph import ActionGraph
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
@@ -75,12 +74,7 @@ def sweep(compiled: Compiled, stages: StageSeconds, extrapolate: bool = True, ti
     >>> swept.bubble_seconds, swept.idle_seconds
     (array([9.]), array([9.]))
     """
-    if not isinstance(stages, StageSeconds) or stages.chunks != compiled.chunks:
-        has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else type(stages).__name__
-        raise ShardplanError(
-            f"sweep of {compiled.name or 'a schedule'}: stages are {has}; legal are StageSeconds of "
-            f"{compiled.chunks} chunks, {compiled.ranks} ranks with {compiled.chunks / compiled.ranks:g} each"
-        )
+    checked("sweep", compiled, stages)
     shortened = border.flag("extrapolate", extrapolate) and not border.flag("times", times)
     n, skipped = len(stages), np.zeros(len(stages), dtype=np.int64)
     first, last = np.empty((2, compiled.ranks, n))
