@@ -18,7 +18,8 @@ Reading order:
 from shardplan.simulation.sweep.bounds import lower_bound
 from shardplan.simulation.sweep.closed_step import closed_step
 from shardplan.simulation.sweep.compiled import Compiled, compiled
+from shardplan.simulation.sweep.lines import timeline_of
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.simulation.sweep.sweeping import Swept, sweep
 
-__all__ = ["StageSeconds", "Compiled", "compiled", "Swept", "sweep", "lower_bound", "closed_step"]
+__all__ = ["StageSeconds", "Compiled", "compiled", "Swept", "sweep", "lower_bound", "closed_step", "timeline_of"]

@@ -83,15 +83,15 @@ def bound_forms(compiled: Compiled) -> BoundForms:
         """The form of passing some chunks and the messages between them and the next one."""
         form = np.zeros(codes)
         for c in chosen:
-            form += one[code(kind, np.int64(c), chunks)]
+            form += one[code(kind, c, chunks)]
             if owners[copy, c] != owners[copy, c + 1]:
-                form += one[int(message_code(back, c, chunks))]
+                form += one[message_code(back, c, chunks)]
         return form
 
     there, back = np.zeros((2, copies, ranks, codes))
     reached = np.zeros((copies, ranks), dtype=bool)
     chains = np.zeros((copies, codes))
-    last = one[code(W, np.int64(0), chunks)] if compiled.split else np.zeros(codes)
+    last = one[code(W, 0, chunks)] if compiled.split else np.zeros(codes)
     for k in range(copies):
         for r in range(ranks):
             own = np.flatnonzero(owners[k] == r).tolist()
@@ -100,18 +100,18 @@ def bound_forms(compiled: Compiled) -> BoundForms:
                 there[k, r] = way(k, F, 0, list(range(own[0])))
                 if backs:
                     back[k, r] = way(k, value, 1, list(range(own[0]))) + last
-        chains[k] = way(k, F, 0, list(range(chunks - 1))) + one[code(F, np.int64(chunks - 1), chunks)]
+        chains[k] = way(k, F, 0, list(range(chunks - 1))) + one[code(F, chunks - 1, chunks)]
         if backs:
             chains[k] += way(k, value, 1, list(range(chunks - 1))) + last
-            chains[k] += one[code(value, np.int64(chunks - 1), chunks)]
+            chains[k] += one[code(value, chunks - 1, chunks)]
     work = np.zeros((2, ranks, codes))
     for r in range(ranks):
         for c in range(chunks):
             forward, backward = (counts[r, c] * one for counts in (compiled.forwards, compiled.backwards))
-            work[:, r] += forward[code(F, np.int64(c), chunks)]
+            work[:, r] += forward[code(F, c, chunks)]
             if backs:
-                work[0, r] += backward[code(value, np.int64(c), chunks)]
-                work[1, r] += backward[code(B, np.int64(c), chunks)]
+                work[0, r] += backward[code(value, c, chunks)]
+                work[1, r] += backward[code(B, c, chunks)]
     nothing = np.zeros_like(back)
     return BoundForms(
         work.reshape(2 * ranks, codes),

@@ -95,7 +95,7 @@ def compiled(
     return _compiled_name(schedule, p, m, v)
 
 
-def checked(what: str, schedule: Compiled, stages: StageSeconds) -> None:
+def checked(what: str, schedule: Compiled, stages: object) -> None:
     """Raise `ShardplanError` unless the stages have as many chunks as the schedule."""
     if not isinstance(stages, StageSeconds) or stages.chunks != schedule.chunks:
         has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else shown(stages)

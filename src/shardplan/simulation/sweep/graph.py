@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,14 +21,15 @@ from shardplan.strategy.schedules import Action
 
 KINDS = ("F", "I", "W", "B")  # in the order of the table of times
 FREE = 0  # the code of what takes no time
+_Index = TypeVar("_Index", int, np.ndarray)
 
 
-def code(kind: int, chunk: np.ndarray, chunks: int) -> np.ndarray:
+def code(kind: _Index, chunk: _Index, chunks: int) -> _Index:
     """The row of the table of times of a computation, by its place in `KINDS`."""
     return 1 + kind * chunks + chunk
 
 
-def message_code(back: int, low: np.ndarray | int, chunks: int) -> np.ndarray | int:
+def message_code(back: int, low: _Index, chunks: int) -> _Index:
     """The row of the table of times of a message between the chunks `low` and `low + 1`, `back` or (0) forward."""
     return 1 + len(KINDS) * chunks + back * (chunks - 1) + low
 

@@ -99,5 +99,5 @@ def of_actions(ranks: Sequence[Sequence[Action | None]], owners: Sequence[int], 
         for leaf in action.leaves
         if leaf.kind in places
     ]
-    arrays = np.array(found, dtype=np.int64).reshape(-1, 4).T
-    return PassLists(*arrays, np.asarray(owners, dtype=np.int64), copies, len(ranks))
+    rank, kind, stage, microbatch = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    return PassLists(rank, kind, stage, microbatch, np.asarray(owners, dtype=np.int64), copies, len(ranks))

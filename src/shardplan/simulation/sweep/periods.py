@@ -20,8 +20,8 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.simulation.sweep.graph import ActionGraph
-from shardplan.simulation.sweep.lists import F, W, PassLists, of_actions
-from shardplan.strategy.schedules import GENERATORS, Schedule
+from shardplan.simulation.sweep.lists import F, PassLists, W, of_actions
+from shardplan.strategy.schedules import GENERATORS
 
 _Rows = list[np.ndarray]  # of each rank, kind * stages + stage of its passes
 
@@ -104,10 +104,10 @@ def periodic(name: str, ranks: int, microbatches: int, chunks: int) -> PeriodicL
         stages = int(longer.stage.max()) + 1
         owners = np.zeros(stages, dtype=np.int64)
         owners[longer.stage] = longer.rank
-        rows = [_codes(each, stages) for each in (short, longer)]
-        cut = _cut(*rows, owners, made.copies)
+        a, b = _codes(short, stages), _codes(longer, stages)
+        cut = _cut(a, b, owners, made.copies)
         if cut is not None:
-            found = _template(*rows, cut, owners, made.copies, tried, q)
+            found = _template(a, b, cut, owners, made.copies, tried, q)
             if found is not None:
                 return found
         tried *= 2

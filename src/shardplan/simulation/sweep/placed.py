@@ -39,9 +39,9 @@ class _Places:
 
     def graph(self) -> ActionGraph:
         """The graph, in levels."""
-        arrays = np.array(self.nodes, dtype=np.int64).reshape(-1, 4).T
+        first, second, lag, cost = np.array(self.nodes, dtype=np.int64).reshape(-1, 4).T
         heads, tails = np.array(self.ends, dtype=np.int64).T
-        return levelled(*arrays, heads, tails, None, tuple(self.actions))
+        return levelled(first, second, lag, cost, heads, tails, None, tuple(self.actions))
 
     def _node(self, first: int, second: int, cost: int) -> int:
         self.nodes.append([first, second, FREE, cost])
@@ -52,8 +52,8 @@ class _Places:
         posted = clock
         for action in (leaf for whole in group for leaf in whole.leaves):
             if action.kind in KINDS:
-                place = np.int64(KINDS.index(action.kind))
-                clock = self._node(clock, -1, int(code(int(place), np.int64(action.stage % self.chunks), self.chunks)))
+                cost = code(KINDS.index(action.kind), action.stage % self.chunks, self.chunks)
+                clock = self._node(clock, -1, cost)
                 self.actions.append((rank, action, clock))
                 own.append(clock)
             elif action.kind in SENDS or action.kind in RECEIVES:
@@ -66,7 +66,7 @@ class _Places:
         if sent not in self.message:
             back = int(sent.kind == "SEND_B")
             cost = message_code(back, sent.stage % self.chunks - back, self.chunks)
-            self.message[sent] = self._node(-1, -1, int(cost))
+            self.message[sent] = self._node(-1, -1, cost)
         event = self.message[sent]
         if sends or not self.buffered:
             self.nodes[event][0 if sends else 1] = posted

@@ -85,8 +85,8 @@ class StageSeconds:
         """Return configurations whose chunks are alike: each argument one number, or one a configuration."""
         told = (forward, backward_input, backward_weight, send)
         f, i, w, s = np.broadcast_arrays(*(np.atleast_1d(np.asarray(x, dtype=np.float64)) for x in told))
-        wide = [np.repeat(x[:, None], chunks, axis=1) for x in (f, i, w)]
-        return StageSeconds(*wide, np.repeat(s[:, None], chunks - 1, axis=1))
+        wide = np.ones((1, chunks))
+        return StageSeconds(f[:, None] * wide, i[:, None] * wide, w[:, None] * wide, s[:, None] * wide[:, 1:])
 
     def table(self, part: slice = slice(None)) -> np.ndarray:
         """The rows that codes of a graph point into, float [codes, n]: see `graph.code`; of some configurations."""
