@@ -200,9 +200,9 @@ def test_a_timeline_of_placed_messages_is_its_sweep(messages: str, seed: int) ->
 
 def test_messages_on_their_way_at_once_have_lanes() -> None:
     swept = sweep(compiled("gpipe", 2, 3), StageSeconds.equal(2, 1.0, 1.0, 1.0, 5.0))
-    line = timeline_of(swept, names={"send": "p2p", "F": "fwd"}, devices=(4, 7))
+    line = timeline_of(swept, names={"P2P": "message", "F": "fwd"}, devices=(4, 7))
     assert {i.stream for i in line.intervals if i.device == 4} == {"compute", "comm", "comm 1", "comm 2"}
-    assert line.devices == (4, 7) and {"p2p", "fwd", "backward"} == {i.kind for i in line.intervals}
+    assert line.devices == (4, 7) and {"message", "fwd", "backward"} == {i.kind for i in line.intervals}
 
 
 def test_what_is_refused() -> None:

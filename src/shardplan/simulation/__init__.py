@@ -13,7 +13,8 @@ Reading order:
 - `events`      the event simulation of a program: devices at their own pace, links shared fairly
 - `replay`      the same of a script, message by message, as the lab's links would carry it
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
+- `sweep/`      a pipeline's schedule for many configurations at once: events of its stages, closed forms, bounds
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
-This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
+This room imports `core`, `hardware`, `plans`, `strategy` and the errors, and numpy and msgspec.
 """

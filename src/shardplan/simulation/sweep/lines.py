@@ -30,7 +30,7 @@ NAMES: Mapping[str, str] = {
     "B": "backward",
     "I": "backward_input",
     "W": "backward_weight",
-    "send": "send",
+    "P2P": "p2p",
     "before": "before",
     "after": "after",
 }
@@ -55,7 +55,7 @@ def timeline_of(
     >>> swept = sweep(compiled("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0, 0.5))
     >>> line = timeline_of(swept, kept_bytes=[100] * 4)
     >>> line.seconds, line.peak_bytes, {k: float(v) for k, v in line.breakdown.items()}
-    (41.0, 400, {'backward': 22.0, 'forward': 11.0, 'send': 8.0})
+    (41.0, 400, {'backward': 22.0, 'forward': 11.0, 'p2p': 8.0})
     """
     done = swept.compiled
     what = f"timeline_of {done.name or 'a schedule'}"
@@ -160,8 +160,8 @@ class _Lines:
         self, rank: int, start: float, end: float, why: tuple[int, ...], sent: tuple[int, Action] | None
     ) -> int:
         """A message; its lane is found when all are known."""
-        name = self.words["send"] if sent is None else f"send({sent[1]})"
-        return self._add(rank, COMM, start, end, name, "send", why)
+        name = self.words["P2P"] if sent is None else f"send({sent[1]})"
+        return self._add(rank, COMM, start, end, name, "P2P", why)
 
 
 def _on_lanes(found: list[Interval]) -> tuple[Interval, ...]:

@@ -9,8 +9,6 @@ import numpy as np
 
 from shardplan.errors import ShardplanError, shown
 
-_SHAPES = {"send": "[n, chunks - 1]", "send_back": "[n, chunks - 1]", "before": "[n]", "after": "[n]"}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageSeconds:
@@ -46,8 +44,9 @@ class StageSeconds:
         for each in fields(self):
             value = getattr(self, each.name)
             array = np.asarray(given[each.name] if value is None else value)
-            said = _SHAPES.get(each.name, "[n, chunks]")
-            wanted = {"[n]": (n,), "[n, chunks - 1]": (n, chunks - 1)}.get(said, (n, chunks))
+            between, once = each.name.startswith("send"), each.name in ("before", "after")
+            said = "[n]" if once else "[n, chunks - 1]" if between else "[n, chunks]"
+            wanted = (n,) if once else (n, chunks - between)
             if array.shape != wanted or array.dtype.kind not in "fiu":
                 raise ShardplanError(
                     f"StageSeconds: {each.name} is {array.dtype} of the shape {array.shape}; "
