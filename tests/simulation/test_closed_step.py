@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from shardplan.errors import ShardplanError
 from shardplan.simulation.sweep import StageSeconds, closed_step, compiled, lower_bound, sweep
 from shardplan.simulation.sweep.equal_lines import FORMULAS, equal_lines, found_lines
-from shardplan.strategy.schedules import Schedule, Shop, listed, schedule
+from shardplan.simulation.sweep.periods import PERIODS
+from shardplan.simulation.sweep.ways import ways
+from shardplan.strategy.schedules import Schedule, Shop, Times, listed, placed, schedule
 from simulation.slow_pipeline import drawn_stages, named
 from strategy.schedules.drawn import drawn
 
@@ -62,12 +64,47 @@ def test_bounds_are_never_above_events(sizes: tuple[str, int, int, int], seed: i
     assert (closed_step(ready, stages) <= events).all()
 
 
+@given(st.sampled_from(sorted(PERIODS)), st.integers(2, 6), st.integers(0, 60), SEEDS)
+@settings(max_examples=30)
+def test_bounds_of_long_schedules_are_never_above_events(name: str, p: int, more: int, seed: int) -> None:
+    """Long enough that ways through fewer periods are made longer."""
+    p += p % 2 * (name == "dualpipe")
+    m = (700 + more) * (p if name == "interleaved" else 2)
+    ready = compiled(name, p, m)
+    assert len(ways(ready))
+    stages = drawn_stages(seed, 12, ready.chunks)
+    assert (closed_step(ready, stages) <= sweep(ready, stages).makespan * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("name", sorted(PERIODS))
+def test_ways_are_near_where_chunks_differ_and_messages_take_time(name: str) -> None:
+    random = np.random.default_rng(0)
+    for m in (24, 2400):
+        ready = compiled(name, 4, m)
+        n, c = 40, ready.chunks
+        wide = (random.uniform(0.9, 1.1, (n, c)) for _ in range(3))
+        stages = StageSeconds(*wide, *(random.uniform(0, 0.1, (n, c - 1)) for _ in range(2)))
+        share = closed_step(ready, stages) / sweep(ready, stages).makespan
+        far = closed_step(ready, stages, near=False) / sweep(ready, stages).makespan
+        assert share.mean() > 0.99 and (share >= far * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("m", [24, 2400])
+def test_1f1b_waits_for_its_messages_with_each_microbatch_and_so_do_its_ways(m: int) -> None:
+    ready = compiled("1f1b", 4, m)
+    stages = StageSeconds.equal(4, 1.0, 1.0, 1.0, [0.02, 0.05, 0.2])
+    events = sweep(ready, stages).makespan
+    assert closed_step(ready, stages) == pytest.approx(events, rel=1e-12)
+    assert (closed_step(ready, stages, near=False) < 0.995 * events).all()
+
+
 @given(SEEDS)
 @settings(max_examples=150)
 def test_bounds_of_users_schedules_are_never_above_events(seed: int) -> None:
     found = drawn(Random(seed), messages=False)
-    ready, stages = compiled(found), drawn_stages(seed, 12, found.stages)
-    assert (closed_step(ready, stages) <= sweep(ready, stages).makespan * (1 + 1e-12)).all()
+    stages = drawn_stages(seed, 12, found.stages)
+    for ready in (compiled(found), compiled(placed(found, Times(1, 1, 1), 0.5))):
+        assert (closed_step(ready, stages) <= sweep(ready, stages).makespan * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

@@ -11,6 +11,7 @@ Reading order:
 - `sweeping`       `sweep`: when all is done; periods extrapolated where that is proved
 - `bounds`         `lower_bound`: what no order of the same work is below
 - `equal_lines`    the makespan of equal chunks as a maximum of lines
+- `ways`           some ways through the actions, as bounds
 - `closed_step`    `closed_step`: exact for equal chunks, else a bound
 - `lines`          `timeline_of`: one configuration as a `Timeline`, with memory
 """
