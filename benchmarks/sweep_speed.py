@@ -4,7 +4,8 @@
 configuration has other times of its chunks and messages, by a seeded chance. `cold`: nothing of the schedule is
 remembered, compiling counts. Beside them `replay`, which runs the lists of one configuration in plain Python, and whose
 makespans must be the same. `closed / events` says how near the closed form is on these unequal stages, in the mean; it
-is never above. `without ways` is `near=False`. The large cases are one configuration, cold, with periods extrapolated where a regime is reached.
+is never above. `without ways` is `near=False`. The large cases are one configuration, cold, with periods extrapolated
+where a regime is reached.
 """
 
 from __future__ import annotations
