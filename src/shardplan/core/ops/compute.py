@@ -28,7 +28,7 @@ from shardplan.errors import TypingError
 Shape = tuple[int, ...]
 Where = Callable[[TensorType], tuple[tuple[Any, ...], Shape]]  # start and shape of this device's box of a type
 LocalRun = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
-KernelClass = Literal["product", "attention", "streamed"]
+KernelClass = Literal["product", "scores", "loss", "streamed"]
 WHOLE = Layout(())  # no axes on any dim
 
 
@@ -63,8 +63,12 @@ class Compute(Op):
 
     @property
     def kernel_class(self) -> KernelClass:
-        """The class of its kernel: a `product`, `attention`, or `streamed`, as fast as it reads and writes."""
+        """The class of its kernel: `product`, `scores` (attention), `loss`, or, by what it touches, `streamed`."""
         return "streamed"
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Say whether the results are partial with `reduction` when exactly the operands `partial` are."""
+        return False
 
     @property
     def pinned(self) -> Layout | None:

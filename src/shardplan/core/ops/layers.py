@@ -103,6 +103,11 @@ class CrossEntropy(Composed):
 
     name: ClassVar[str] = "cross_entropy"
 
+    @property
+    def kernel_class(self) -> KernelClass:
+        """A loss."""
+        return "loss"
+
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
         t, ids = counted(self.name, operands, 2)
@@ -154,7 +159,7 @@ class Attention(Composed):
     @property
     def kernel_class(self) -> KernelClass:
         """Attention."""
-        return "attention"
+        return "scores"
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
