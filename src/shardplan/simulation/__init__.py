@@ -13,6 +13,7 @@ Reading order:
 - `events`      the event simulation of a program: devices at their own pace, links shared fairly
 - `replay`      the same of a script, message by message, as the lab's links would carry it
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
+- `sweep/`      a pipeline's schedule for many configurations at once: events of its stages, closed forms, bounds
 - `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 

@@ -119,7 +119,9 @@ class ListRun:
             if self.mode == "buffered":
                 sent = clock if action.kind in SENDS else self.posted[action.matching] + self.message
                 return clock, max(clock, sent)
-            return clock, max([clock, *(self.posted[other] for other in self.needed(action))]) + self.message
+            # Those of a group are on their way at once: each from when both of its ends are posted.
+            begun = self.posted[action]
+            return begun, max([begun, *(self.posted[other] for other in self.needed(action))]) + self.message
         if self.together is not None and action.parts:
             start = max(self._ready(leaf, action, clock) for leaf in action.leaves)
             self.done.update(dict.fromkeys(action.leaves, start + self.together(action)))
