@@ -14,6 +14,7 @@ Reading order:
 - `replay`      the same of a script, message by message, as the lab's links would carry it
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
+- `parity`      a folder of its own: DistIR's simulator, reproduced with its mistakes
 
 This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
 """
