@@ -13,8 +13,9 @@ Reading order:
 - `events`      the event simulation of a program: devices at their own pace, links shared fairly
 - `replay`      the same of a script, message by message, as the lab's links would carry it
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
+- `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
-- `parity`      a folder of its own: DistIR's simulator, reproduced with its mistakes
+- `parity/`     DistIR's simulator, reproduced with its mistakes
 
-This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
+This room imports `core`, `hardware`, `plans`, `strategy` and the errors, and numpy and msgspec.
 """
