@@ -16,6 +16,7 @@ Reading order:
 - `sweep/`      a pipeline's schedule for many configurations at once: events of its stages, closed forms, bounds
 - `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
+- `parity/`     DistIR's simulator, reproduced with its mistakes
 
 This room imports `core`, `hardware`, `plans`, `strategy` and the errors, and numpy and msgspec.
 """
