@@ -19,13 +19,16 @@ from shardplan.simulation.closed.memory import memory, of_layers
 from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, layer_rows, layers_of, recipe
+from shardplan.simulation.closed.stages import Dealt, layer_rows, layers_of, recipe, weight_parts
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, Reading
+from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import NARROW, SHARING, Strategy
 
 Floats = np.ndarray
 Ints = np.ndarray
+# Schedules whose step is that of its busiest rank, and of what the others do before and behind it; others are asked.
+FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
 INNER = (
     "group",
     "tensor",
@@ -46,10 +49,14 @@ class PricedSteps(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a microbatch by chunk: arrays [n, chunks]; of messages between chunks [n]; and of once a step [n]."""
+    """Seconds of a microbatch by chunk: arrays [n, chunks]; of messages between chunks [n]; and of once a step [n].
+
+    `weight` is the part of `backward` that makes gradients of parameters.
+    """
 
     forward: Floats
     backward: Floats
+    weight: Floats
     send: Floats
     after: Floats
 
@@ -89,13 +96,13 @@ class ClosedForm:
         return PricedSteps(out["seconds"], out["peak"], out["floor"], out["peak"], parts)
 
     def stages(self, c: Configurations) -> StageTimes:
-        """Return what chunks take; all of `c` have one schedule, pipeline, interleave and number of microbatches."""
+        """Return what chunks take, without messages; all of `c` have one number of ranks and of chunks a rank."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
-        made = StageTimes(np.zeros(grid), np.zeros(grid), np.zeros(column), np.zeros(column))
+        made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
         for reading, where, cost in self._classes(c):
             one = c[where]
-            found = self._stages(reading, one, cost, layers_of(reading.layers, chunks))
+            found = self._stages(reading, one, cost, layers_of(reading.layers, chunks), waiting=False)
             for whole, part in zip(made, found, strict=True):
                 whole[where] = part
         return made
@@ -126,6 +133,9 @@ class ClosedForm:
             total = (stages.forward + stages.backward).reshape(len(one), interleave, pipeline).sum(axis=1)
             busiest, whole = total.max(axis=1), total.sum(axis=1)
             step = m * busiest + (whole - busiest) / interleave
+            other = ~np.isin(one.columns["schedule"], FORMULA)
+            if other.any():
+                step[other] = _scheduled(one[other], stages, other)
             values = {
                 "seconds": step + stages.after,
                 "floor": m * busiest,
@@ -137,7 +147,9 @@ class ClosedForm:
                 found.setdefault(name, np.zeros(len(c)))[at] = x
         return found
 
-    def _stages(self, reading: Reading, c: Configurations, cost: LayerCost, counts: Floats) -> StageTimes:
+    def _stages(
+        self, reading: Reading, c: Configurations, cost: LayerCost, counts: Floats, waiting: bool = True
+    ) -> StageTimes:
         """What the chunks of configurations with one number of them take."""
         p, col = self.parameters, c.columns
         rates = LevelRates.of(self.topology, p)
@@ -147,6 +159,8 @@ class ClosedForm:
         for phase in (FORWARD, BACKWARD):
             rows = layer_rows(c, cost, p, phase, dealt.gathered(phase), stream)
             made.append(np.einsum("rc,rn->nc", counts, rows))
+            if phase == BACKWARD:
+                made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
         send = np.zeros(len(c))
         if col["pipeline"][0] > 1:
             # Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
@@ -154,10 +168,13 @@ class ClosedForm:
             stage = c.devices // col["pipeline"]
             send = rates.message(stage, cost.carried / parts, p)
             send = send + rates.seconds(False, True, parts, np.ones(len(c)), cost.carried, p)
-            waits = np.where(col["interleave"] == 1, send, 0.0)[:, None]  # interleaved ones have other chunks meanwhile
+            # Interleaved ones have other chunks meanwhile.
+            waits = waiting * np.where(col["interleave"] == 1, send, 0.0)[:, None]
             made[0][:, 1:] += waits
             made[1][:, :-1] += waits
-        return StageTimes(made[0], made[1], send, dealt.once(counts, self.topology.device, made[1].max(axis=1)))
+        return StageTimes(
+            made[0], made[1], made[2], send, dealt.once(counts, self.topology.device, made[1].max(axis=1))
+        )
 
     def _classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
         """Yield configurations that a reading serves, with what their layers cost."""
@@ -247,3 +264,19 @@ class ClosedForm:
         price = KernelPrice(self.topology.device, self.parameters, dtype, attention)
         rates = LevelRates.of(self.topology, self.parameters)
         return layer_costs(reading, price, rates, sizes, strides).at(back)
+
+
+def _scheduled(c: Configurations, stages: StageTimes, where: Floats) -> Floats:
+    """The seconds of steps under schedules that have formulas of their own, [n]."""
+    names, many = c.columns["schedule"], c.microbatches
+    found = np.zeros(len(c))
+    pipeline, interleave = int(c.columns["pipeline"][0]), int(c.columns["interleave"][0])
+    rows = [x[where] for x in (stages.forward, stages.backward, stages.weight)]
+    nothing = np.zeros((len(c), rows[0].shape[1] - 1))
+    for name, m in {*zip(names.tolist(), many.tolist(), strict=True)}:
+        at = np.flatnonzero((names == name) & (many == m))
+        forward, backward, weight = (x[at] for x in rows)
+        seconds = StageSeconds(forward, backward - weight, weight, nothing[at])
+        order = compiled(CODES["schedule"][name], pipeline, m, interleave)
+        found[at] = closed_step(order, seconds, near=False)
+    return found

@@ -161,6 +161,8 @@ def layer_costs(
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
             add(f"launches {phase}", k.run, 1.0)
+        if k.gradient:
+            add("gradients", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
             add("attention", k.run, seconds)
             add("scores", k.run, price.scores(k, sizes))

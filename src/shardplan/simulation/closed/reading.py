@@ -228,6 +228,7 @@ class _Reader:
                 op.touched(*types) / whole if whole else 0.0,
                 self.phase != FORWARD or any(r in block.needed for r in step.results),
                 weighs,
+                self.phase == BACKWARD and any(r in block.held for r in step.results),
                 self._joins(block, step, op, types, results),
             )
         )

@@ -74,6 +74,14 @@ def overlapped(c: Configurations) -> Floats:
     return c.columns["tensor_overlap"] | (narrow & ~c.columns["fsdp"])
 
 
+def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
+    """Return the part of a backward pass that makes gradients of parameters, and may come later: [runs + 2, n]."""
+    made, busy = cost.rows.get("gradients"), cost.rows.get("compute backward")
+    if made is None or busy is None:
+        return np.zeros((1, len(c)))
+    return np.divide(made, busy, out=np.zeros_like(made), where=busy > 0)
+
+
 def layer_rows(
     c: Configurations, cost: LayerCost, p: Parameters, phase: int, gathered: Floats, stream: float
 ) -> Floats:

@@ -40,6 +40,7 @@ class LocalKernel(NamedTuple):
     touched: float  # what of their bytes is touched
     needed: bool  # whether what follows the forward pass reads what it makes, or what is made of that
     weighs: bool  # whether it reads a parameter, or makes the gradient of one
+    gradient: bool  # whether it makes the gradient of a parameter
     joined: bool  # whether a product does it to its result before that is written: a bias that is added
 
 

@@ -1,0 +1,89 @@
+"""A model's step under a strategy, simulated: by the closed form, or by events of its stages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError, shown
+from shardplan.hardware.topology import Topology, topology_of
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.sweep import StageSeconds, compiled, sweep, timeline_of
+from shardplan.simulation.timeline import Timeline
+from shardplan.strategy.model import Model
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.strategy import Strategy
+
+FIDELITIES = ("closed", "events")
+
+
+def simulate_step(
+    model: Model,
+    strategy: Strategy,
+    topology: Topology | str,
+    fidelity: str = "events",
+    params: Parameters | None = None,
+) -> Timeline:
+    """Return the timeline of one training step.
+
+    Args:
+        model: What is trained.
+        strategy: How; its devices lie on the topology in their order, those of the tensor axis innermost.
+        topology: On what, or its text; it has as many devices.
+        fidelity: `closed`: a formula of what stages take, drawn on one rank as its busy time, what it waits for, and
+            what comes once a step. `events`: what every rank does, pass by pass.
+        params: Of the machine; by default those that ship for the topology's preset.
+
+    Raises:
+        ShardplanError: Another fidelity; a topology of another size; values of other kinds.
+        LayoutError: A strategy that says what is only partitioned, such as `cuts`.
+
+    >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
+    >>> one = Strategy(pipeline=2, tensor=2, data=2, global_batch=32)
+    >>> box = Topology.load("dgx-a100-80g", nodes=1)
+    >>> line = simulate_step(model, one, box)
+    >>> line.devices, 0.7 < simulate_step(model, one, box, "closed").seconds / line.seconds < 1.3
+    ((0, 1), True)
+    """
+    border.choice("simulate: fidelity", fidelity, FIDELITIES, ShardplanError)
+    where = topology_of("the topology", topology)
+    if where.size != strategy.devices:
+        raise ShardplanError(
+            f"simulate: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
+            f"{strategy.devices}"
+        )
+    if params is not None and not isinstance(params, Parameters):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShardplanError(f"simulate: params is {shown(params)}; legal are Parameters, or None")
+    own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
+    form = ClosedForm(model, where, params or of_machine(where.name))
+    columns = Configurations.of([strategy])
+    out = form(columns)
+    peak = int(out.peak_bytes[0])
+    if fidelity == "closed" and own is None:
+        return _closed(float(out.seconds[0]), {k: float(v[0]) for k, v in out.parts.items()}, peak, where.name)
+    made = form.stages(columns)
+    send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
+    stages = StageSeconds(made.forward, made.backward - made.weight, made.weight, send, send, np.zeros(1), made.after)
+    order = compiled(own) if own else compiled(
+        str(strategy.schedule), strategy.pipeline, strategy.microbatches, strategy.interleave
+    )  # fmt: skip
+    line = timeline_of(sweep(order, stages))
+    curves = tuple(MemoryCurve(device, ((0.0, peak),)) for device in line.devices[:1])
+    return Timeline(line.intervals, curves, title=f"events, {where.name}")
+
+
+def _closed(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:
+    """One rank: busy, waiting, and what comes once a step."""
+    ends = [("busy", seconds - parts["bubble"] - parts["once"]), ("bubble", parts["bubble"]), ("once", parts["once"])]
+    found: list[Interval] = []
+    at = 0.0
+    for kind, length in ends:
+        if length > 0:
+            causes = (len(found) - 1,) if found else ()
+            found.append(Interval(0, "compute", at, at + length, kind, kind, len(found), 0, causes))
+            at += length
+    return Timeline(tuple(found), (MemoryCurve(0, ((0.0, peak),)),), title=f"closed form, {name}")
