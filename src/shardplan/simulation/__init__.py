@@ -6,6 +6,7 @@ Reading order:
 - `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
 - `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
 - `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
+- `jobs`        op-level events of a `Job`: its programs on streams, stage by stage, with what it holds
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
 - `scripts`     the script of a program by engine: which messages its collectives are made of
 - `engine`      tasks that wait for tasks and share resources fairly, on arrays
@@ -15,5 +16,5 @@ Reading order:
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
-This room imports `core`, `hardware`, `plans` and the errors, and numpy and msgspec.
+This room imports `strategy` and what is below it, and numpy and msgspec.
 """

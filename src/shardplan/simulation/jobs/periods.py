@@ -1,0 +1,103 @@
+"""Which actions of a schedule say nothing new: whole periods that every rank repeats, left out of a sweep.
+
+A rank repeats from place i on, with period P, while action i + P is action i on a microbatch `step` later. From such a
+run whole periods can be cut out, as many on every rank for every stage and kind, and the microbatches behind the cut
+renumbered: what is left is a schedule of fewer microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+Row = Sequence[tuple[int, str, int]]  # stage, kind and microbatch
+
+
+class Span(NamedTuple):
+    """Places of a rank's list that repeat: from `first`, `count` periods of `length` actions."""
+
+    first: int
+    length: int
+    count: int
+
+
+class Cut(NamedTuple):
+    """Periods that are left out before a place of a rank's own list: `length` actions, `count` times."""
+
+    place: int  # in the whole list, where what is left out begins
+    length: int
+    count: int
+    kinds: frozenset[tuple[int, str]]  # the stages and kinds that are cut
+
+
+class Shorter(NamedTuple):
+    """The lists of all ranks with `left_out` microbatches less, and their cuts in order of place."""
+
+    rows: tuple[tuple[tuple[int, str, int], ...], ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+    left_out: int
+
+
+def spans(row: Row, step: int) -> list[Span]:
+    """Return the longest runs that repeat with this step of microbatches, each stage and kind in one of them at most.
+
+    >>> spans([(0, "F", 0), (0, "F", 1), (0, "F", 2), (0, "B", 0), (0, "B", 1), (0, "B", 2)], 1)
+    [Span(first=0, length=1, count=3), Span(first=3, length=1, count=3)]
+    """
+    places = {action: k for k, action in enumerate(row)}
+    ahead = [places.get((s, kind, k + step), -1) - at for at, (s, kind, k) in enumerate(row)]
+    starts = [0, *(k for k in range(1, len(row)) if ahead[k] != ahead[k - 1]), len(row)]
+    found: list[Span] = []
+    for a, b in pairwise(starts):
+        length = ahead[a]
+        if length > 0 and b - a >= length:
+            found.append(Span(a, length, (b - a) // length + 1))
+    found.sort(key=lambda s: -s.length * s.count)
+    kept: list[Span] = []
+    taken: set[tuple[int, str]] = set()
+    for one in found:
+        kinds = {(s, kind) for s, kind, _ in row[one.first : one.first + one.length]}
+        if taken.isdisjoint(kinds):
+            taken |= kinds
+            kept.append(one)
+    return sorted(kept) if taken == {(s, kind) for s, kind, _ in row} else []
+
+
+def steps(rows: Sequence[Row]) -> Iterable[int]:
+    """Yield the steps of microbatches with which ranks may repeat."""
+    yield from sorted({1, len(rows), 2 * len(rows)})
+
+
+def shorter(rows: Sequence[Row], keep: int) -> Shorter | None:
+    """Return the lists with all but so many periods of the shortest run; None where nothing can be left out."""
+    for step in steps(rows):
+        found = [spans(row, step) for row in rows]
+        if any(not mine for mine, row in zip(found, rows, strict=True) if row):
+            continue
+        out = min((span.count for mine in found for span in mine), default=0) - keep
+        if out < 1:
+            continue
+        cuts = [[_cut(row, span, out) for span in mine] for row, mine in zip(rows, found, strict=True)]
+        left = [_without(row, mine, out * step) for row, mine in zip(rows, cuts, strict=True)]
+        return Shorter(tuple(left), tuple(tuple(c) for c in cuts), out * step)
+    return None
+
+
+def _cut(row: Row, span: Span, out: int) -> Cut:
+    """Leave the last period where it is: what comes behind it begins as it would."""
+    place = span.first + (span.count - out - 1) * span.length
+    return Cut(place, span.length, out, frozenset((s, kind) for s, kind, _ in row[place : place + span.length]))
+
+
+def _without(row: Row, cuts: Sequence[Cut], microbatches: int) -> tuple[tuple[int, str, int], ...]:
+    kept: list[tuple[int, str, int]] = []
+    behind: set[tuple[int, str]] = set()
+    at = 0
+    for cut in [*cuts, None]:
+        end = len(row) if cut is None else cut.place
+        kept += ((s, kind, k - microbatches * ((s, kind) in behind)) for s, kind, k in row[at:end])
+        if cut is not None:
+            behind |= cut.kinds
+            at = cut.place + cut.length * cut.count
+    return tuple(kept)
