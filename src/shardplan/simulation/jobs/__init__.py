@@ -2,12 +2,12 @@
 
 Reading order:
 
-- `settings`    `Fold` and `Settings`: what is folded, and what is assumed of hosts and streams
-- `timing`      `Timed` and `Loop`: the ops of a program with their seconds and streams; where an op is priced
+- `settings`    `Fold` and `JobSettings`: what is folded, and what is assumed of hosts and streams
+- `timing`      `TimedOp` and `TimedLoop`: the ops of a program with their seconds and streams; where an op is priced
 - `streams`     a run of them on streams, in numbers or in rows of (max,+)
 - `maps`        `ActionMap`: a program as a matrix of (max,+), from when streams are free to when they are free again
 - `laid`        `LaidJob`: a job on a fabric: which stages are alike, and the maps of their actions
-- `messages`    `Message`: what goes between stages, how long it takes and whom it is for
+- `messages`    `StageMessage`: what goes between stages, how long it takes and whom it is for
 - `periods`     which actions of a schedule say nothing new, and are left out of a sweep
 - `sweep`       the schedule run over the maps, action by action: when each begins and ends
 - `holdings`    the bytes of every rank, action by action, and whose they are

@@ -20,8 +20,9 @@ from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
-from shardplan.simulation.jobs.sweep import RankRun, Sweep
-from shardplan.simulation.jobs.timing import COMPUTE, COPY, HOST, OpCost, Timed
+from shardplan.simulation.jobs.sweep import RankRun, JobSweep
+from shardplan.simulation.jobs.timing import COMPUTE, COPY, OpCost, TimedOp
+from shardplan.simulation.trace import HOST
 
 MOST_TASKS = 1 << 19  # that are followed: some minutes
 Waits = tuple[Ints, ...]  # by device the tasks waited for, -1 for none: each int64 [devices]
@@ -49,8 +50,8 @@ class TaskList:
         self.row += rows
         if len(self.delay) > MOST_TASKS:
             raise ShardplanError(
-                f"simulate: the job has more than {MOST_TASKS} ops and devices to follow one by one; legal is a fold of "
-                "ranks, and links that are not shared"
+                f"simulate: the job has more than {MOST_TASKS} ops and devices to follow one by one; "
+                "legal is a fold of ranks, and links that are not shared"
             )
         return np.arange(first, len(self.delay))
 
@@ -123,7 +124,7 @@ class TaskList:
         return ends(tasks, uses)
 
 
-class _Tasks(StreamRun):
+class _TaskRun(StreamRun):
     """A run of ops that makes tasks: the time of a value, and of a stream, is what has to have ended."""
 
     def __init__(
@@ -131,10 +132,10 @@ class _Tasks(StreamRun):
     ):
         super().__init__(free, values, 0.0, one=one)
         self.every, self.rank, self.stage = every, rank, stage
-        self.found: list[tuple[Timed, tuple[int, ...], Ints, int, tuple[int, ...]]] = []
+        self.found: list[tuple[TimedOp, tuple[int, ...], Ints, int, tuple[int, ...]]] = []
         self.made: dict[int, int] = {}  # by task of the first device the number of the op
 
-    def _op(self, op: Timed, runs: tuple[int, ...]) -> None:
+    def _op(self, op: TimedOp, runs: tuple[int, ...]) -> None:
         reads = tuple(wait for name in op.reads for wait in self.values.get(name, ()))
         if op.issued:
             every, tasks = self.every, self.every.tasks
@@ -164,12 +165,12 @@ class _Every:
         self.fabrics = [self._fabric(mesh.ids) for mesh in meshes]
         self.none = np.zeros(1, dtype=np.int64)
         self.issued = [0] * len(laid.rows)
-        none: dict[str, Waits] = {name: () for name in laid.streams}
+        none: dict[str, Waits] = dict.fromkeys(laid.streams, ())
         self.free = [dict(none) for _ in laid.rows]
         self.done: dict[tuple[int, int], Waits] = {}
         self.mail: dict[tuple[int, int], Waits] = {}
         self.line: dict[int, int] = {}
-        self.log: list[list[tuple[tuple[int, str, int], _Tasks, Waits, list[tuple[int, int]]]]] = [
+        self.log: list[list[tuple[tuple[int, str, int], _TaskRun, Waits, list[tuple[int, int]]]]] = [
             [] for _ in laid.rows
         ]
         self.last: list[tuple[int, int, int]] = []
@@ -188,7 +189,7 @@ class _Every:
             return -1
         return int(self.tasks.add([self.issued[rank] * self.laid.launch], [0.0], [-1])[0])
 
-    def run(self) -> tuple[Sweep, dict[tuple[int, int], list[OpSpan]]]:
+    def run(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
         laid, job = self.laid, self.laid.job
         at = [0] * len(laid.rows)
         going = True
@@ -226,10 +227,10 @@ class _Every:
         earlier = self._all(r) if kind == "OPT" else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
         free = self.free[r]
-        run = _Tasks(free, values, self, r, stage, one.one)
+        run = _TaskRun(free, values, self, r, stage, one.one)
         if one.copy is not None:
             values["earlier"] = (*earlier, *free[COMPUTE])
-            nodes = (Timed(one.copy.cost, ("earlier",), (), 0, issued=True),)
+            nodes = (TimedOp(one.copy.cost, ("earlier",), (), 0, issued=True),)
             run.run(nodes)
         else:
             run.run(one.nodes)
@@ -270,7 +271,7 @@ class _Every:
             if m.transfer.kind == kind:
                 self.last.append((number, *self._send(number, -1, self._all(owners[m.transfer.source[0]]))))
 
-    def _timed(self) -> tuple[Sweep, dict[tuple[int, int], list[OpSpan]]]:
+    def _timed(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
         ended = self.tasks.ended()
         start = np.zeros(len(ended))
         np.maximum.at(start, self.tasks.waits[1], ended[self.tasks.waits[0]])
@@ -306,10 +307,10 @@ class _Every:
                 )
             )
         last = tuple((n, float(ended[a]), float(ended[b])) for n, a, b in self.last)
-        return Sweep(tuple(runs), last, float(ended.max(initial=0.0)), 0), spans
+        return JobSweep(tuple(runs), last, float(ended.max(initial=0.0)), 0), spans
 
 
-def every_device(laid: LaidJob, shared: bool) -> tuple[Sweep, dict[tuple[int, int], list[OpSpan]]]:
+def every_device(laid: LaidJob, shared: bool) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
     """Return what the ranks of a job do, and the ops of the first device of each, action by action.
 
     Raises `ShardplanError` for a job of too many ops and devices.

@@ -38,7 +38,7 @@ class Holdings:
         return tuple(int(max(d.max(initial=0), s)) for d, s in zip(self.during, self.state, strict=True))
 
 
-class Peak(NamedTuple):
+class HeldPeak(NamedTuple):
     """What a device holds when it holds most.
 
     `parts` are bytes by owner, largest first: parameters, gradients, optimizer, saved values of `microbatches` under
@@ -158,7 +158,7 @@ def _stage(job: Job, stage: int, programs: Mapping[str, Program], state: Mapping
     return _Stage(left, extra, programs)
 
 
-def attributed(laid: LaidJob, found: Holdings) -> Peak:
+def attributed(laid: LaidJob, found: Holdings) -> HeldPeak:
     """Return what the device that holds most holds, when it does."""
     job = laid.job
     peaks = [int(d.max(initial=0)) for d in found.during]
@@ -169,7 +169,7 @@ def attributed(laid: LaidJob, found: Holdings) -> Peak:
     opt = [s for s in mine if (s, "OPT") in laid.maps]
     stage, kind, k = row[place] if place < len(row) else (opt[place - len(row)], "OPT", None)
     states = _state(job)
-    parts = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    parts: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
     tensors: dict[str, int] = {}
     for s in mine:
         for name, n in states[s].items():
@@ -205,4 +205,4 @@ def attributed(laid: LaidJob, found: Holdings) -> Peak:
     largest = sorted(tensors.items(), key=lambda each: (-each[1], each[0]))[:8]
     ordered = dict(sorted(parts.items(), key=lambda each: -each[1]))
     under_way = sum(1 for names in alive.values() if names)
-    return Peak(rank, stage, kind, k, op, nbytes, ordered, under_way, tuple(largest))
+    return HeldPeak(rank, stage, kind, k, op, nbytes, ordered, under_way, tuple(largest))

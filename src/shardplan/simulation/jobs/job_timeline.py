@@ -15,16 +15,16 @@ from shardplan.hardware.units import format_seconds
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.jobs.every import every_device
-from shardplan.simulation.jobs.holdings import Holdings, Peak, attributed, holdings
+from shardplan.simulation.jobs.holdings import Holdings, HeldPeak, attributed, holdings
 from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.messages import MESSAGES
-from shardplan.simulation.jobs.opened import HostPlace, MessagePlace, Opened, OpPlace, Place
-from shardplan.simulation.jobs.settings import Fold, Settings
+from shardplan.simulation.jobs.opened import HostPlace, MessagePlace, OpenedOps, OpPlace, Place
+from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.spans import busy, exposed
-from shardplan.simulation.jobs.sweep import Sweep, sweep
-from shardplan.simulation.jobs.timing import COMPUTE, HOST, Timed
+from shardplan.simulation.jobs.sweep import JobSweep, sweep
+from shardplan.simulation.jobs.timing import COMPUTE, TimedOp
 from shardplan.simulation.timeline import Timeline
-from shardplan.simulation.trace import save_traces
+from shardplan.simulation.trace import HOST, save_traces
 from shardplan.strategy.partition.job import Job
 
 MOST_DRAWN = 1 << 17  # intervals: some seconds to write, and as many as a browser shows
@@ -48,8 +48,8 @@ class JobTimeline:
     job: Job
     where: Where
     laid: LaidJob
-    swept: Sweep
-    opened: Opened  # its ops, opened action by action
+    swept: JobSweep
+    opened: OpenedOps  # its ops, opened action by action
     title: str = ""
     source: str = field(default="predicted", init=False)
 
@@ -69,7 +69,7 @@ class JobTimeline:
         return max(self.held.peak_bytes, default=0)
 
     @cached_property
-    def peak(self) -> Peak:
+    def peak(self) -> HeldPeak:
         """Where and when a device holds most, and of what."""
         return attributed(self.laid, self.held)
 
@@ -190,9 +190,13 @@ class JobTimeline:
     def _ops(self, stage: int, kind: str) -> int:
         return _count(self.laid.maps[stage, kind].nodes) or 1
 
-    @cached_property
+    @property
     def intervals(self) -> tuple[Interval, ...]:
         """The intervals of the devices that stand for the ranks `drawn`, each behind its cause."""
+        return self._intervals
+
+    @cached_property
+    def _intervals(self) -> tuple[Interval, ...]:
         found: list[Interval] = []
         numbers: dict[Place, int] = {}
         received: dict[Place, int] = {}
@@ -225,9 +229,13 @@ class JobTimeline:
             return replace(one, start=start, end=max(start, one.end))
         return replace(one, start=0.0) if not one.causes and one.start <= self.opened.slack else one
 
-    @cached_property
+    @property
     def memory(self) -> tuple[MemoryCurve, ...]:
         """The bytes of the devices that stand for the ranks `drawn`: during an action, and after it."""
+        return self._memory
+
+    @cached_property
+    def _memory(self) -> tuple[MemoryCurve, ...]:
         found: list[MemoryCurve] = []
         for r in self.drawn:
             run, state = self.swept.ranks[r], self.held.state[r]
@@ -284,7 +292,7 @@ class JobTimeline:
 def _names(nodes: object) -> set[str]:
     found: set[str] = set()
     for node in nodes:  # pyright: ignore
-        if isinstance(node, Timed):
+        if isinstance(node, TimedOp):
             axes, _, level = node.cost.stream.rpartition(", ")
             found |= {node.cost.kind, *(axes.split(".") if axes else ()), *((level,) if level != COMPUTE else ())}
         else:
@@ -293,7 +301,7 @@ def _names(nodes: object) -> set[str]:
 
 
 def _count(nodes: object) -> int:
-    return sum(int(n.issued) if isinstance(n, Timed) else n.times * _count((*n.early, *n.late)) for n in nodes)  # pyright: ignore
+    return sum(int(n.issued) if isinstance(n, TimedOp) else n.times * _count((*n.early, *n.late)) for n in nodes)  # pyright: ignore
 
 
 def simulate_job(
@@ -335,19 +343,19 @@ def simulate_job(
         fold = Fold() if border.flag("simulate: fold", fold) else Fold.nothing()
     if extrapolate is not None:
         fold = replace(fold, microbatches=border.flag("simulate: extrapolate", extrapolate))
-    settings = Settings(
+    settings = JobSettings(
         overlap, launch, algorithm=algorithm, contention=border.flag("simulate: contention", contention)
     )
     return _simulated(job, found, settings, fold)
 
 
-def _simulated(job: Job, where: Where, settings: Settings, fold: Fold) -> JobTimeline:
+def _simulated(job: Job, where: Where, settings: JobSettings, fold: Fold) -> JobTimeline:
     fabric = fabric_of(where, job.programs.meshes)
     title = f"ops, {fabric.topology.name or 'topology'}"
     if fold.ranks and not settings.contention:
         found = laid(job, fabric, settings, fold)
         swept = sweep(found)
-        return JobTimeline(job, where, found, swept, Opened(found, swept), title)
+        return JobTimeline(job, where, found, swept, OpenedOps(found, swept), title)
     found = laid(job, fabric, settings, replace(fold, prices=False) if settings.contention else fold)
     swept, spans = every_device(found, settings.contention)
-    return JobTimeline(job, where, found, swept, Opened(found, swept, spans, apart=True), title)
+    return JobTimeline(job, where, found, swept, OpenedOps(found, swept, spans, apart=True), title)

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
-from shardplan.core.walk import programs
-from shardplan.errors import ShardplanError
 from shardplan.hardware.prices.fabric import Fabric, Ints
 from shardplan.simulation.jobs.maps import ActionMap, copied, mapped
-from shardplan.simulation.jobs.messages import Message, message
-from shardplan.simulation.jobs.settings import Fold, Settings
-from shardplan.simulation.jobs.timing import COMPUTE, COPY, HOST, Node, Pricing, Timed, copying, streams_of
+from shardplan.simulation.jobs.messages import StageMessage, message
+from shardplan.simulation.jobs.settings import Fold, JobSettings
+from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricing, TimedOp, copying, streams_of
+from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import SAVED, TOTAL
 from shardplan.strategy.schedules.action import COMPUTE as COMPUTED
@@ -34,12 +32,12 @@ class LaidJob:
 
     job: Job
     fabric: Fabric
-    settings: Settings
+    settings: JobSettings
     fold: Fold
     launch: float
     streams: tuple[str, ...]
     maps: Mapping[Key, ActionMap]
-    messages: tuple[Message, ...]
+    messages: tuple[StageMessage, ...]
     rows: tuple[tuple[tuple[int, str, int], ...], ...]
 
     @property
@@ -61,7 +59,7 @@ def way(kind: str) -> str:
     return "B" if kind == "I" else "" if kind == "W" else kind
 
 
-def laid(job: Job, fabric: Fabric, settings: Settings, fold: Fold) -> LaidJob:
+def laid(job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> LaidJob:
     """Return a job laid on a fabric."""
     return _Laying(job, fabric, settings, fold).laid()
 
@@ -89,7 +87,7 @@ def _renamed(names: Ints) -> bytes:
 
 
 class _Laying:
-    def __init__(self, job: Job, fabric: Fabric, settings: Settings, fold: Fold) -> None:
+    def __init__(self, job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> None:
         self.job, self.fabric, self.settings, self.fold = job, fabric, settings, fold
         self.launch = fabric.topology.device.launch if settings.launch is None else settings.launch
         self.pricing: dict[Hashable, Pricing] = {}
@@ -109,10 +107,11 @@ class _Laying:
             if key not in nodes:
                 nodes[key] = self._pricing(stage).nodes(job.programs.shared[number])
                 del kind
-        streams = dict.fromkeys((HOST, COMPUTE)) | streams_of([n for found in nodes.values() for n in found])
+        streams: dict[str, None] = {HOST: None, COMPUTE: None}
+        streams |= streams_of([n for found in nodes.values() for n in found])
         rows = self._rows()
         if any(kind in OFFLOADS for row in rows for _, kind, _ in row):
-            streams |= dict.fromkeys((COPY,))
+            streams[COPY] = None
         names = tuple(streams)
         maps: dict[Key, ActionMap] = {}
         known: dict[Hashable, ActionMap] = {}
@@ -169,13 +168,13 @@ class _Laying:
             self.pricing[place] = Pricing(fabric.under(self.fabric.library), self.settings, None, self._memory())
         return self.pricing[place]
 
-    def _memory(self) -> dict[Hashable, object] | None:  # pyright: ignore[reportReturnType]
+    def _memory(self) -> dict[Hashable, OpCost] | None:
         return {} if self.fold.prices else None
 
-    def _messages(self) -> list[Message]:
-        known: dict[Hashable, tuple[object, ...]] = {}
-        pricing = Pricing(self.fabric, self.settings, None, self._memory())  # pyright: ignore[reportArgumentType]
-        found: list[Message] = []
+    def _messages(self) -> list[StageMessage]:
+        known: dict[Hashable, tuple[tuple[OpCost, ...], float, str]] = {}
+        pricing = Pricing(self.fabric, self.settings, None, self._memory())
+        found: list[StageMessage] = []
         for t in self.job.transfers:
             ends = [x.mesh for x in t.types]
             ids = np.concatenate([m.ids for m in ends])
@@ -183,9 +182,9 @@ class _Laying:
             key = (told, ends[0] == ends[1], alike(self.fabric, ids)) if self.fold.prices else len(found)
             if key not in known:
                 known[key] = message(t, pricing)
-            found.append(Message(t, *known[key]))  # pyright: ignore[reportArgumentType]
+            found.append(StageMessage(t, *known[key]))
         return found
 
 
 def _even(nodes: Sequence[Node]) -> bool:
-    return all(n.cost.even if isinstance(n, Timed) else _even((*n.early, *n.late)) for n in nodes)
+    return all(n.cost.even if isinstance(n, TimedOp) else _even((*n.early, *n.late)) for n in nodes)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Floats
-from shardplan.simulation.jobs.settings import Settings
+from shardplan.simulation.jobs.settings import JobSettings
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
-from shardplan.simulation.jobs.timing import COMPUTE, COPY, HOST, Node, Timed
+from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, TimedOp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class ActionMap:
     one: str | None
     matrix: Floats  # float64 [streams + 2 + sent, streams + 1 + taken]
     even: bool  # whether the devices of a stage all take as long in each of its ops
-    copy: Timed | None = None  # where it is a copy to the host or back
+    copy: TimedOp | None = None  # where it is a copy to the host or back
 
     def opened(self, entry: Sequence[float]) -> list[OpSpan]:
         """Return the ops of the action that begins with these times: [streams + 1 + taken]."""
@@ -54,7 +54,7 @@ def _run(
 ) -> StreamRun:
     earlier, taken = names
     n = len(streams)
-    values = {name: entry[n] for name in earlier} | dict(zip(taken, entry[n + 1 :], strict=True))
+    values = dict.fromkeys(earlier, entry[n]) | dict(zip(taken, entry[n + 1 :], strict=True))
     values = {name: at for name, at in values.items() if at > -np.inf}
     run = StreamRun(dict(zip(streams, entry, strict=False)), values, launch, one=one, spans=spans)
     run.run(nodes)
@@ -65,7 +65,7 @@ def mapped(
     nodes: tuple[Node, ...],
     streams: tuple[str, ...],
     names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
-    settings: Settings,
+    settings: JobSettings,
     launch: float,
     fold: bool,
     even: bool,
@@ -87,7 +87,7 @@ def mapped(
     return ActionMap(nodes, streams, earlier, taken, sent, launch, one, np.array(rows), even)
 
 
-def copied(copy: Timed, streams: tuple[str, ...], overlap: bool) -> ActionMap:
+def copied(copy: TimedOp, streams: tuple[str, ...], overlap: bool) -> ActionMap:
     """Return the map of a copy to the host or back: after what was done earlier, once compute has come to it."""
     n = len(streams)
     matrix = np.full((n + 2, n + 1), -np.inf)
@@ -97,6 +97,3 @@ def copied(copy: Timed, streams: tuple[str, ...], overlap: bool) -> ActionMap:
     start[[own, compute, n]] = 0.0
     matrix[own], matrix[n], matrix[n + 1] = start + copy.cost.seconds, start, start + copy.cost.seconds
     return ActionMap((), streams, (), (), (), 0.0, None if overlap else COMPUTE, matrix, even=True, copy=copy)
-
-
-__all__ = ["COMPUTE", "COPY", "HOST", "ActionMap", "copied", "mapped"]

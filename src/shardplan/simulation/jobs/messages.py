@@ -1,4 +1,4 @@
-"""`Message`: a movement from stage to stage, as the ops that its plan has, one after another.
+"""`StageMessage`: a movement from stage to stage, as the ops that its plan has, one after another.
 
 The steps of a plan run one after another. What goes from one stage to another keeps its order, value by value, as on
 one connection; it holds up no stream of either end, since nobody computes on what is not there.
@@ -16,7 +16,7 @@ MESSAGES = "messages"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Message:
+class StageMessage:
     """A transfer: the number of the one that is planned for all alike, its steps, and what they take."""
 
     transfer: Transfer

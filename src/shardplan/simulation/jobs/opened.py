@@ -17,8 +17,9 @@ import numpy as np
 from shardplan.simulation.interval import TOLERANCE, Interval
 from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.streams import OpSpan
-from shardplan.simulation.jobs.sweep import Sweep
-from shardplan.simulation.jobs.timing import COMPUTE, HOST
+from shardplan.simulation.jobs.sweep import JobSweep
+from shardplan.simulation.jobs.timing import COMPUTE
+from shardplan.simulation.trace import HOST
 
 
 class OpPlace(NamedTuple):
@@ -48,11 +49,11 @@ Place = OpPlace | MessagePlace | HostPlace
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedOps:
     """The ops of a run, opened action by action, or given: where devices were followed one by one (`apart`)."""
 
     laid: LaidJob
-    sweep: Sweep
+    sweep: JobSweep
     spans: dict[tuple[int, int], list[OpSpan]] = field(default_factory=dict[tuple[int, int], list[OpSpan]])
     apart: bool = False
 
@@ -218,8 +219,9 @@ class Opened:
         op = self.ops(place.rank, place.action)[place.op]
         rows = f"[{','.join(map(str, op.runs))}]" if op.runs else ""
         results = ", ".join(f"%{n}" for n in op.op.results)
-        return Interval(who, self._stream(op), start, end, f"{action} {op.op.cost.kind} {results}{rows}", op.op.cost.kind,
-                        op.op.number, op.op.cost.received_bytes, causes)  # fmt: skip
+        kind = op.op.cost.kind
+        name = f"{action} {kind} {results}{rows}"
+        return Interval(who, self._stream(op), start, end, name, kind, None, op.op.cost.received_bytes, causes)
 
     def every(self, ranks: Sequence[int]) -> Iterator[tuple[Place, Place | None]]:
         """Yield all places of some ranks, and messages between them, with their causes, in order of their starts."""

@@ -14,20 +14,20 @@ from typing import NamedTuple
 Row = Sequence[tuple[int, str, int]]  # stage, kind and microbatch
 
 
-class Span(NamedTuple):
-    """Places of a rank's list that repeat: from `first`, `count` periods of `length` actions."""
+class RepeatedSpan(NamedTuple):
+    """Places of a rank's list that repeat: from `first`, `times` periods of `length` actions."""
 
     first: int
     length: int
-    count: int
+    times: int
 
 
-class Cut(NamedTuple):
-    """Periods that are left out before a place of a rank's own list: `length` actions, `count` times."""
+class PeriodCut(NamedTuple):
+    """Periods that are left out before a place of a rank's own list: `length` actions, `times` times."""
 
     place: int  # in the whole list, where what is left out begins
     length: int
-    count: int
+    times: int
     kinds: frozenset[tuple[int, str]]  # the stages and kinds that are cut
 
 
@@ -35,26 +35,26 @@ class Shorter(NamedTuple):
     """The lists of all ranks with `left_out` microbatches less, and their cuts in order of place."""
 
     rows: tuple[tuple[tuple[int, str, int], ...], ...]
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[PeriodCut, ...], ...]
     left_out: int
 
 
-def spans(row: Row, step: int) -> list[Span]:
+def spans(row: Row, step: int) -> list[RepeatedSpan]:
     """Return the longest runs that repeat with this step of microbatches, each stage and kind in one of them at most.
 
     >>> spans([(0, "F", 0), (0, "F", 1), (0, "F", 2), (0, "B", 0), (0, "B", 1), (0, "B", 2)], 1)
-    [Span(first=0, length=1, count=3), Span(first=3, length=1, count=3)]
+    [RepeatedSpan(first=0, length=1, times=3), RepeatedSpan(first=3, length=1, times=3)]
     """
     places = {action: k for k, action in enumerate(row)}
     ahead = [places.get((s, kind, k + step), -1) - at for at, (s, kind, k) in enumerate(row)]
     starts = [0, *(k for k in range(1, len(row)) if ahead[k] != ahead[k - 1]), len(row)]
-    found: list[Span] = []
+    found: list[RepeatedSpan] = []
     for a, b in pairwise(starts):
         length = ahead[a]
         if length > 0 and b - a >= length:
-            found.append(Span(a, length, (b - a) // length + 1))
-    found.sort(key=lambda s: -s.length * s.count)
-    kept: list[Span] = []
+            found.append(RepeatedSpan(a, length, (b - a) // length + 1))
+    found.sort(key=lambda s: -s.length * s.times)
+    kept: list[RepeatedSpan] = []
     taken: set[tuple[int, str]] = set()
     for one in found:
         kinds = {(s, kind) for s, kind, _ in row[one.first : one.first + one.length]}
@@ -75,7 +75,7 @@ def shorter(rows: Sequence[Row], keep: int) -> Shorter | None:
         found = [spans(row, step) for row in rows]
         if any(not mine for mine, row in zip(found, rows, strict=True) if row):
             continue
-        out = min((span.count for mine in found for span in mine), default=0) - keep
+        out = min((span.times for mine in found for span in mine), default=0) - keep
         if out < 1:
             continue
         cuts = [[_cut(row, span, out) for span in mine] for row, mine in zip(rows, found, strict=True)]
@@ -84,13 +84,13 @@ def shorter(rows: Sequence[Row], keep: int) -> Shorter | None:
     return None
 
 
-def _cut(row: Row, span: Span, out: int) -> Cut:
+def _cut(row: Row, span: RepeatedSpan, out: int) -> PeriodCut:
     """Leave the last period where it is: what comes behind it begins as it would."""
-    place = span.first + (span.count - out - 1) * span.length
-    return Cut(place, span.length, out, frozenset((s, kind) for s, kind, _ in row[place : place + span.length]))
+    place = span.first + (span.times - out - 1) * span.length
+    return PeriodCut(place, span.length, out, frozenset((s, kind) for s, kind, _ in row[place : place + span.length]))
 
 
-def _without(row: Row, cuts: Sequence[Cut], microbatches: int) -> tuple[tuple[int, str, int], ...]:
+def _without(row: Row, cuts: Sequence[PeriodCut], microbatches: int) -> tuple[tuple[int, str, int], ...]:
     kept: list[tuple[int, str, int]] = []
     behind: set[tuple[int, str]] = set()
     at = 0
@@ -99,5 +99,5 @@ def _without(row: Row, cuts: Sequence[Cut], microbatches: int) -> tuple[tuple[in
         kept += ((s, kind, k - microbatches * ((s, kind) in behind)) for s, kind, k in row[at:end])
         if cut is not None:
             behind |= cut.kinds
-            at = cut.place + cut.length * cut.count
+            at = cut.place + cut.length * cut.times
     return tuple(kept)

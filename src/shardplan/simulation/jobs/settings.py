@@ -1,4 +1,4 @@
-"""`Fold` and `Settings`: what a simulation of a job folds, and what it assumes."""
+"""`Fold` and `JobSettings`: what a simulation of a job folds, and what it assumes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class JobSettings:
     """What is assumed of a host and of streams.
 
     Args:

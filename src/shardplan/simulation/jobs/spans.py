@@ -9,7 +9,7 @@ import numpy as np
 
 from shardplan.simulation.jobs.laid import LaidJob
 from shardplan.simulation.jobs.messages import MESSAGES
-from shardplan.simulation.jobs.opened import Opened
+from shardplan.simulation.jobs.opened import OpenedOps
 from shardplan.simulation.jobs.sweep import RankRun
 from shardplan.simulation.jobs.timing import COMPUTE
 
@@ -36,7 +36,7 @@ def length(found: Stretches) -> float:
     return math.fsum(end - start for start, end in found)
 
 
-def busy(opened: Opened) -> tuple[tuple[float, float, float], ...]:
+def busy(opened: OpenedOps) -> tuple[tuple[float, float, float], ...]:
     """Return for every rank when its first op starts, its last one ends, and how long any of its streams is busy.
 
     Actions that begin alike are opened once.
@@ -76,7 +76,7 @@ def _busy(laid: LaidJob, run: RankRun, known: dict[Hashable, Stretches]) -> Iter
         yield begin, known[key]
 
 
-def exposed(opened: Opened, rank: int) -> dict[str, float]:
+def exposed(opened: OpenedOps, rank: int) -> dict[str, float]:
     """Return by stream the seconds of communication of a rank beside which it computes nothing.
 
     `messages` are seconds in which no stream is busy and a message is under way to the rank.

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Floats
-from shardplan.simulation.jobs.timing import HOST, Loop, Node, Timed, streams_of
+from shardplan.simulation.jobs.timing import TimedLoop, Node, TimedOp, streams_of
+from shardplan.simulation.trace import HOST
 
 Time = Any  # a float, or float64 [entries]
 
@@ -23,7 +24,7 @@ Time = Any  # a float, or float64 [entries]
 class OpSpan(NamedTuple):
     """An op that was run: when its host had issued it, when it started and ended; in which runs of the bodies."""
 
-    op: Timed
+    op: TimedOp
     issued: Time
     start: Time
     end: Time
@@ -55,14 +56,14 @@ class StreamRun:
     def run(self, nodes: Sequence[Node], runs: tuple[int, ...] = ()) -> None:
         """Run ops in order."""
         for node in nodes:
-            if isinstance(node, Timed):
+            if isinstance(node, TimedOp):
                 self._op(node, runs)
             elif self.fold and node.times > 2:
                 self._power(node)
             else:
                 self._loop(node, runs)
 
-    def _op(self, op: Timed, runs: tuple[int, ...]) -> None:
+    def _op(self, op: TimedOp, runs: tuple[int, ...]) -> None:
         later, there = self.later, None
         for name in op.reads:
             at = self.values.get(name)
@@ -96,14 +97,14 @@ class StreamRun:
             else:
                 self.values[name] = there
 
-    def _enter(self, loop: Loop) -> tuple[dict[str, Time], dict[str, int]]:
+    def _enter(self, loop: TimedLoop) -> tuple[dict[str, Time], dict[str, int]]:
         """Give a body its values; return those outside."""
         outside = self.values, self.makers
         self.values = {name: outside[0][o] for o, name in loop.enters if o in outside[0]}
         self.makers = {name: outside[1][o] for o, name in loop.enters if o in outside[1]}
         return outside
 
-    def _leave(self, loop: Loop, outside: tuple[dict[str, Time], dict[str, int]]) -> None:
+    def _leave(self, loop: TimedLoop, outside: tuple[dict[str, Time], dict[str, int]]) -> None:
         """Give what a body made to those outside."""
         inside = self.values, self.makers
         self.values, self.makers = outside
@@ -113,7 +114,7 @@ class StreamRun:
                 if inner in theirs:
                     mine[name] = theirs[inner]  # pyright: ignore[reportArgumentType]
 
-    def _loop(self, loop: Loop, runs: tuple[int, ...]) -> None:
+    def _loop(self, loop: TimedLoop, runs: tuple[int, ...]) -> None:
         if not loop.times:
             for (name, _), (outside, _) in zip(loop.results, loop.enters, strict=False):
                 for mine in (self.values, self.makers):
@@ -135,12 +136,12 @@ class StreamRun:
                 if value is not None:
                     mine[name] = value
 
-    def _hand_on(self, loop: Loop) -> None:
+    def _hand_on(self, loop: TimedLoop) -> None:
         """What a run leaves enters the next."""
         found = [(into, self.values.get(out), self.makers.get(out)) for into, out in loop.carried]
         self._put({into: (at, maker) for into, at, maker in found})
 
-    def _power(self, loop: Loop) -> None:
+    def _power(self, loop: TimedLoop) -> None:
         """Run a loop as a power of the matrix of one run, with what is run early for the next; then the last run."""
         outside = self._enter(loop)
         made = [r for node in loop.early for r in _results(node)]
@@ -177,7 +178,7 @@ class StreamRun:
         never = np.full_like(self.free[HOST], -np.inf)
         return np.array([*self.free.values(), *(self.values.get(n, never) for n in names)])
 
-    def _body(self, loop: Loop, names: Sequence[str], made: Sequence[str]) -> tuple[Floats, Floats | None]:
+    def _body(self, loop: TimedLoop, names: Sequence[str], made: Sequence[str]) -> tuple[Floats, Floats | None]:
         """The matrix of a run over streams and values, and when its first op starts."""
         count = len(self.free) + len(names)
         unit = np.full((count, count), -np.inf)
@@ -188,7 +189,7 @@ class StreamRun:
         one._early_beside(loop, made, ())
         return one._rows(names), one.first
 
-    def _early_beside(self, loop: Loop, made: Sequence[str], runs: tuple[int, ...]) -> None:
+    def _early_beside(self, loop: TimedLoop, made: Sequence[str], runs: tuple[int, ...]) -> None:
         """A run, after what is run early for the next, whose rows are made beside its own; and hand on."""
         k = runs[-1] if runs else 0
         kept = {r: (self.values.pop(r, None), self.makers.pop(r, None)) for r in made}
@@ -201,7 +202,7 @@ class StreamRun:
 
 
 def _results(node: Node) -> tuple[str, ...]:
-    return node.results if isinstance(node, Timed) else tuple(name for name, _ in node.results)
+    return node.results if isinstance(node, TimedOp) else tuple(name for name, _ in node.results)
 
 
 def product(a: Floats, b: Floats) -> Floats:

@@ -19,7 +19,7 @@ import numpy as np
 from shardplan.errors import ScheduleError
 from shardplan.hardware.prices.fabric import Floats, Ints
 from shardplan.simulation.jobs.laid import LaidJob, way
-from shardplan.simulation.jobs.periods import Cut, Shorter, shorter
+from shardplan.simulation.jobs.periods import PeriodCut, Shorter, shorter
 
 _KEEP = 8  # periods at first
 _ALIKE = 3  # periods in a row that grow alike where a rank has settled
@@ -39,7 +39,7 @@ class RankRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sweep:
+class JobSweep:
     """What all ranks did; `last` are messages behind the last action: number, start, end."""
 
     ranks: tuple[RankRun, ...]
@@ -48,7 +48,7 @@ class Sweep:
     periods: int  # that were left out
 
 
-def sweep(laid: LaidJob) -> Sweep:
+def sweep(laid: LaidJob) -> JobSweep:
     """Return what the ranks of a job do; raises `ScheduleError` where they wait for each other in a circle."""
     keep = _KEEP
     while laid.fold.microbatches and (short := shorter(laid.rows, keep)) is not None:
@@ -61,12 +61,12 @@ def sweep(laid: LaidJob) -> Sweep:
     return found
 
 
-class _Settling(Exception):  # noqa: N818  # no error: more periods are followed
+class _Settling(Exception):
     """A rank has not settled where periods are left out."""
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankClock:
     free: Floats
     at: int = 0  # in its list
     passed: int = 0  # cuts
@@ -77,9 +77,9 @@ class _Sweep:
     def __init__(self, laid: LaidJob, short: Shorter | None) -> None:
         self.laid, self.short = laid, short
         self.rows = laid.rows if short is None else short.rows
-        self.cuts: tuple[tuple[Cut, ...], ...] = tuple(() for _ in self.rows) if short is None else short.cuts
+        self.cuts: tuple[tuple[PeriodCut, ...], ...] = tuple(() for _ in self.rows) if short is None else short.cuts
         n = self.n = len(laid.streams)
-        self.ranks = [_Rank(np.zeros(n)) for _ in self.rows]
+        self.ranks = [_RankClock(np.zeros(n)) for _ in self.rows]
         self.done: dict[tuple[int, int], tuple[float, bool]] = {}  # by stage and microbatch; whether behind its cut
         self.mail: dict[tuple[int, int], tuple[float, bool]] = {}  # by message and microbatch when it arrives
         self.line: list[float] = [0.0] * len(laid.messages)  # by message until when its connection is taken
@@ -89,13 +89,14 @@ class _Sweep:
         self.sending: dict[tuple[int, str], list[int]] = {}
         for key, found in laid.maps.items():
             stage, kind = key
-            into = {m.transfer.target[1]: k for k, m in enumerate(laid.messages)
-                    if m.transfer.target[0] == stage and m.transfer.kind == ("total" if kind == "OPT" else way(kind))}  # fmt: skip
+            passing = "total" if kind == "OPT" else way(kind)
+            coming = [(k, m.transfer) for k, m in enumerate(laid.messages) if m.transfer.kind == passing]
+            into = {t.target[1]: k for k, t in coming if t.target[0] == stage}
             self.taking[key] = [into[name] for name in found.taken]
             self.sending[key] = laid.sends(stage, kind)
         self.log: list[list[tuple[Floats, float, float, list[tuple[float, float]]]]] = [[] for _ in self.rows]
 
-    def run(self) -> Sweep | None:
+    def run(self) -> JobSweep | None:
         rows, ranks = self.rows, self.ranks
         try:
             going = True
@@ -113,9 +114,9 @@ class _Sweep:
         last = self._optimize()
         found = tuple(self._rank(r) for r in range(len(rows)))
         seconds = max([0.0, *(float(run.done.max(initial=0.0)) for run in found), *(end for _, _, end in last)])
-        return Sweep(found, tuple(last), seconds, self.short.left_out if self.short else 0)
+        return JobSweep(found, tuple(last), seconds, self.short.left_out if self.short else 0)
 
-    def _act(self, r: int, rank: _Rank) -> bool:
+    def _act(self, r: int, rank: _RankClock) -> bool:
         """Do the next action of a rank, if it can be done."""
         if rank.passed < len(self.cuts[r]) and rank.at == self._place(r, rank.passed):
             self._pass(r, rank)
@@ -162,9 +163,9 @@ class _Sweep:
     def _place(self, r: int, number: int) -> int:
         """Where a cut is in the shorter list."""
         cuts = self.cuts[r]
-        return cuts[number].place - sum(cut.length * cut.count for cut in cuts[:number])
+        return cuts[number].place - sum(cut.length * cut.times for cut in cuts[:number])
 
-    def _pass(self, r: int, rank: _Rank) -> None:
+    def _pass(self, r: int, rank: _RankClock) -> None:
         """Pass a cut: move on by the periods that are left out."""
         cut = self.cuts[r][rank.passed]
         rank.passed += 1
@@ -201,14 +202,14 @@ class _Sweep:
                 raise _Settling
         for stage, kind in cut.kinds:
             self.growth[stage, kind] = grow
-            self.jump[stage, kind] = cut.count * grow
+            self.jump[stage, kind] = cut.times * grow
             for number in self.taking[stage, kind]:
                 other = self.growth.get(self._from(number))
                 if other is not None and other > grow + slack:
                     raise _Settling
             for number in self.sending[stage, kind]:
-                self.line[number] += cut.count * grow
-        rank.free = rank.free + cut.count * by
+                self.line[number] += cut.times * grow
+        rank.free = rank.free + cut.times * by
         rank.behind |= cut.kinds
 
     def _optimize(self) -> list[tuple[int, float, float]]:
@@ -255,14 +256,14 @@ class _Sweep:
                 sent[k, : len(messages)] = messages
         for cut in self.cuts[r]:
             # The last period before the cut, again and again: each time on by what it was on from the one before.
-            nth = np.repeat(np.arange(1, cut.count + 1), cut.length)
-            at = cut.place - cut.length + np.tile(np.arange(cut.length), cut.count)
+            nth = np.repeat(np.arange(1, cut.times + 1), cut.length)
+            at = cut.place - cut.length + np.tile(np.arange(cut.length), cut.times)
             begin, done, entries, sent = (_again(x, at, cut, nth) for x in (begin, done, entries, sent))
         if self.cuts[r]:
             self._said(r, entries, done)
         fresh = np.ones(len(done), dtype=bool)
         for cut in self.cuts[r]:
-            fresh[cut.place : cut.place + cut.length * cut.count] = False
+            fresh[cut.place : cut.place + cut.length * cut.times] = False
         actions = (*self.laid.rows[r], *((stage, "OPT", -1) for stage in self.optimizers[r]))
         return RankRun(actions, entries, begin, done, sent, ~fresh)
 
@@ -274,7 +275,7 @@ class _Sweep:
         entries[order[1:][same], self.n] = done[order[:-1][same]]
 
 
-def _again(times: Floats, at: Ints, cut: Cut, nth: Ints) -> Floats:
+def _again(times: Floats, at: Ints, cut: PeriodCut, nth: Ints) -> Floats:
     """Times with those that were left out at a cut, worked out from the places `at`."""
     there = np.isfinite(times[at])
     on = np.where(there, times[at], 0.0) - np.where(there, times[at - cut.length], 0.0)

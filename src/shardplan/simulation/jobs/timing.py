@@ -1,4 +1,4 @@
-"""`Timed` and `Loop`: the ops of a program with what they take and on which stream; here alone an op is priced.
+"""`TimedOp` and `TimedLoop`: the ops of a program with what they take and on which stream; here alone an op is priced.
 
 An op that takes part in nothing and takes no time, such as a view, is issued by nobody; it hands on when its operands
 are there. A `together` is one op; what computes beside its messages is on the stream of compute, for both are busy.
@@ -17,9 +17,9 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.cost import Price, price
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.simulation.jobs.settings import Settings
+from shardplan.simulation.jobs.settings import JobSettings
 
-HOST, COMPUTE, COPY = "host", "compute", "copy"
+COMPUTE, COPY = "compute", "copy"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class OpCost:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timed:
+class TimedOp:
     """An op of a program, by names of values; `number` is that of the step it is in."""
 
     cost: OpCost
@@ -47,7 +47,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loop:
+class TimedLoop:
     """A body that runs again and again: the ops run a run early, and the others.
 
     `enters`, `carried` and `stacked` are pairs (name outside, name inside): of what it reads, with what it begins
@@ -55,15 +55,15 @@ class Loop:
     """
 
     times: int
-    early: tuple[Timed | Loop, ...]
-    late: tuple[Timed | Loop, ...]
+    early: tuple[TimedOp | TimedLoop, ...]
+    late: tuple[TimedOp | TimedLoop, ...]
     enters: tuple[tuple[str, str], ...]
     carried: tuple[tuple[str, str], ...]  # names inside: where it enters, and as what it leaves
     results: tuple[tuple[str, str], ...]
     number: int
 
 
-Node = Timed | Loop
+Node = TimedOp | TimedLoop
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Pricing:
     """Prices ops on one fabric, where devices of a mesh lie as `place` says; `known` are remembered prices."""
 
     fabric: Fabric
-    settings: Settings
+    settings: JobSettings
     place: Hashable = None
     known: dict[Hashable, OpCost] | None = field(default_factory=dict["Hashable", "OpCost"])
 
@@ -111,20 +111,23 @@ class Pricing:
         if op is None or op.at_once:
             cost = self.cost(step.op, operands, results)
             issued = cost.price.seconds > 0 or cost.stream != COMPUTE
-            return Timed(cost, step.operands, step.results, number, issued)
+            return TimedOp(cost, step.operands, step.results, number, issued)
         body = op.body
         inner = [self._node(body, s, k) for k, s in enumerate(body.steps)]
         names = [name for name, _ in body.inputs]
         carried = tuple(zip(names[: op.kept], body.outputs[: op.kept], strict=True))
-        return Loop(op.times, tuple(inner[: op.ahead]), tuple(inner[op.ahead :]), tuple(zip(step.operands, names, strict=True)),
-                    carried, tuple(zip(step.results, body.outputs, strict=True)), number)  # fmt: skip
+        enters, results = (
+            tuple(zip(step.operands, names, strict=True)),
+            tuple(zip(step.results, body.outputs, strict=True)),
+        )
+        return TimedLoop(op.times, tuple(inner[: op.ahead]), tuple(inner[op.ahead :]), enters, carried, results, number)
 
 
-def copying(kind: str, nbytes: int, settings: Settings) -> Timed:
+def copying(kind: str, nbytes: int, settings: JobSettings) -> TimedOp:
     """Return a copy to the host, or back."""
     seconds = 0.0 if kind in settings.free else nbytes / settings.host_bytes_per_second
     cost = Price("copy", 0.0, seconds, (), own=seconds)
-    return Timed(OpCost(seconds, COPY, kind, Local(nbytes), cost, 0, even=True), (), (), 0, issued=True)
+    return TimedOp(OpCost(seconds, COPY, kind, Local(nbytes), cost, 0, even=True), (), (), 0, issued=True)
 
 
 def level_of(cost: Price, fabric: Fabric) -> str:
@@ -153,7 +156,7 @@ def streams_of(nodes: Sequence[Node]) -> Mapping[str, None]:
     """Return the streams of ops, in order of appearance."""
     found: dict[str, None] = {}
     for node in nodes:
-        if isinstance(node, Timed):
+        if isinstance(node, TimedOp):
             found[node.cost.stream] = None
         else:
             found |= streams_of((*node.early, *node.late))
@@ -163,6 +166,6 @@ def streams_of(nodes: Sequence[Node]) -> Mapping[str, None]:
 def issued_of(nodes: Sequence[Node]) -> int:
     """Return how many ops a host issues for them."""
     return sum(
-        int(node.issued) if isinstance(node, Timed) else node.times * issued_of((*node.early, *node.late))
+        int(node.issued) if isinstance(node, TimedOp) else node.times * issued_of((*node.early, *node.late))
         for node in nodes
     )
