@@ -20,7 +20,9 @@ def compared_text(found: TimelineComparison, most: int = 20) -> str:
         ratio = "" if kind.ratio is None else f"{kind.ratio:.3g}"
         predicted, measured = format_seconds(kind.predicted_seconds), format_seconds(kind.measured_seconds)
         rows.append([kind.kind, str(kind.predicted_count), predicted, str(kind.measured_count), measured, ratio])
-    whole = f"step: predicted {format_seconds(found.predicted_seconds)}, measured {format_seconds(found.measured_seconds)}"
+    whole = (
+        f"step: predicted {format_seconds(found.predicted_seconds)}, measured {format_seconds(found.measured_seconds)}"
+    )
     far = sorted(range(len(found.steps)), key=lambda k: -_apart(found.steps[k].predicted, found.steps[k].measured))
     steps = [["step", "predicted", "", "measured", ""]]
     for k in sorted(far[:most]):

@@ -20,7 +20,7 @@ from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
-from shardplan.simulation.jobs.sweep import RankRun, JobSweep
+from shardplan.simulation.jobs.sweep import JobSweep, RankRun
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, OpCost, TimedOp
 from shardplan.simulation.trace import HOST
 

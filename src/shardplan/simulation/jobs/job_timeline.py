@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,18 +11,19 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError, shown
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.jobs.every import every_device
-from shardplan.simulation.jobs.holdings import Holdings, HeldPeak, attributed, holdings
+from shardplan.simulation.jobs.holdings import HeldPeak, Holdings, attributed, holdings
 from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.messages import MESSAGES
 from shardplan.simulation.jobs.opened import HostPlace, MessagePlace, OpenedOps, OpPlace, Place
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.spans import busy, exposed
 from shardplan.simulation.jobs.sweep import JobSweep, sweep
-from shardplan.simulation.jobs.timing import COMPUTE, TimedOp
+from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedOp, issued_of, loaded
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.trace import HOST, save_traces
 from shardplan.strategy.partition.job import Job
@@ -83,6 +84,22 @@ class JobTimeline:
     def even(self) -> bool:
         """Whether all devices of a stage take equally long in each op; else the slowest of them is what stands."""
         return self.laid.even
+
+    @cached_property
+    def shared_levels(self) -> Mapping[str, tuple[str, ...]]:
+        """By level the streams and messages that load it, where there are several: they may be under way at once.
+
+        Without `contention` each has the whole of the links.
+        """
+        found: dict[str, dict[str, None]] = {}
+        for one in {id(m): m for m in self.laid.maps.values()}.values():
+            for stream, level in _loads(one.nodes, self.laid.fabric):
+                found.setdefault(level, {})[stream] = None
+        for m in self.laid.messages:
+            for cost in m.steps:
+                for level in loaded(cost, self.laid.fabric):
+                    found.setdefault(level, {})[MESSAGES] = None
+        return {level: tuple(names) for level, names in found.items() if len(names) > 1 or MESSAGES in names}
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -188,7 +205,7 @@ class JobTimeline:
         return tuple(chosen)
 
     def _ops(self, stage: int, kind: str) -> int:
-        return _count(self.laid.maps[stage, kind].nodes) or 1
+        return issued_of(self.laid.maps[stage, kind].nodes) or 1
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -289,19 +306,23 @@ class JobTimeline:
         return f"<JobTimeline {self.title!r}: {len(self.swept.ranks)} ranks, {format_seconds(self.seconds)}>"
 
 
-def _names(nodes: object) -> set[str]:
+def _names(nodes: Sequence[Node]) -> set[str]:
     found: set[str] = set()
-    for node in nodes:  # pyright: ignore
+    for node in nodes:
         if isinstance(node, TimedOp):
             axes, _, level = node.cost.stream.rpartition(", ")
             found |= {node.cost.kind, *(axes.split(".") if axes else ()), *((level,) if level != COMPUTE else ())}
         else:
-            found |= _names((*node.early, *node.late))  # pyright: ignore
+            found |= _names((*node.early, *node.late))
     return found
 
 
-def _count(nodes: object) -> int:
-    return sum(int(n.issued) if isinstance(n, TimedOp) else n.times * _count((*n.early, *n.late)) for n in nodes)  # pyright: ignore
+def _loads(nodes: Sequence[Node], fabric: Fabric) -> Iterator[tuple[str, str]]:
+    for node in nodes:
+        if isinstance(node, TimedOp):
+            yield from ((node.cost.stream, level) for level in loaded(node.cost, fabric))
+        else:
+            yield from _loads((*node.early, *node.late), fabric)
 
 
 def simulate_job(

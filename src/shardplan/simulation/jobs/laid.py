@@ -175,6 +175,7 @@ class _Laying:
         known: dict[Hashable, tuple[tuple[OpCost, ...], float, str]] = {}
         pricing = Pricing(self.fabric, self.settings, None, self._memory())
         found: list[StageMessage] = []
+        lanes: dict[tuple[str, int, int], int] = {}
         for t in self.job.transfers:
             ends = [x.mesh for x in t.types]
             ids = np.concatenate([m.ids for m in ends])
@@ -182,7 +183,9 @@ class _Laying:
             key = (told, ends[0] == ends[1], alike(self.fabric, ids)) if self.fold.prices else len(found)
             if key not in known:
                 known[key] = message(t, pricing)
-            found.append(StageMessage(t, *known[key]))
+            way = t.kind, t.source[0], t.target[0]
+            lanes[way] = lanes.get(way, -1) + 1
+            found.append(StageMessage(t, *known[key], lanes[way]))
         return found
 
 

@@ -23,12 +23,13 @@ class StageMessage:
     steps: tuple[OpCost, ...]
     seconds: float
     level: str  # the outermost that it crosses; empty where nothing is moved
+    lane: int = 0  # among messages of this kind between these stages
 
     @property
     def stream(self) -> str:
         """Return where its intervals lie, at either end."""
         (a, _), (b, _) = self.transfer.source, self.transfer.target
-        return f"{self.transfer.kind} {a}-{b}"
+        return f"{self.transfer.kind} {a}-{b}" + (f" ({self.lane})" if self.lane else "")
 
 
 def message(transfer: Transfer, pricing: Pricing) -> tuple[tuple[OpCost, ...], float, str]:

@@ -7,6 +7,7 @@ action has made, or its host, which issues from the first instant on.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -84,6 +85,14 @@ class OpenedOps:
         return found
 
     @cached_property
+    def lines(self) -> dict[int, tuple[list[float], list[MessagePlace]]]:
+        """By message when each of its microbatches arrives, in order, and which it is."""
+        found: dict[int, list[tuple[float, MessagePlace]]] = {}
+        for place, (_, end, _, _) in self.messages.items():
+            found.setdefault(place.number, []).append((end, place))
+        return {number: ([e for e, _ in sorted(mine)], [p for _, p in sorted(mine)]) for number, mine in found.items()}
+
+    @cached_property
     def before(self) -> list[dict[int, int]]:
         """By rank and action the action before it of the same stage and microbatch."""
         found: list[dict[int, int]] = []
@@ -121,9 +130,10 @@ class OpenedOps:
 
     def _message_cause(self, place: MessagePlace, start: float) -> Place | None:
         _, _, r, i = self.messages[place]
-        before = MessagePlace(place.number, place.microbatch - 1)
-        if place.microbatch > 0 and before in self.messages and abs(self.messages[before][1] - start) <= self.slack:
-            return before
+        ends, places = self.lines[place.number]
+        k = bisect_left(ends, start - self.slack)
+        if self.laid.messages[place.number].seconds > 0 and k < len(ends) and ends[k] <= start + self.slack:
+            return places[k]
         return self._ending(r, i if i >= 0 else len(self.sweep.ranks[r].actions) - 1, start)
 
     def _op_cause(self, place: OpPlace, start: float) -> Place | None:

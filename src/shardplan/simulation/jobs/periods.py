@@ -7,7 +7,7 @@ renumbered: what is left is a schedule of fewer microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class PeriodCut(NamedTuple):
     length: int
     times: int
     kinds: frozenset[tuple[int, str]]  # the stages and kinds that are cut
+    before: int  # periods that stay before it
 
 
 class Shorter(NamedTuple):
@@ -64,13 +65,17 @@ def spans(row: Row, step: int) -> list[RepeatedSpan]:
     return sorted(kept) if taken == {(s, kind) for s, kind, _ in row} else []
 
 
-def steps(rows: Sequence[Row]) -> Iterable[int]:
-    """Yield the steps of microbatches with which ranks may repeat."""
-    yield from sorted({1, len(rows), 2 * len(rows)})
+def steps(rows: Sequence[Row]) -> list[int]:
+    """Return the steps of microbatches with which ranks may repeat: times that are alike only every other period too.
+
+    Where messages take longer than actions, ranks go round with as many microbatches as are under way (the cyclicity of
+    the matrix of a period).
+    """
+    return sorted({n * ways for n in (1, len(rows), 2 * len(rows)) for ways in (1, 2, 3, 4)})
 
 
-def shorter(rows: Sequence[Row], keep: int) -> Shorter | None:
-    """Return the lists with all but so many periods of the shortest run; None where nothing can be left out."""
+def shorter(rows: Sequence[Row], keep: int) -> Iterator[Shorter]:
+    """Yield the lists with all but so many periods of the shortest run, step by step; none where none can be spared."""
     for step in steps(rows):
         found = [spans(row, step) for row in rows]
         if any(not mine for mine, row in zip(found, rows, strict=True) if row):
@@ -80,14 +85,14 @@ def shorter(rows: Sequence[Row], keep: int) -> Shorter | None:
             continue
         cuts = [[_cut(row, span, out) for span in mine] for row, mine in zip(rows, found, strict=True)]
         left = [_without(row, mine, out * step) for row, mine in zip(rows, cuts, strict=True)]
-        return Shorter(tuple(left), tuple(tuple(c) for c in cuts), out * step)
-    return None
+        yield Shorter(tuple(left), tuple(tuple(c) for c in cuts), out * step)
 
 
 def _cut(row: Row, span: RepeatedSpan, out: int) -> PeriodCut:
     """Leave the last period where it is: what comes behind it begins as it would."""
     place = span.first + (span.times - out - 1) * span.length
-    return PeriodCut(place, span.length, out, frozenset((s, kind) for s, kind, _ in row[place : place + span.length]))
+    kinds = frozenset((s, kind) for s, kind, _ in row[place : place + span.length])
+    return PeriodCut(place, span.length, out, kinds, span.times - out - 1)
 
 
 def _without(row: Row, cuts: Sequence[PeriodCut], microbatches: int) -> tuple[tuple[int, str, int], ...]:

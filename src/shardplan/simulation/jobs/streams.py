@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Floats
-from shardplan.simulation.jobs.timing import TimedLoop, Node, TimedOp, streams_of
+from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp, streams_of
 from shardplan.simulation.trace import HOST
 
 Time = Any  # a float, or float64 [entries]

@@ -5,9 +5,9 @@ same microbatch was done, and when messages for it arrived; a message goes once 
 arrived. Behind the last action come the totals that go to other stages, the optimizers, and what those send.
 
 Where periods are left out (`periods`), a rank passes the place with its times moved on by as many periods as are left
-out, each as long as the last ones were. That is exact once every rank has settled: in three periods in a row each of
-its times grew by as much, none grows faster than the last end of the rank, which all others hang on, and nobody who
-sends it anything is slower than itself. Else fewer periods are left out.
+out, each as long as the last ones were. What a period of all ranks does to their times is a matrix of (max,+): once all
+times grew by as much in as many periods as messages reach back, they do so for ever, and so do those of ranks that wait
+for nobody slower. A rank is held to that from the same period on as all others. Else fewer periods are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.periods import PeriodCut, Shorter, shorter
 
 _KEEP = 8  # periods at first
-_ALIKE = 3  # periods in a row that grow alike where a rank has settled
+_ALIKE = 3  # periods in a row that grow alike where a rank has settled, and those that others keep less, or reach back
 _SLACK = 1e-12  # of the time: growths closer than that are equal
 
 
@@ -51,11 +51,13 @@ class JobSweep:
 def sweep(laid: LaidJob) -> JobSweep:
     """Return what the ranks of a job do; raises `ScheduleError` where they wait for each other in a circle."""
     keep = _KEEP
-    while laid.fold.microbatches and (short := shorter(laid.rows, keep)) is not None:
-        found = _Sweep(laid, short).run()
-        if found is not None:
-            return found
-        keep *= 2
+    most = max((len(row) for row in laid.rows), default=0)
+    while laid.fold.microbatches and keep < most:
+        for short in shorter(laid.rows, keep):
+            found = _Sweep(laid, short).run()
+            if found is not None:
+                return found
+        keep *= 4
     found = _Sweep(laid, None).run()
     assert found is not None, "nothing is left out, so that nothing need settle"
     return found
@@ -94,6 +96,8 @@ class _Sweep:
             into = {t.target[1]: k for k, t in coming if t.target[0] == stage}
             self.taking[key] = [into[name] for name in found.taken]
             self.sending[key] = laid.sends(stage, kind)
+        self.guessed: dict[tuple[int, str], float] = {}
+        self.alike = self._windows()
         self.log: list[list[tuple[Floats, float, float, list[tuple[float, float]]]]] = [[] for _ in self.rows]
 
     def run(self) -> JobSweep | None:
@@ -105,6 +109,7 @@ class _Sweep:
                 for r, rank in enumerate(ranks):
                     while rank.at < len(rows[r]) and self._act(r, rank):
                         going = True
+            self._settled()
         except _Settling:
             return None
         for r, rank in enumerate(ranks):
@@ -129,7 +134,10 @@ class _Sweep:
             mail = self.mail.get((number, k))
             if mail is None:
                 return False
-            entry[self.n + 1 + place] = self._moved(mail, behind, self._from(number))
+            source = self._from(number)
+            if behind and not mail[1] and source in self.alike and source not in self.jump:
+                self._guess(source, number, k)
+            entry[self.n + 1 + place] = self._moved(mail, behind, source)
         entry[: self.n] = rank.free
         done = self.done.get((stage, k))
         if done is not None:
@@ -148,6 +156,16 @@ class _Sweep:
             sent.append((start, arrives))
         self.log[r].append((entry, begin, end, sent))
         return True
+
+    def _guess(self, source: tuple[int, str], number: int, k: int) -> None:
+        """Say what a rank will pass its cut with, which has not come to it yet: by its messages a period before."""
+        assert self.short is not None, "nothing is cut"
+        times = next(cut.times for cuts in self.cuts for cut in cuts if source in cut.kinds)
+        before = self.mail.get((number, k - self.short.left_out // times))
+        if before is None:
+            raise _Settling
+        self.jump[source] = times * (self.mail[number, k][0] - before[0])
+        self.guessed[source] = self.jump[source]
 
     def _from(self, number: int) -> tuple[int, str]:
         stage, kind = self.laid.messages[number].transfer.source[0], self.laid.messages[number].transfer.kind
@@ -171,15 +189,15 @@ class _Sweep:
         rank.passed += 1
         length = cut.length
         log = self.log[r]
-        if len(log) < (_ALIKE + 1) * length or rank.at < _ALIKE * length:
+        alike = self.alike[next(iter(cut.kinds))]
+        if len(log) < (alike + 1) * length:
             raise _Settling
         now = log[-1][2]
         slack = _SLACK * max(now, 1e-300) * 4
         growths: list[float] = []
-        ends = [log[-1 - k * length][2] for k in range(_ALIKE + 1)]
-        grow = (ends[0] - ends[_ALIKE]) / _ALIKE
+        grow = (log[-1][2] - log[-1 - alike * length][2]) / alike
         for k in range(1, length + 1):
-            rows = [log[-k - j * length] for j in range(_ALIKE + 1 if len(log) >= k + _ALIKE * length else _ALIKE)]
+            rows = [log[-k - j * length] for j in range(alike + 1)]
             for a, b in zip(rows, rows[1:], strict=False):
                 steps = [
                     a[1] - b[1],
@@ -189,8 +207,8 @@ class _Sweep:
                 growths += (step - grow for step in steps)
         if max(map(abs, growths), default=0.0) > slack:
             raise _Settling
-        entries = [log[-j * length][0][: self.n] for j in range(1, _ALIKE + 1)]  # with which periods began
-        by = (entries[0] - entries[-1]) / (_ALIKE - 1)
+        entries = [log[-j * length][0][: self.n] for j in range(1, alike + 1)]  # with which periods began
+        by = (entries[0] - entries[-1]) / (alike - 1)
         for a, b in zip(entries, entries[1:], strict=False):
             if float(np.abs(a - b - by).max()) > slack or float((a - b).max()) > grow + slack:
                 raise _Settling
@@ -203,14 +221,43 @@ class _Sweep:
         for stage, kind in cut.kinds:
             self.growth[stage, kind] = grow
             self.jump[stage, kind] = cut.times * grow
-            for number in self.taking[stage, kind]:
-                other = self.growth.get(self._from(number))
-                if other is not None and other > grow + slack:
-                    raise _Settling
             for number in self.sending[stage, kind]:
                 self.line[number] += cut.times * grow
         rank.free = rank.free + cut.times * by
         rank.behind |= cut.kinds
+
+    def _windows(self) -> dict[tuple[int, str], int]:
+        """By stage and kind in how many periods before its cut all must have grown alike."""
+        kept: dict[tuple[int, str], int] = {}
+        at: dict[tuple[int, str], int] = {}
+        for r, cuts in enumerate(self.cuts):
+            for number, cut in enumerate(cuts):
+                place = self._place(r, number)
+                for key in cut.kinds:
+                    mine = [k for k, (s, kind, _) in enumerate(self.rows[r]) if (s, kind) == key and k < place]
+                    each = sum((s, kind) == key for s, kind, _ in self.laid.rows[r][cut.place : cut.place + cut.length])
+                    kept[key] = cut.before
+                    at[key] = len(mine) // max(1, each)
+        # How many periods a message reaches back: by how much the two ends are apart, counted from where they repeat.
+        back = 0
+        for key, taken in self.taking.items():
+            for source in map(self._from, taken):
+                if key in at and source in at:
+                    back = max(back, abs((at[key] - kept[key]) - (at[source] - kept[source])))
+        least = min(kept.values(), default=0)
+        return {key: _ALIKE + back + n - least for key, n in kept.items()}
+
+    def _settled(self) -> None:
+        """Hold the ranks against each other: what is taken comes no more slowly than it is taken."""
+        slack = _SLACK * 4 * max((log[-1][2] for log in self.log if log), default=0.0)
+        for source, jump in self.guessed.items():
+            if abs(self.jump[source] - jump) > slack:
+                raise _Settling
+        for key, taken in self.taking.items():
+            for number in taken:
+                source = self._from(number)
+                if key in self.growth and self.growth.get(source, 0.0) > self.growth[key] + slack:
+                    raise _Settling
 
     def _optimize(self) -> list[tuple[int, float, float]]:
         """Totals that go to other stages, optimizers, and what they send; the messages among it."""

@@ -136,6 +136,11 @@ def level_of(cost: Price, fabric: Fabric) -> str:
     return crossed[0] if crossed else fabric.wires[-1].level.name
 
 
+def loaded(cost: OpCost, fabric: Fabric) -> list[str]:
+    """Return the levels whose links an op loads."""
+    return [w.level.name for w, load in zip(fabric.wires, cost.price.load, strict=False) if load is not None]
+
+
 def works(pattern: Pattern) -> bool:
     """Say whether a kernel is among what it does."""
     if isinstance(pattern, InTurn | AtOnce):
