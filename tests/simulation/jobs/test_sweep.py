@@ -59,6 +59,20 @@ def test_folded_is_as_every_device_op_by_op(name: str, way: str) -> None:
         assert np.isclose(folded.exposed[key], seconds, rtol=0.0, atol=1e-11 * plain.seconds)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "dualpipe"])
+def test_long_messages_queue(name: str) -> None:
+    """On links so slow that a message waits for the one before it."""
+    slow = replace(CLUSTER, levels=tuple(replace(level, bandwidth=1e7) for level in CLUSTER.levels))
+    folded = simulate_job(job(name), slow)
+    assert_same(folded.swept, simulate_job(job(name), slow, fold=False).swept)
+    queued = [
+        times[0] - made
+        for run in folded.swept.ranks
+        for times, made in zip(run.sent[:, :1].reshape(-1, 2), run.done, strict=False)
+    ]
+    assert max(queued) > 0.0
+
+
 @pytest.mark.parametrize("switch", ["layers", "prices", "microbatches"])
 @pytest.mark.parametrize("name", ["tensor", "prefetch", "gpipe", "interleaved"])
 def test_each_fold_alone_changes_nothing(name: str, switch: str) -> None:
