@@ -10,7 +10,7 @@ from shardplan.hardware.level import DeviceSpec, Level
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
 
-SIZES = {"layers": 4, "hidden": 64, "heads": 8, "seq": 32, "vocab": 96}
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "seq": 32, "vocab": 96}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline": 2, "global_batch": 12},
     "tensor": {"tensor": 2, "pipeline": 2, "global_batch": 12, "sequence_parallel": True, "recompute": "full"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from shardplan.simulation.timeline import load_timelines
 from shardplan.strategy.partition.memory import certify
 from simulation.jobs.job_cases import CLUSTER, STRATEGIES, job
 
-WAYS = [{}, {"launch": 0.0}, {"overlap": False, "launch": 0.0}, {"launch": 1e-5}]
+WAYS: list[dict[str, Any]] = [{}, {"launch": 0.0}, {"overlap": False, "launch": 0.0}, {"launch": 1e-5}]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -111,7 +112,9 @@ def test_what_if_something_cost_nothing() -> None:
     free = line.without("tensor")
     assert free.seconds < line.seconds
     assert "tensor, gpu" not in free.exposed or free.exposed["tensor, gpu"] == 0.0
-    with pytest.raises(ShardplanError, match=r"^without 'nvlink': nothing of the step is called so; legal: .*all_gather"):
+    with pytest.raises(
+        ShardplanError, match=r"^without 'nvlink': nothing of the step is called so; legal: .*all_gather"
+    ):
         line.without("nvlink")
 
 
@@ -157,7 +160,7 @@ def test_the_trace_is_what_the_format_requires(tmp_path: Path) -> None:
         if e["ph"] == "C":
             assert e["args"]["bytes"] > 0
     assert any(e["ph"] == "C" for e in events)
-    ends: dict[int, list[dict[str, object]]] = {}
+    ends: dict[int, list[dict[str, Any]]] = {}
     for e in events:
         if e["ph"] in "sf":
             ends.setdefault(e["id"], []).append(e)
@@ -165,7 +168,7 @@ def test_the_trace_is_what_the_format_requires(tmp_path: Path) -> None:
     across = [two for two in ends.values() if two[0]["pid"] != two[1]["pid"]]
     received = [i for i in line.intervals if i.stream.startswith("receive") and i.seconds > 0]
     assert len(across) >= len(received) > 0
-    gathers = [two for two in ends.values() if {names[e["pid"], e["tid"]] for e in two} == {"compute", "tensor, gpu"}]  # type: ignore[index]
+    gathers = [two for two in ends.values() if {names[e["pid"], e["tid"]] for e in two} == {"compute", "tensor, gpu"}]
     assert gathers
 
 

@@ -114,7 +114,9 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
 
 def line_of(kinds: str, source: str = "predicted") -> Timeline:
     """A timeline of one device, an interval of a second for each letter."""
-    intervals = [Interval(0, "compute", float(k), k + 1.0, c, c, causes=(k - 1,) if k else ()) for k, c in enumerate(kinds)]
+    intervals = [
+        Interval(0, "compute", float(k), k + 1.0, c, c, causes=(k - 1,) if k else ()) for k, c in enumerate(kinds)
+    ]
     return Timeline(tuple(intervals), source=source)
 
 
