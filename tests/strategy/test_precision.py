@@ -132,9 +132,39 @@ def test_what_no_recipe_covers_is_refused() -> None:
         partition(own, Strategy(data=2, precision="bf16"))
     assert str(caught.value) == "precision='bf16' of model, a program in f32; legal is one in bf16"
     assert partition(own, Strategy(data=2, precision="fp32")).model.parameters == own.parameters
-    with pytest.raises(LayoutError, match="precision 'fp8' is unknown; legal: fp32, bf16, fp16"):
-        Strategy(precision="fp8")
+    with pytest.raises(LayoutError, match="precision 'int8' is unknown; legal: fp32, bf16, fp16, fp8, nvfp4"):
+        Strategy(precision="int8")
     with pytest.raises(LayoutError, match="gradient_dtype 'i32' is unknown; legal: f16, bf16"):
         Strategy(gradient_dtype="i32")
     with pytest.raises(ShardplanError, match=r"no parameter layers.weight, of which layers.weight.master is a copy"):
         plain.mixed("bf16").state()
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8' is unknown; legal: fp32, bf16, fp16"),
+        ({"precision": "nvfp4"}, "precision 'nvfp4' is unknown; legal: fp32, bf16, fp16"),
+        (
+            {"tensor_overlap": True},
+            "strategy: tensor_overlap=True is predicted, and no program does it yet; legal for a job is "
+            "tensor_overlap=False",
+        ),
+        (
+            {"offload_layers": 2},
+            "strategy: offload_layers=2 is predicted, and no program does it yet; legal for a job is offload_layers=0",
+        ),
+    ],
+)
+def test_what_is_predicted_alone_is_no_job(said: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShardplanError) as caught:
+        partition(Model.load("mlp", layers=2, hidden=8, optimizer="sgd"), Strategy(data=2, **said))
+    assert str(caught.value) == text
+
+
+def test_the_class_of_attention_changes_no_program() -> None:
+    model = Model.load("llama", **SIZES)
+    plain, fast = (partition(model, Strategy(tensor=2, attention=kind)) for kind in (None, "cudnn"))
+    assert plain.programs == fast.programs
+    with pytest.raises(LayoutError, match="attention 'flash9' is unknown; legal: unfused, flash1, flash2, cudnn"):
+        Strategy(attention="flash9")

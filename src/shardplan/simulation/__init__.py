@@ -6,7 +6,7 @@ Reading order:
 - `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
 - `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
 - `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
-- `jobs`        op-level events of a `Job`: its programs on streams, stage by stage, with what it holds
+- `jobs/`       op-level events of a `Job`: its programs on streams, stage by stage, with what it holds
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
 - `scripts`     the script of a program by engine: which messages its collectives are made of
 - `engine`      tasks that wait for tasks and share resources fairly, on arrays
@@ -14,7 +14,8 @@ Reading order:
 - `events`      the event simulation of a program: devices at their own pace, links shared fairly
 - `replay`      the same of a script, message by message, as the lab's links would carry it
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
+- `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 
-This room imports `strategy` and what is below it, and numpy and msgspec.
+This room imports `core`, `hardware`, `plans`, `strategy` and the errors, and numpy and msgspec.
 """

@@ -28,6 +28,8 @@ HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
 SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
 AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
+ATTENTION = ("unfused", "flash1", "flash2", "cudnn")
+NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
 RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
 
 
@@ -60,7 +62,8 @@ class Strategy:
             around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
             every device has as much to do under a causal mask.
         precision: `fp32`; or `bf16` or `fp16`: parameters and all that is computed, while the optimizer updates copies
-            in f32. By default as the model is.
+            in f32. By default as the model is. `fp8` and `nvfp4`, bf16 but for the layers' products, are predicted, and
+            not partitioned.
         gradient_dtype: Of accumulated gradients; by default f32 under `fp32` and `bf16`, f16 under `fp16`, and without
             a precision that of the parameter.
         bucket: Bytes up to which gradients are reduced together: before the update, or where they are dealt out in
@@ -73,6 +76,11 @@ class Strategy:
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
             heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
+        attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),
+            `flash1`, `flash2`, `cudnn`; by default `flash2`. The program is the same.
+        tensor_overlap: Whether movements of the tensor axis are cut up and run beside products: predicted, and not
+            partitioned.
+        offload_layers: Layers whose saved values go to the host: predicted, and not partitioned.
 
     Raises `LayoutError` for a value that is not legal.
 
@@ -102,6 +110,9 @@ class Strategy:
     keep: str | tuple[str, ...] = ()
     prefetch: bool = False
     cuts: tuple[int, ...] | None = None
+    attention: str | None = None
+    tensor_overlap: bool = False
+    offload_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
@@ -138,7 +149,10 @@ class Strategy:
                 f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
                 f"shard * context * tensor; legal are {legal}"
             )
-        for name in ("sequence_parallel", "fsdp", "offload", "prefetch"):
+        border.whole("strategy: offload_layers", self.offload_layers, 0)
+        if self.attention is not None:
+            border.choice("strategy: attention", self.attention, ATTENTION)
+        for name in ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap"):
             border.flag(f"strategy: {name}", getattr(self, name))
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
@@ -150,7 +164,7 @@ class Strategy:
             border.names("strategy: recompute", self.recompute)
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
         if self.precision is not None:
-            border.choice("strategy: precision", self.precision, tuple(PRECISIONS))
+            border.choice("strategy: precision", self.precision, (*PRECISIONS, *NARROW))
         if self.gradient_dtype is not None:
             found = border.choice("strategy: gradient_dtype", short_name(self.gradient_dtype), GRADIENT_DTYPES)
             object.__setattr__(self, "gradient_dtype", found)
@@ -212,8 +226,8 @@ class Strategy:
     @property
     def total_dtype(self) -> str | None:
         """In what gradients are added up, None for the dtype of the parameter."""
-        recipe = None if self.precision is None else PRECISIONS[self.precision].gradient
-        return self.gradient_dtype or recipe
+        recipe = PRECISIONS.get(self.precision or "")
+        return self.gradient_dtype or (recipe and recipe.gradient)
 
     @property
     def devices(self) -> int:

@@ -36,5 +36,6 @@ CLUSTER = Topology(
 @cache
 def job(name: str, layers: int = 4) -> Job:
     """Return the job of a strategy."""
-    model = sp.Model.load("gpt", **{**SIZES, "layers": layers})
+    sizes: dict[str, Any] = {**SIZES, "layers": layers}
+    model = sp.Model.load("gpt", **sizes)
     return sp.partition(model, sp.Strategy(**STRATEGIES[name]))

@@ -93,11 +93,11 @@ def test_layers_are_raised_to_a_power_and_prices_remembered() -> None:
 @cache
 def bare(name: str, ranks: int, microbatches: int) -> LaidJob:
     """A job of a schedule whose maps are scaled later."""
-    layers = 2 * ranks
+    sizes: dict[str, Any] = {**SIZES, "layers": 2 * ranks}
     strategy = sp.Strategy(
         pipeline=ranks, schedule=name, interleave=2 if name == "interleaved" else None, global_batch=microbatches
     )
-    model = sp.Model.load("gpt", **{**SIZES, "layers": layers}, training=name != "forward")
+    model = sp.Model.load("gpt", **sizes)
     found = sp.partition(model, strategy)
     return laid(found, fabric_of(CLUSTER, found.programs.meshes), JobSettings(), Fold())
 

@@ -22,7 +22,7 @@ from shardplan.core.nested import nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import Compute, LocalRun, Where, computing
+from shardplan.core.ops.compute import Compute, KernelClass, LocalRun, Where, computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -117,6 +117,11 @@ class Backward(Composed):
     of: Op
     needs: tuple[int, ...]
     results: int = 1
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """That of the op."""
+        return self.of.kernel_class if isinstance(self.of, Compute) else "streamed"
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """The steps of the op, and back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shardplan.errors import TypingError
 Shape = tuple[int, ...]
 Where = Callable[[TensorType], tuple[tuple[Any, ...], Shape]]  # start and shape of this device's box of a type
 LocalRun = Callable[[Namespace, Sequence[Tensor]], list[Tensor]]
+KernelClass = Literal["product", "scores", "loss", "streamed"]
 WHOLE = Layout(())  # no axes on any dim
 
 
@@ -59,6 +60,15 @@ class Compute(Op):
     @abc.abstractmethod
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """The class of its kernel: `product`, `scores` (attention), `loss`, or, by what it touches, `streamed`."""
+        return "streamed"
+
+    def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
+        """Say whether the results are partial with `reduction` when exactly the operands `partial` are."""
+        return False
 
     @property
     def pinned(self) -> Layout | None:

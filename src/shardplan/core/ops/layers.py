@@ -13,7 +13,7 @@ from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, counted
+from shardplan.core.ops.compute import WHOLE, KernelClass, counted
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
@@ -103,6 +103,11 @@ class CrossEntropy(Composed):
 
     name: ClassVar[str] = "cross_entropy"
 
+    @property
+    def kernel_class(self) -> KernelClass:
+        """A loss."""
+        return "loss"
+
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
         t, ids = counted(self.name, operands, 2)
@@ -150,6 +155,11 @@ class Attention(Composed):
     causal: bool = True
     scale: float = 0.0
     zigzag: int = 1
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """Attention."""
+        return "scores"
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""

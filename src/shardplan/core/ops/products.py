@@ -12,7 +12,7 @@ from shardplan.core.draft import Draft
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import expanded
-from shardplan.core.ops.compute import At, Ruled, Size, common_dtype
+from shardplan.core.ops.compute import At, KernelClass, Ruled, Size, common_dtype
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError
@@ -48,6 +48,11 @@ class Einsum(Ruled):
                 raise ParseError(f"the factor {text[k]} of the result is in no operand", text, k)
             if text[k] in text[arrow + 2 : k]:
                 raise ParseError(f"the factor {text[k]} is twice in the result", text, k)
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """A product."""
+        return "product"
 
     @property
     def sides(self) -> tuple[tuple[str, ...], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.errors import ScheduleError
+from shardplan.errors import LayoutError, ScheduleError
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
@@ -16,9 +16,16 @@ RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file say
 def ordered(strategy: Strategy, model: Model) -> Schedule:
     """Return the order of actions: of a model that does not train the forward part.
 
-    Raises `ScheduleError` for a generator that is not defined for these sizes, and for a schedule of one's own that is
-    not complete, in whose order ranks wait in a circle, or that does not train where the model does.
+    Raises `LayoutError` for what is predicted alone; `ScheduleError` for a generator that is not defined for these
+    sizes, and for a schedule of one's own that is not complete, in whose order ranks wait in a circle, or that does
+    not train where the model does.
     """
+    for name, plain in (("tensor_overlap", False), ("offload_layers", 0)):
+        if getattr(strategy, name) != plain:
+            raise LayoutError(
+                f"strategy: {name}={getattr(strategy, name)} is predicted, and no program does it yet; legal for a job "
+                f"is {name}={plain}"
+            )
     said = strategy.schedule
     training = bool(model.fields["training"])
     sizes = strategy.pipeline, strategy.microbatches, strategy.interleave

@@ -1,0 +1,15 @@
+"""The closed form: a model's step under many strategies at once, from one reading of its program.
+
+Reading order:
+
+- `work`            what a device does: `LocalKernel`, `LocalMove`, `HeldParameter`, `Saved`; a `Reading` of them
+- `serving`         which factor of a step every axis carries
+- `reading`         from a model and a strategy's tables to a `Reading`
+- `parameters`      `Parameters`: what of a machine no data sheet says
+- `links`           collectives on the levels of a topology, for many groups at once
+- `numbers`         kernels priced, and summed by layer, at many sizes
+- `configurations`  `Configurations`: many strategies as columns
+- `stages`          what chunks of layers take, and what comes once a step
+- `memory`          the bytes of the device that holds most
+- `form`            `ClosedForm`: all of it for many strategies
+"""

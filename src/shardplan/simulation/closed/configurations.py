@@ -1,0 +1,101 @@
+"""`Configurations`: many strategies as columns of numbers, so that they are priced together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardplan.errors import LayoutError
+from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.strategy import RECOMPUTE, Strategy
+
+Ints = np.ndarray
+# Columns whose numbers are places in a tuple of names; None is what a strategy leaves to the model.
+CODES: Mapping[str, tuple[Any, ...]] = {
+    "schedule": tuple(GENERATORS),
+    "recompute": RECOMPUTE,
+    "context_kind": ("ulysses", "gather", "ring", "zigzag"),
+    "precision": (None, "fp32", "bf16", "fp16", "fp8", "nvfp4"),
+    "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
+    "attention": (None, "unfused", "flash1", "flash2", "cudnn"),
+}
+NUMBERS = (
+    "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
+    "offload_layers",
+)  # fmt: skip
+FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
+# What a column holds where a strategy has no such field, or says nothing.
+DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys(FLAGS, 0), **dict.fromkeys(CODES, 0),
+                               "zero": 0, "offload_layers": 0}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Configurations:
+    """Strategies of one model, as columns.
+
+    Args:
+        columns: By field of `Strategy` an array [n], int64 or bool; fields of `CODES` as places in its tuples.
+
+    `Configurations.of` makes them of strategies, `strategy` one again.
+
+    >>> c = Configurations.of([Strategy(data=2, tensor=4), Strategy(pipeline=2, global_batch=8)])
+    >>> len(c), c.microbatches.tolist(), c.strategy(1).pipeline
+    (2, [1, 8], 2)
+    """
+
+    columns: Mapping[str, Ints]
+
+    @staticmethod
+    def of(strategies: Iterable[Strategy]) -> Configurations:
+        """Return strategies as columns; raises `LayoutError` for one that says what no column has."""
+        rows = list(strategies)
+        for s in rows:
+            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", False)):
+                if getattr(s, name) != plain:
+                    raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")
+        columns: dict[str, Ints] = {}
+        for name in (*NUMBERS, *FLAGS):
+            said = [getattr(s, name, DEFAULTS[name]) for s in rows]
+            columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
+        for name, legal in CODES.items():
+            columns[name] = np.asarray([_code(name, legal, getattr(s, name, None)) for s in rows], dtype=np.int64)
+        return Configurations(columns)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.columns["data"])
+
+    def __getitem__(self, index: Ints | slice | Sequence[int]) -> Configurations:
+        """Return some of them, by a mask, places or a slice."""
+        return Configurations({name: column[index] for name, column in self.columns.items()})
+
+    @property
+    def microbatches(self) -> Ints:
+        """The microbatches of a step, int64 [n]."""
+        c = self.columns
+        return -(-c["global_batch"] // (c["data"] * c["microbatch"]))
+
+    @property
+    def devices(self) -> Ints:
+        """The devices of each, int64 [n]."""
+        c = self.columns
+        return c["data"] * c["tensor"] * c["pipeline"] * c["context"]
+
+    def strategy(self, k: int) -> Strategy:
+        """Return one of them."""
+        said: dict[str, Any] = {name: self.columns[name][k].item() for name in (*NUMBERS, *FLAGS)}
+        said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items()}
+        plain = {name: DEFAULTS[name] for name in ("offload_layers", "tensor_overlap")} | {"attention": None}
+        fields = Strategy.__dataclass_fields__
+        for name in [name for name, value in plain.items() if name not in fields and said[name] == value]:
+            del said[name]
+        return Strategy(**said)
+
+
+def _code(name: str, legal: tuple[Any, ...], said: object) -> int:
+    if isinstance(said, tuple) or said not in legal:
+        raise LayoutError(f"many strategies at once: {name}={said!r}; legal are {', '.join(map(str, legal))}")
+    return legal.index(said)

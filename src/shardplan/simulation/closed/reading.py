@@ -1,0 +1,395 @@
+"""`read`: from a model and a strategy's tables to what every device does: kernels and movements of any sizes.
+
+The one-device program is read once for every kind of strategy (which axes it has, what they serve). `serving` says
+which factor of a step each axis carries; where a value is wanted otherwise than it is made, there is a movement. That
+is what `partition` settles by price, here without a price: `tests/simulation/test_reading.py` holds one against the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardplan.core.dim_names import DimNames, Links, dim_names, links
+from shardplan.core.nested import Nested, nested
+from shardplan.core.ops.compute import Compute, computing
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.serving import OperandState, serving
+from shardplan.simulation.closed.work import (
+    BACKWARD,
+    FORWARD,
+    PARTIAL,
+    Extent,
+    HeldParameter,
+    LocalKernel,
+    LocalMove,
+    LocalValue,
+    Reading,
+    Saved,
+    State,
+)
+from shardplan.strategy.model import Model
+from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
+
+
+def read(model: Model, layouts: Layouts, axes: Sequence[str]) -> Reading:
+    """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter."""
+    return _Reader(model, layouts, tuple(axes)).read()
+
+
+@dataclass(slots=True, eq=False)
+class _ReadBlock:
+    """Values of a program, or of a body, while it is read."""
+
+    program: Program
+    names: DimNames
+    run: int
+    state: dict[str, State] = field(default_factory=dict[str, State])
+    made: dict[str, list[State]] = field(default_factory=dict[str, "list[State]"])  # each state that a value was in
+    maker: dict[str, str] = field(default_factory=dict[str, str])  # the kind of kernel that made it
+    held: dict[str, tuple[str, State]] = field(default_factory=dict[str, "tuple[str, State]"])  # parameters
+    saved: dict[str, tuple[tuple[int, str], Saved]] = field(
+        default_factory=dict[str, "tuple[tuple[int, str], Saved]"]
+    )  # by the value that has it again, what was kept
+    needed: set[str] = field(default_factory=set[str])
+
+
+class _Reader:
+    """Reads a model."""
+
+    def __init__(self, model: Model, layouts: Layouts, axes: tuple[str, ...]) -> None:
+        self.model, self.axes = model, axes
+        serve = dict(layouts.serve)
+        self.serve = {a: [g for g in serve.get(a, ()) if FREE not in g] for a in axes}
+        self.layouts = layouts
+        self.names = dim_names(model.program, model.dims, model.origins)
+        self.kernels: list[LocalKernel] = []
+        self.moves: list[LocalMove] = []
+        self.saved: dict[tuple[int, str], Saved] = {}
+        self.layers: list[int] = []
+        self.forwards = sum(o is None for o in model.origins) if model.origins else len(model.program.steps)
+        self.phase = FORWARD
+        self.batch = max((n for name in model.dims for d, n in self._sizes(name) if d == "batch"), default=1)
+        self.owners = {value: name for name, value in model.gradients.items()}
+        self.alike: dict[str, tuple[int, str]] = {}  # by a stack of saved values, the run and the value in its body
+        self.carried = LocalValue(0, ())
+
+    def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
+        shape = self.model.program.types[name].shape if name in self.model.program.types else ()
+        return zip(self.model.dims[name], shape, strict=bool(shape))
+
+    def read(self) -> Reading:
+        """Read."""
+        program = self.model.program
+        top = _ReadBlock(program, self.names, -1)
+        for name, _ in program.inputs:
+            dims = self.model.dims.get(name, ())
+            if name in self.model.parameters:
+                held = self._held(name, dims)
+                top.held[name] = name, held
+                top.state[name] = held
+            else:
+                top.state[name] = self._stored(name, dims)
+            top.made[name] = [top.state[name]]
+        top.held |= {value: top.held[name] for value, name in self.owners.items()}
+        top.needed = _needed(program, self.forwards)
+        for number, step in enumerate(program.steps):
+            if self.model.origins and number >= len(self.model.origins):
+                break  # the optimizer's
+            self.phase = FORWARD if number < self.forwards else BACKWARD
+            if self.phase == FORWARD and self.layers:
+                top.run = -2
+            self._step(top, number, step)
+        parameters = tuple(self._parameter(top, name) for name in self.model.parameters)
+        return Reading(
+            tuple(self.kernels),
+            tuple(self.moves),
+            tuple(self.saved.values()),
+            parameters,
+            tuple(self.layers),
+            self.batch,
+            self.carried,
+        )
+
+    def _held(self, name: str, dims: Sequence[str]) -> State:
+        for line in self.layouts.held:
+            if line.matches(name):
+                return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
+        return {}
+
+    def _stored(self, name: str, dims: Sequence[str]) -> State:
+        for line in self.layouts.stored:
+            if line.matches(name):
+                return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
+        return {}
+
+    def _parameter(self, top: _ReadBlock, name: str) -> HeldParameter:
+        t, dims = self.model.program.types[name], self.model.dims[name]
+        held = top.held[name][1]
+        run = -1
+        gradient = self.model.gradients.get(name)
+        state = top.state.get(gradient, {}) if gradient else {}
+        sums = tuple(a for a in self.axes if state.get(a) == PARTIAL)
+        first = 0
+        if dims and dims[0] == LAYER:
+            run, first = self._run_of(name), 1
+        extents = tuple(
+            Extent(n, tuple(a for a in self.axes if held.get(a) == d)) for d, n in enumerate(t.shape) if d >= first
+        )
+        if not first:
+            run = -1 if self._early(name) else -2
+        return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums)
+
+    def _run_of(self, name: str) -> int:
+        run = 0
+        for step in self.model.program.steps[: self.forwards]:
+            if nested(step.op) is not None:
+                if name in step.operands:
+                    return run
+                run += 1
+        return 0
+
+    def _early(self, name: str) -> bool:
+        """Whether what a parameter is first read for comes before the layers."""
+        for step in self.model.program.steps[: self.forwards]:
+            if nested(step.op) is not None:
+                return False
+            if name in step.operands:
+                return True
+        return False
+
+    def _step(self, block: _ReadBlock, number: int, step: Step) -> None:
+        loop = nested(step.op)
+        if loop is not None:
+            self._loop(block, number, step, loop)
+            return
+        op = computing(step.op)
+        if op is None:
+            return
+        types = tuple(block.program.types[o] for o in step.operands)
+        results = tuple(block.program.types[r] for r in step.results)
+        link, names = links(op, types), block.names.factors[number]
+        operands = [
+            OperandState(block.state.get(o, {}), block.held[o][1] if o in block.held else None) for o in step.operands
+        ]
+        made = [block.held[r][1] if r in block.held else None for r in step.results]
+        chosen, passed = serving(self.serve, op, types, link, names, operands, made)
+        for k, o in enumerate(step.operands):
+            self._want(block, o, types[k], link.operands[k], chosen, passed, step)
+        extents = {
+            f: Extent(n, tuple(a for a in self.axes if chosen.get(a) == f), "batch" in names.get(f, ()))
+            for f, n in link.sizes.items()
+        }
+        for r, dims in zip(step.results, link.results, strict=True):
+            state = {a: next((d for d, fs in enumerate(dims) if f in fs), PARTIAL) for a, f in chosen.items()}
+            block.state[r] = state | dict.fromkeys(passed, PARTIAL)
+            block.made[r] = [block.state[r]]
+            block.maker[r] = op.kernel_class
+        self._kernel(block, step, op, types, results, link, extents)
+
+    def _kernel(
+        self,
+        block: _ReadBlock,
+        step: Step,
+        op: Compute,
+        types: Sequence[TensorType],
+        results: Sequence[TensorType],
+        link: Links,
+        extents: Mapping[str, Extent],
+    ) -> None:
+        if op.view or not types or not any(t.ndim for t in (*types, *results)):
+            return
+        places = {f: k for k, f in enumerate(extents)}
+        sides = (*zip(types, link.operands, strict=True), *zip(results, link.results, strict=True))
+        values = tuple(LocalValue(t.itemsize, tuple(extents[f] for fs in dims for f in fs)) for t, dims in sides)
+        roles: tuple[tuple[int, ...], ...] = ()
+        if op.kernel_class == "product" and len(types) == 2:
+            a, b, c = ({f for fs in dims for f in fs} for dims in (*link.operands, link.results[0]))
+            picked = (a & b & c, (a & c) - b, (b & c) - a, (a & b) - c)
+            roles = tuple(tuple(sorted(places[f] for f in one)) for one in picked)
+        whole = sum(t.local_bytes() for t in (*types, *results))
+        weighs = any(o in block.held for o in step.operands) or (
+            self.phase == BACKWARD
+            and not any(e.batch for r in link.results for fs in r for e in (extents[f] for f in fs))
+        )
+        self.kernels.append(
+            LocalKernel(
+                self.phase,
+                block.run if self.phase == FORWARD or block.run >= 0 else self._side(block, step),
+                op.kernel_class,
+                types[0].dtype,
+                op.flops(*types),
+                tuple(extents.values()),
+                roles,
+                values,
+                op.touched(*types) / whole if whole else 0.0,
+                self.phase != FORWARD or any(r in block.needed for r in step.results),
+                weighs,
+                self._joins(block, step, op, types, results),
+            )
+        )
+
+    @staticmethod
+    def _joins(
+        block: _ReadBlock, step: Step, op: Compute, types: Sequence[TensorType], results: Sequence[TensorType]
+    ) -> bool:
+        """Whether a step adds a parameter to what a product makes, and no more: libraries do it in the product."""
+        one = [o for o in step.operands if o not in block.held]
+        adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
+        return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
+
+    def _side(self, block: _ReadBlock, step: Step) -> int:
+        """Whether a backward step outside of layers is of what comes before them."""
+        return -1 if self._behind else -2
+
+    _behind = False  # whether the layers' backward pass has been read
+
+    def _want(
+        self,
+        block: _ReadBlock,
+        name: str,
+        t: TensorType,
+        dims: Sequence[Sequence[str]],
+        chosen: Mapping[str, str],
+        passed: Sequence[str],
+        step: Step,
+    ) -> None:
+        """Note the movement of an operand to where a step has it."""
+        if name in block.held:
+            return
+        wanted = {a: d for a, f in chosen.items() for d, fs in enumerate(dims) if f in fs}
+        wanted |= {a: PARTIAL for a in passed if block.state.get(name, {}).get(a) == PARTIAL}
+        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results))
+
+    def _moved(self, block: _ReadBlock, name: str, t: TensorType, wanted: State, needed: bool) -> None:
+        now = block.state.get(name, {})
+        known = block.made.setdefault(name, [now])
+        if self.phase == BACKWARD and name in block.saved and dict(wanted) in known[1:] and wanted.keys() >= now.keys():
+            key, kept = block.saved[name]
+            self.saved[key] = kept._replace(value=self._local(block, name, t, wanted))
+        kinds: dict[tuple[bool, bool], list[str]] = {}
+        for axis in self.axes:
+            a, b = now.get(axis), wanted.get(axis)
+            if a == b or a is None or any(one.get(axis) == b for one in known[1:]):
+                continue
+            kinds.setdefault((a == PARTIAL, b is None), []).append(axis)
+        for (summed, whole), axes in kinds.items():
+            names = block.names.values[name]
+            extents = tuple(
+                Extent(
+                    n,
+                    tuple(x for x in self.axes if now.get(x) == d and x not in axes),
+                    "batch" in names[d],
+                )
+                for d, n in enumerate(t.shape)
+            )
+            run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
+            self.moves.append(
+                LocalMove(self.phase, run, summed, whole, tuple(axes), LocalValue(t.itemsize, extents), needed)
+            )
+        if dict(now) != dict(wanted):
+            known.append(dict(wanted))
+
+    def _canonical(self, block: _ReadBlock, name: str) -> State:
+        """A state without sums: where an axis has one, the first dim that it serves, if any."""
+        found: dict[str, int] = {}
+        for axis, dim in block.state.get(name, {}).items():
+            if dim != PARTIAL:
+                found[axis] = dim
+                continue
+            names = block.names.values[name]
+            serves = [
+                d for group in self.serve[axis] for d, called in enumerate(names) if any(n in group for n in called)
+            ]
+            if serves:
+                found[axis] = serves[0]
+        return found
+
+    def _loop(self, block: _ReadBlock, number: int, step: Step, op: Nested) -> None:
+        if self.phase == FORWARD:
+            self.layers.append(op.times)
+            run = len(self.layers) - 1
+        else:
+            run = self._alike(step)
+            self._behind = True
+        inner = _ReadBlock(op.body, block.names.bodies[number], run)
+        whole = len(op.body.inputs) - op.cut
+        for k, (outside, (name, t)) in enumerate(zip(step.operands, op.body.inputs, strict=True)):
+            less = 1 if k >= whole else 0
+            state = self._canonical(block, outside) if k < op.kept else block.state.get(outside, {})
+            if k < op.kept:
+                self._moved(block, outside, t, state, needed=True)
+                if not k and self.phase == FORWARD:
+                    self.carried = self._local(inner, name, t, state)
+            inner.state[name] = {a: d - less if d != PARTIAL else d for a, d in state.items()}
+            inner.made[name] = [inner.state[name]]
+            for other in block.made.get(outside, [])[1:]:
+                if other.keys() >= state.keys():  # no larger than as it was made: it may be kept so
+                    inner.made[name].append({a: d - less if d != PARTIAL else d for a, d in other.items()})
+            if outside in block.held:
+                of, held = block.held[outside]
+                inner.held[name] = of, {a: d - less for a, d in held.items()}
+                inner.state[name] = inner.held[name][1]
+            elif self.phase == BACKWARD and less and outside in self.alike:
+                into = next((computing(s.op) for s in op.body.steps if name in s.operands), None)
+                kept = Saved(run, self._local(inner, name, t, inner.state[name]), block.maker.get(outside, ""),
+                             into.kernel_class if into else "")  # fmt: skip
+                key = run, self.alike[outside][1]
+                inner.saved[name] = key, kept
+                self.saved[key] = kept
+        for outside, name in zip(step.results, op.body.outputs, strict=True):
+            if outside in self.owners:
+                of, held = block.held[outside]
+                inner.held[name] = of, {a: d - 1 for a, d in held.items()}
+        inner.needed = _needed_inside(op, step, block)
+        for n, one in enumerate(op.body.steps):
+            self._step(inner, n, one)
+        for k, (outside, name) in enumerate(zip(step.results, op.body.outputs, strict=True)):
+            state = inner.state.get(name, {})
+            if k < op.kept:
+                entered = inner.state[op.body.inputs[k][0]]
+                self._moved(inner, name, op.body.types[name], entered, needed=True)
+                state = entered
+                block.state[outside] = state
+                block.made[outside] = [state]
+                continue
+            block.state[outside] = {a: d + 1 if d != PARTIAL else d for a, d in state.items()}
+            block.made[outside] = [
+                {a: d + 1 if d != PARTIAL else d for a, d in one.items()} for one in inner.made.get(name, [state])
+            ]
+            block.maker[outside] = inner.maker.get(name, "")
+            self.alike[outside] = run, name
+
+    def _alike(self, step: Step) -> int:
+        return next((self.alike[o][0] for o in step.operands if o in self.alike), 0)
+
+    def _local(self, block: _ReadBlock, name: str, t: TensorType, state: State) -> LocalValue:
+        names = block.names.values[name]
+        return LocalValue(
+            t.itemsize,
+            tuple(
+                Extent(n, tuple(a for a in self.axes if state.get(a) == d), "batch" in names[d])
+                for d, n in enumerate(t.shape)
+            ),
+        )
+
+
+def _needed(program: Program, forwards: int) -> set[str]:
+    """The values of the forward steps that a backward step reads, and what they are made of."""
+    wanted = {o for step in program.steps[forwards:] for o in step.operands}
+    for step in reversed(program.steps[:forwards]):
+        if wanted & {*step.results}:
+            wanted |= {*step.operands}
+    return wanted
+
+
+def _needed_inside(op: Nested, step: Step, block: _ReadBlock) -> set[str]:
+    """The values of a body that what is stacked is made of: not those that only go on to the next layer."""
+    wanted = {name for k, name in enumerate(op.body.outputs) if k >= op.kept and step.results[k] in block.needed}
+    for one in reversed(op.body.steps):
+        if wanted & {*one.results}:
+            wanted |= {*one.operands}
+    return wanted

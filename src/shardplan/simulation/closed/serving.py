@@ -1,0 +1,109 @@
+"""Which factor of a step every axis carries, and which axes' sums it passes: what a strategy's tables ask, and no more.
+
+A held parameter says which factor its axis carries, and so does one whose gradient is made. Else an axis stays where
+operands have it, in the order of what it serves; where they have it on factors that are alike and not one, as queries
+and keys, or on one that a parameter holds whole, it goes to the first that it serves there. Axes that cut one dim leave
+it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardplan.core.dim_names import Links
+from shardplan.core.ops.compute import Compute
+from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.work import PARTIAL, State
+
+Groups = Sequence[Sequence[str]]  # of dims, in order of preference
+
+
+class OperandState(NamedTuple):
+    """An operand: where axes have it; of a parameter how it is held."""
+
+    state: State
+    held: State | None
+
+
+def serving(
+    serve: Mapping[str, Groups],
+    op: Compute,
+    types: Sequence[TensorType],
+    link: Links,
+    names: Mapping[str, tuple[str, ...]],
+    operands: Sequence[OperandState],
+    gradients: Sequence[State | None],
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return by axis the factor that it carries, and the axes whose sums pass.
+
+    Args:
+        serve: By axis what it serves.
+        op: The op of the step.
+        types: Of its operands on one device.
+        link: Its factors.
+        names: What they are called.
+        operands: Where its operands are.
+        gradients: Of every result that is the gradient of a parameter how that is held, else None.
+    """
+    chosen: dict[str, str] = {}
+    passed: list[str] = []
+    left: set[str] = set()  # factors that an axis was on, and is taken from
+    for axis, groups in serve.items():
+        forced, barred = _asked(axis, link, operands, gradients)
+        there = [
+            next((f for f in fs if link.sizes[f] > 1), fs[0])
+            for one, dims in zip(operands, link.operands, strict=True)
+            if one.held is None
+            and (dim := one.state.get(axis)) is not None
+            and 0 <= dim < len(dims)
+            and (fs := dims[dim])
+        ]
+        summed = frozenset(k for k, o in enumerate(operands) if o.held is None and o.state.get(axis) == PARTIAL)
+        if forced is not None:
+            chosen[axis] = forced
+            left |= {f for f in there if f != forced}
+            continue
+        if summed and not there and _passes(op, summed, types):
+            passed.append(axis)
+            continue
+        served = [
+            f
+            for group in groups
+            for f, called in names.items()
+            if any(n in group for n in called) and (link.sizes[f] > 1 or "batch" in called)
+        ]
+        stay = [f for f in dict.fromkeys(there) if f not in barred and f not in left]
+        if len({names.get(f, ()) for f in stay}) < len(stay):
+            stay = []
+        legal = [f for f in served if f not in barred and f not in left]
+        if stay:
+            chosen[axis] = min(stay, key=lambda f: served.index(f) if f in served else len(served))
+        elif (there or summed) and legal:
+            chosen[axis] = legal[0]
+    return chosen, tuple(passed)
+
+
+def _passes(op: Compute, summed: frozenset[int], types: Sequence[TensorType]) -> bool:
+    """Whether sums pass, into nothing larger: later there would be more to reduce."""
+    if not op.passes(summed, "sum", types):
+        return False
+    return sum(t.local_bytes() for t in op.infer(*types)) <= sum(types[k].local_bytes() for k in summed)
+
+
+def _asked(
+    axis: str, link: Links, operands: Sequence[OperandState], gradients: Sequence[State | None]
+) -> tuple[str | None, set[str]]:
+    """The factor on which a parameter holds the axis, and those that parameters have whole."""
+    forced: str | None = None
+    barred: set[str] = set()
+    sides = [(o.held, dims) for o, dims in zip(operands, link.operands, strict=True)]
+    sides += zip(gradients, link.results, strict=True)
+    for held, dims in sides:
+        if held is None:
+            continue
+        dim = held.get(axis)
+        if dim is not None and dim < len(dims) and dims[dim]:
+            forced = dims[dim][0]
+        barred |= {f for d, fs in enumerate(dims) for f in fs if d != dim}
+    return forced, barred

@@ -1,0 +1,170 @@
+"""What a chunk of layers takes, and what comes once a step: gathered parameters, reduced gradients, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.hardware.level import DeviceSpec
+from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.links import LevelRates
+from shardplan.simulation.closed.numbers import PHASES, LayerCost
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.work import BACKWARD
+from shardplan.strategy.strategy import NARROW
+
+Floats = np.ndarray
+# Bytes of a parameter, of its accumulated gradient and of the optimizer's state; and the dtype of its products.
+_RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
+    None: (4.0, 4.0, 8.0, ""),
+    "fp32": (4.0, 4.0, 8.0, "f32"),
+    "bf16": (2.0, 4.0, 12.0, "bf16"),
+    "fp16": (2.0, 2.0, 12.0, "f16"),
+    "fp8": (2.0, 4.0, 12.0, "f8"),
+    "nvfp4": (2.0, 4.0, 12.0, "f4"),
+}
+_GRADIENTS: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}
+# The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
+_PASSES = 2.0
+# Of a movement in four parts that run beside a product the first has nothing to run beside.
+EXPOSED = 0.25
+# How sharply a device that waits for the host, and a host that waits for the device, exclude each other: with infinity
+# the longer of both counts, with 1 their sum.
+ORDER = 3.0
+
+
+def recipe(name: str | None) -> tuple[float, float, float, str]:
+    """Return bytes of a parameter, its gradient's sum and its state in the optimizer, and the products' dtype."""
+    return _RECIPES[name]
+
+
+def widths(c: Configurations) -> tuple[Floats, Floats, Floats]:
+    """Return bytes of a parameter, of its gradient and of its state, [n] each."""
+    table = np.array([_RECIPES[name][:3] for name in CODES["precision"]])[c.columns["precision"]]
+    said = np.array([_GRADIENTS[name] for name in CODES["gradient_dtype"]])[c.columns["gradient_dtype"]]
+    return table[:, 0], np.where(said > 0, said, table[:, 1]), table[:, 2]
+
+
+def layers_of(runs: tuple[int, ...], chunks: int) -> Floats:
+    """Return how many layers of each run a chunk has, and who has what is before and behind them: [runs + 2, chunks].
+
+    As many layers each, where they divide; else the last have fewer.
+    """
+    total = sum(runs)
+    most = -(-total // chunks)
+    ends = np.minimum(np.arange(1, chunks + 1) * most, total) if total % chunks else np.arange(1, chunks + 1) * most
+    starts = np.concatenate([[0], ends[:-1]])
+    counts = np.zeros((len(runs) + 2, chunks))
+    first = 0
+    for run, n in enumerate(runs):
+        counts[run] = np.clip(np.minimum(ends, first + n) - np.maximum(starts, first), 0, None)
+        first += n
+    counts[-2, 0] = counts[-1, -1] = 1
+    return counts
+
+
+def overlapped(c: Configurations) -> Floats:
+    """Return where movements of layers run beside products: where it is said, and with narrow products, bool [n].
+
+    Narrow products outside of FSDP are those of Transformer Engine, whose recipes overlap them.
+    """
+    narrow = np.isin(c.columns["precision"], [CODES["precision"].index(name) for name in NARROW])
+    return c.columns["tensor_overlap"] | (narrow & ~c.columns["fsdp"])
+
+
+def layer_rows(
+    c: Configurations, cost: LayerCost, p: Parameters, phase: int, gathered: Floats, stream: float
+) -> Floats:
+    """Return the seconds of a microbatch in each part, [runs + 2, n]: of the device, the host, or gathering."""
+    col, rows, name = c.columns, cost.rows, PHASES[phase]
+    zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
+    moves = 1 - (1 - EXPOSED) * overlapped(c)
+    busy = rows.get(f"compute {name}", zero) + rows.get(f"moves {name}", zero) * moves
+    launches = rows.get(f"launches {name}", zero)
+    if phase == BACKWARD:
+        layers = np.ones((len(zero), 1))
+        layers[-2:] = 0  # only layers are computed again
+        full, some = (col["recompute"] == CODES["recompute"].index(k) for k in ("full", "selective"))
+        needed = rows.get("again needed", zero) + rows.get("again moves needed", zero) * moves
+        rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
+        # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
+        whole = needed + rest * ~col["fsdp"]
+        part = np.where(col["fsdp"], needed / 2, rows.get("attention", zero))
+        busy = busy + layers * (full * whole + some * part)
+        launches = launches + layers * full * rows.get("again launches", zero)
+        # What a microbatch finds is read, and what is accumulated is read and written.
+        weights, gradients, _ = widths(c)
+        elements = rows.get("parameters", zero) + rows.get("experts", zero)
+        alone = ~(col["fsdp"] | (col["zero"] >= 2))
+        busy = busy + elements * (weights + 2 * gradients) * alone / stream
+    return np.maximum((busy**ORDER + (launches * p.launch) ** ORDER) ** (1 / ORDER), gathered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealt:
+    """What is dealt out to replicas, or reduced over them: parameters, gradients, state."""
+
+    c: Configurations
+    cost: LayerCost
+    rates: LevelRates
+    p: Parameters
+    replicas: Floats  # over which gradients are summed
+    few: Floats  # of experts' parameters
+    stride: Floats
+
+    @staticmethod
+    def of(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Dealt:
+        """Read who has copies."""
+        col = c.columns
+        replicas = (col["data"] * col["context"]).astype(float)
+        experts: Floats = np.ones(len(c))
+        for axis in ("expert", "expert_context"):
+            experts = experts * cost.degrees.get(axis, 1.0)
+        return Dealt(c, cost, rates, p, replicas, replicas / experts, col["tensor"].astype(float))
+
+    def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
+        """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have."""
+        zero: Floats = np.zeros((1, len(self.c)))
+        alike, experts = rows.get("parameters", zero), rows.get("experts", zero)
+        out = self.rates.seconds(summed, whole, self.replicas, self.stride, alike * width, self.p)
+        apart = self.rates.seconds(
+            summed, whole, self.few, self.stride * self.replicas / self.few, experts * width, self.p
+        )
+        return np.where(alike > 0, out, 0.0) + np.where(experts > 0, apart, 0.0)
+
+    def gathered(self, phase: int) -> Floats:
+        """Return the seconds in which a microbatch gathers parameters, and reduces gradients, of each part."""
+        col = self.c.columns
+        weights, gradients, _ = widths(self.c)
+        dealt = col["fsdp"] | (col["zero"] == 3)
+        gather = self._collective(False, True, self.cost.rows, weights) * dealt
+        if phase != BACKWARD:
+            return gather
+        kept = col["fsdp"] & (col["zero"] == 2)  # parameters stay gathered from the forward pass
+        return gather * ~kept + self._collective(True, False, self.cost.rows, gradients) * (dealt | (col["zero"] == 2))
+
+    def once(self, counts: Floats, device: DeviceSpec, backward: Floats) -> Floats:
+        """Return the seconds of what comes once a step: gradients that are reduced and not hidden, and the update."""
+        col = self.c.columns
+        weights, gradients, state = widths(self.c)
+        pipeline = int(col["pipeline"][0])
+        ranks = counts.reshape(len(counts), -1, pipeline).sum(axis=1)
+        owned = {
+            k: np.einsum("rp,rn->pn", ranks, self.cost.rows[k])
+            for k in ("parameters", "experts")
+            if k in self.cost.rows
+        }
+        alone = ~(col["fsdp"] | (col["zero"] >= 2))
+        whole = self._collective(True, True, owned, gradients)
+        dealt = self._collective(True, False, owned, gradients) + self._collective(False, True, owned, weights)
+        reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
+        # Software that has fused attention also reduces gradients while the last backward pass goes on.
+        early = col["attention"] != CODES["attention"].index("unfused")
+        reduced = np.maximum(0.0, reduced - early * backward)
+        shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
+        few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
+        elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
+        update = elements.max(axis=0) * (_PASSES * state + gradients + weights)
+        return reduced + update / (device.memory_bandwidth * self.p.stream)

@@ -1,0 +1,89 @@
+"""What a device does in a step of a model: kernels, movements, parameters, saved values; sizes follow from degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PARTIAL = -1  # in place of a dim: an axis over which a value is a sum
+State = Mapping[str, int]  # by axis the dim that it cuts, or PARTIAL; whole over all others
+FORWARD, BACKWARD, UPDATE = range(3)  # phases
+
+
+class Extent(NamedTuple):
+    """A factor of a step: its size on one device, the axes that cut it, and whether it counts sequences."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+    batch: bool = False
+
+
+class LocalValue(NamedTuple):
+    """What a device has of a value: bytes of an element, and its dims' extents."""
+
+    itemsize: int
+    extents: tuple[Extent, ...]
+
+
+class LocalKernel(NamedTuple):
+    """A kernel: operations at the sizes of the program; a device's are fewer as its extents are smaller."""
+
+    phase: int
+    run: int  # of layers; -1 before the first, -2 behind the last
+    kind: str  # product, scores, loss, streamed
+    dtype: str
+    flops: float
+    extents: tuple[Extent, ...]
+    roles: tuple[tuple[int, ...], ...]  # of a product: which extents are of both operands, rows, columns, contracted
+    values: tuple[LocalValue, ...]  # read and written
+    touched: float  # what of their bytes is touched
+    needed: bool  # whether what follows the forward pass reads what it makes, or what is made of that
+    weighs: bool  # whether it reads a parameter, or makes the gradient of one
+    joined: bool  # whether a product does it to its result before that is written: a bias that is added
+
+
+class LocalMove(NamedTuple):
+    """A movement of a value over axes, by the collective that does so.
+
+    Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
+    """
+
+    phase: int
+    run: int
+    summed: bool
+    whole: bool
+    axes: tuple[str, ...]
+    value: LocalValue  # whole over these axes
+    needed: bool
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, of each layer of a run."""
+
+    run: int
+    value: LocalValue
+    kind: str  # of the kernel that makes it
+    into: str  # of a kernel that reads it
+
+
+class HeldParameter(NamedTuple):
+    """A parameter: its extents on a device, layers of which run it has, and what its gradient is a sum over."""
+
+    name: str
+    run: int
+    value: LocalValue
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """All of it; `layers` has the length of each run, `batch` the sequences of the program that was read."""
+
+    kernels: tuple[LocalKernel, ...]
+    moves: tuple[LocalMove, ...]
+    saved: tuple[Saved, ...]
+    parameters: tuple[HeldParameter, ...]
+    layers: tuple[int, ...]
+    batch: int
+    carried: LocalValue  # what goes from layer to layer

@@ -1,0 +1,166 @@
+"""The closed form: what it must obey whatever the parameters, and what it says of cases that are known."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan import LayoutError, Model, Strategy, Topology
+from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.links import LevelRates
+from shardplan.simulation.closed.machines import of_machine, parse_parameters, shipped
+from shardplan.simulation.closed.memory import saved
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.stages import layers_of
+
+LLAMA = Model.load("llama", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1536, seq=512, vocab=4096, precision="bf16")
+BOX = Topology.load("dgx-a100-80g", nodes=4)
+
+
+def form(parameters: Parameters | None = None, topology: Topology = BOX, model: Model = LLAMA) -> ClosedForm:
+    return ClosedForm(model, topology, parameters or Parameters())
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    tensor, pipeline, context, data = (draw(st.sampled_from(s)) for s in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 3)))
+    microbatch, many = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 4, 8)))
+    interleaved = pipeline > 1 and many % pipeline == 0 and draw(st.booleans())
+    return Strategy(
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        microbatch=microbatch,
+        global_batch=data * microbatch * many,
+        schedule="interleaved" if interleaved else "1f1b",
+        interleave=2 if interleaved else 1,
+        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        zero=draw(st.integers(0, 3)),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        precision=draw(st.sampled_from((None, "bf16"))),
+        attention=draw(st.sampled_from((None, "unfused", "cudnn"))),
+    )
+
+
+@given(st.lists(strategies(), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_many_at_once_are_each_alone(several: list[Strategy]) -> None:
+    together = form()(Configurations.of(several))
+    for k, one in enumerate(several):
+        alone = form()(Configurations.of([one]))
+        assert together.seconds[k] == pytest.approx(alone.seconds[0], rel=1e-12)
+        assert together.peak_bytes[k] == pytest.approx(alone.peak_bytes[0], rel=1e-12)
+
+
+@given(st.lists(strategies(), min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_columns_are_the_strategies(several: list[Strategy]) -> None:
+    columns = Configurations.of(several)
+    assert [columns.strategy(k) for k in range(len(several))] == several
+    assert columns.microbatches.tolist() == [s.microbatches for s in several]
+    assert columns.devices.tolist() == [s.devices for s in several]
+    found = form().degrees(columns)
+    for k, one in enumerate(several):
+        assert {a: int(d[k]) for a, d in found.items() if d[k] > 1} == one.axes(LLAMA)
+
+
+@given(strategies(), st.sampled_from(("product", "stream", "network", "attention")), st.floats(1.05, 1.3))
+@settings(max_examples=30, deadline=None)
+def test_a_faster_machine_is_no_slower(one: Strategy, name: str, times: float) -> None:
+    slow = Parameters(product=0.5, stream=0.5, network=0.5, attention=0.2)
+    fast = dataclasses.replace(slow, **{name: getattr(slow, name) * times})
+    columns = Configurations.of([one])
+    assert form(fast)(columns).seconds[0] <= form(slow)(columns).seconds[0] * (1 + 1e-12)
+
+
+@given(strategies())
+@settings(max_examples=30, deadline=None)
+def test_the_floor_is_no_more_than_the_step(one: Strategy) -> None:
+    out = form()(Configurations.of([one]))
+    assert 0 < out.floor_seconds[0] <= out.seconds[0]
+    assert 0 < out.floor_bytes[0] <= out.peak_bytes[0]
+
+
+def test_chunks_have_all_layers_once() -> None:
+    for runs in ((8,), (3, 29), (1, 1, 5)):
+        for chunks in range(1, sum(runs) + 1):
+            counts = layers_of(runs, chunks)
+            assert counts[:-2].sum(axis=1).tolist() == list(runs)
+            assert counts[-2].sum() == counts[-2, 0] == counts[-1].sum() == counts[-1, -1] == 1
+            assert counts[:-2].sum(axis=0).max() == -(-sum(runs) // chunks)
+    assert layers_of((78,), 12)[0].tolist() == [7.0] * 11 + [1.0]  # as DeepSpeed cut them, arXiv 2211.05100
+
+
+def test_rings_take_the_seconds_of_their_slowest_level() -> None:
+    p = Parameters(collective=0.0, network=1.0)
+    rates = LevelRates.of(BOX, p)
+    port = BOX.levels[1].delivered
+    node = BOX.levels[0].delivered * BOX.levels[0].uplinks
+    one = np.array([1.0])
+    inside = rates.seconds(False, True, 8 * one, one, 8e9 * one, p)[0]
+    assert inside == pytest.approx(7e9 / port)
+    assert rates.seconds(True, True, 8 * one, one, 8e9 * one, p)[0] == pytest.approx(2 * inside)
+    # Four nodes: into each comes what its eight devices do not have, once.
+    across = rates.seconds(False, True, 32 * one, one, 32e9 * one, p)[0]
+    assert across == pytest.approx(24e9 / node)
+    # Of groups of one device a node every device has its own, and eight share the node's ports.
+    apart = rates.seconds(False, True, 4 * one, 8 * one, 4e9 * one, p)[0]
+    assert apart == pytest.approx(3e9 * 8 / node)
+    assert rates.seconds(False, False, 32 * one, one, 32e9 * one, p)[0] == pytest.approx(8e9 * 0.75 / node)
+    assert rates.seconds(True, True, one, one, 1e9 * one, Parameters())[0] == 0
+
+
+def test_what_no_column_has_is_refused() -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"pipeline": 2, "cuts": (1,), "global_batch": 2}, r"cuts=\(1,\); legal is None"),
+        ({"recompute": ("einsum",)}, r"recompute=\('einsum',\); legal are none, full, selective"),
+        ({"data": 2, "shard": 1, "zero": 1}, "shard=1; legal is None"),
+    )
+    for said, text in cases:
+        with pytest.raises(LayoutError, match=text):
+            Configurations.of([Strategy(**said)])
+
+
+def test_machines_have_at_most_six_numbers_of_their_steps() -> None:
+    """`half` is from products and the same everywhere; `context` and `fragmentation` are of memory alone."""
+    assert len(shipped()) >= 9
+    for name in shipped():
+        assert Topology.load(name.replace("jean-zay-a100-80g", "dgx-a100-80g")).name
+        assert of_machine(name).half == 60.0
+        found = dataclasses.asdict(of_machine(name))
+        assert 0 < found["product"] < 1 and 0 < found["stream"] <= 1 and 0 < found["attention"] < 1
+    for text, legal in (
+        ("x = 1", "x"),
+        ("[parameters]\nspeed = 1", "speed"),
+        ("parameters = 1", "parameters is 1; legal is a table"),
+    ):
+        with pytest.raises(Exception, match=legal):
+            parse_parameters(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "want"),
+    [
+        # arXiv 2205.05198, table 2 and figure 1: s b h (34 + 5 a s / h) / t with sequences, with scores or without.
+        ("selective", {"sequence_parallel": True, "recompute": "selective"}, lambda s, h, a, t: s * h * 34 / t),
+        ("all", {"sequence_parallel": True}, lambda s, h, a, t: s * h * (34 + 5 * a * s / h) / t),
+        ("full", {"sequence_parallel": True, "recompute": "full"}, lambda s, h, a, t: 2 * s * h / t),
+    ],
+)
+def test_activations_are_those_of_the_paper(name: str, said: dict[str, Any], want: Any) -> None:
+    model = Model.load("gpt", layers=4, hidden=1024, heads=16, seq=512, positions=512, vocab=1024, precision="bf16")
+    columns = Configurations.of([Strategy(tensor=8, attention="unfused", **said)])
+    one = form(model=model)
+    (_, _, cost), *_ = one._classes(columns)  # pyright: ignore[reportPrivateUsage]
+    layers, _ = saved(columns, cost)
+    assert layers[0, 0] == pytest.approx(want(512, 1024, 16, 8), rel=0.01), name
+
+
+def test_codes_stand_for_what_strategies_say() -> None:
+    assert CODES["recompute"] == ("none", "full", "selective")
+    assert Strategy().attention in CODES["attention"] and Strategy().precision in CODES["precision"]
