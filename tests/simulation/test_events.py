@@ -251,7 +251,9 @@ def test_the_timeline_says_what_the_closed_form_says_of_bytes() -> None:
 
 def test_what_cannot_be_simulated_is_an_error() -> None:
     program = one("f32[8@x]", AllGather(0, ("x",)), mesh=sp.Mesh(x=8))
-    with pytest.raises(ShardplanError, match=r"^the program is 3; legal is a Program, such as plan\.program$"):
+    with pytest.raises(
+        ShardplanError, match=r"^the program is 3; legal is a Program, such as plan\.program, or a Job$"
+    ):
         simulate(3, CLUSTER)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShardplanError, match=r"^the placement is None; legal are a placement, a topology, and a"):
         simulate(program, None)  # pyright: ignore[reportArgumentType]

@@ -128,9 +128,10 @@ def test_events_are_what_the_format_requires(lines: list[Timeline]) -> None:
 
 
 @given(timelines())
-def test_arrows_are_drawn_for_causes_on_other_devices(line: Timeline) -> None:
+def test_arrows_are_drawn_for_causes_on_other_devices_and_streams(line: Timeline) -> None:
     drawn = Counter(e["ph"] for e in events([line]))
-    across = sum(line.intervals[c].device != i.device for i in line.intervals for c in i.causes)
+    pairs = [(line.intervals[c], i) for i in line.intervals for c in i.causes]
+    across = sum((a.device, a.stream) != (b.device, b.stream) for a, b in pairs)
     assert drawn["s"] == drawn["f"] == across
 
 

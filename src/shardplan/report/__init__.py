@@ -10,6 +10,7 @@ name for. Reading order:
 - `placement_picture`  where a mesh lies, gathered from a placement or a launch, and as text
 - `placement_svg`      the same as a standalone SVG file
 - `timeline`           timelines as tables, predicted beside measured
+- `compared`           a predicted timeline beside a measured one, step by step and kind by kind
 - `place`              rankings of placements, and reduction programs
 - `audit`              what a launch's audit says
 - `measured`           what `validate` and `calibrate` print

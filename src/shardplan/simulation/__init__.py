@@ -6,6 +6,7 @@ Reading order:
 - `timeline`    `Timeline`: intervals per device and stream, with the memory curve; predicted or measured, same type
 - `trace`       timelines as a Perfetto / Chrome trace file, one or several over each other, and back
 - `predict`     the closed form of a program: its longest path, each step as `hardware` prices it
+- `jobs/`       op-level events of a `Job`: its programs on streams, stage by stage, with what it holds
 - `script`      `Script`: what every device sends, receives and waits for, in order, in bytes
 - `scripts`     the script of a program by engine: which messages its collectives are made of
 - `engine`      tasks that wait for tasks and share resources fairly, on arrays

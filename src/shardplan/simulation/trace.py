@@ -1,9 +1,11 @@
 """Timelines as a trace file that Perfetto and chrome://tracing open, and back.
 
 The file is JSON in the Trace Event Format: a process is a device, a thread one of its streams. An interval is a
-complete event ("X"), the memory curve a counter ("C"), a cause on another device a flow arrow ("s" in the cause, "f" in
-what it let start); metadata events ("M") name and order the rows. Several timelines in one file share the origin of
-time, and the rows of a device are neighbours: timeline k of n has the process ids `device * n + k`.
+complete event ("X"), the memory curve a counter ("C"), a cause on another device or stream a flow arrow ("s" in the
+cause, "f" in what it let start); metadata events ("M") name and order the rows. So messages have arrows from device to
+device, and a collective has one from what let it start, and one to what it let go on; what a host issues has none.
+Several timelines in one file share the origin of time, and the rows of a device are neighbours: timeline k of n has the
+process ids `device * n + k`.
 
 Times are microseconds, rounded to whole nanoseconds, which is what Perfetto keeps: as both ends of an interval are
 rounded, and not its duration, intervals that touch still touch. All else is read back exactly, from "args" and
@@ -24,6 +26,7 @@ from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
 FORMAT = "shardplan timelines 1"
+HOST = "host"  # the stream of what a host issues
 NANOSECONDS = 1e9  # in a second
 TICKS = 1000  # nanoseconds in a microsecond, the unit of the file
 Event = dict[str, Any]
@@ -92,7 +95,7 @@ def events(timelines: Sequence[Traced]) -> Iterator[Event]:
         arriving: dict[int, list[int]] = {}
         for number, interval in enumerate(timeline.intervals):
             for cause in interval.causes:
-                if timeline.intervals[cause].device != interval.device:
+                if _drawn(timeline.intervals[cause], interval):
                     arrow += 1
                     leaving.setdefault(cause, []).append(arrow)
                     arriving.setdefault(number, []).append(arrow)
@@ -123,6 +126,13 @@ def events(timelines: Sequence[Traced]) -> Iterator[Event]:
             row = {"pid": curve.device * len(timelines) + k, "tid": 0, "name": "memory"}
             for at, nbytes in curve.samples:
                 yield {"ph": "C", **row, "ts": round(at * NANOSECONDS) / TICKS, "args": {"bytes": nbytes}}
+
+
+def _drawn(cause: Interval, interval: Interval) -> bool:
+    """Say whether what let an interval start is somewhere else."""
+    if cause.device != interval.device:
+        return True
+    return cause.stream != interval.stream and HOST not in (cause.stream, interval.stream)
 
 
 def _rows(timelines: Sequence[Traced], streams: dict[str, int]) -> Iterator[Event]:

@@ -1,0 +1,21 @@
+"""Op-level events of a `Job`: every stage's programs on the streams of its devices, in the order of the schedule.
+
+Reading order:
+
+- `settings`    `Fold` and `JobSettings`: what is folded, and what is assumed of hosts and streams
+- `timing`      `TimedOp` and `TimedLoop`: the ops of a program with their seconds and streams; where an op is priced
+- `streams`     a run of them on streams, in numbers or in rows of (max,+)
+- `maps`        `ActionMap`: a program as a matrix of (max,+), from when streams are free to when they are free again
+- `laid`        `LaidJob`: a job on a fabric: which stages are alike, and the maps of their actions
+- `messages`    `StageMessage`: what goes between stages, how long it takes and whom it is for
+- `periods`     which actions of a schedule say nothing new, and are left out of a sweep
+- `sweep`       the schedule run over the maps, action by action: when each begins and ends
+- `holdings`    the bytes of every rank, action by action, and whose they are
+- `opened`      actions as intervals of ops, and the chain of those that the makespan consists of
+- `every`       the same job device by device, op by op, on shared links: what folding is held against
+- `job_timeline`  `JobTimeline` and `simulate_job`
+- `kineto`      a profiler's own trace as a `Timeline`
+- `compare`     a predicted timeline beside a measured one, step by step
+
+Source: arXiv 2111.05426, simulator; (max,+): Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, 1992.
+"""

@@ -1,0 +1,66 @@
+"""`Fold` and `JobSettings`: what a simulation of a job folds, and what it assumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What is worked out once for all that is alike; no switch changes a result by more than rounding.
+
+    Args:
+        layers: A body that runs often is one map, raised to a power.
+        prices: An op on the same local types in the same place is priced once.
+        ranks: The devices of a stage are one, which stands for them; without, each is followed alone.
+        microbatches: Where every rank repeats what it did a period ago, periods are left out.
+
+    >>> Fold.nothing().layers
+    False
+    """
+
+    layers: bool = True
+    prices: bool = True
+    ranks: bool = True
+    microbatches: bool = True
+
+    @staticmethod
+    def nothing() -> Fold:
+        """Return the switches that fold nothing."""
+        return Fold(layers=False, prices=False, ranks=False, microbatches=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What is assumed of a host and of streams.
+
+    Args:
+        overlap: Whether collectives and copies have streams of their own; else all ops of a device are in one stream.
+        launch: Seconds in which a host issues an op; None for the device's.
+        host_bytes_per_second: Of the link over which a device offloads; by default that of PCIe 4 x16, as delivered.
+        contention: Whether what is under way at once shares links, whatever stage and stream it is of.
+        free: What costs nothing: names of ops, of axes (`tensor`), of levels (`node`), or `messages`.
+        algorithm: As `hardware.prices.cost.price` takes it.
+
+    Raises `ShardplanError` for what is none.
+    """
+
+    overlap: bool = True
+    launch: float | None = None
+    host_bytes_per_second: float = 25e9
+    free: tuple[str, ...] = ()
+    algorithm: str = "auto"
+    contention: bool = False
+
+    def __post_init__(self) -> None:
+        border.flag("simulate: overlap", self.overlap)
+        if self.launch is not None:
+            border.number("simulate: launch", self.launch, ShardplanError)
+        if not self.host_bytes_per_second > 0:
+            raise ShardplanError(
+                f"simulate: host_bytes_per_second={self.host_bytes_per_second}; legal is a number above 0"
+            )
+        object.__setattr__(self, "free", border.names("simulate: free", self.free))
