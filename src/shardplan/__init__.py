@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shardplan.movement.reductions.reduce import reduce
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
-    from shardplan.simulation.events import simulate
+    from shardplan.simulation.simulate import simulate
     from shardplan.simulation.timeline import Timeline
     from shardplan.strategy.model import Model
     from shardplan.strategy.partition.job import Job
@@ -122,7 +122,7 @@ _ROOMS = {
     "movement.reductions.enumeration": ("reductions",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
-    "simulation.events": ("simulate",),
+    "simulation.simulate": ("simulate",),
     "simulation.timeline": ("Timeline",),
     "strategy.model": ("Model",),
     "strategy.partition.job": ("Job",),

@@ -16,6 +16,9 @@ Reading order:
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
 - `sweep/`      a pipeline's schedule for many configurations at once: events of its stages, closed forms, bounds
 - `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
+- `steps`       a model's step under a strategy: the closed form, and events of its stages
+- `simulate`    the verb: programs, jobs, and models under a strategy
+- `accuracy/`   measured steps beside predictions: rows, errors, intervals, parameters fitted
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 - `parity/`     DistIR's simulator, reproduced with its mistakes
 

@@ -9,7 +9,6 @@ sends them, are timed by `replay`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 
@@ -20,26 +19,16 @@ from shardplan.errors import ShardplanError, shown
 from shardplan.hardware.prices.fabric import Floats
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval
-from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.predict import curves, live, step_names
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.unrolled import clocks
-from shardplan.strategy.partition.job import Job
 
 
-@overload
-def simulate(program: Program, placement: Where | str, algorithm: str = "auto") -> Timeline: ...
-
-
-@overload
-def simulate(program: Job, placement: Where | str, algorithm: str = "auto") -> JobTimeline: ...
-
-
-def simulate(program: Program | Job, placement: Where | str, algorithm: str = "auto") -> Timeline | JobTimeline:
+def simulate(program: Program, placement: Where | str, algorithm: str = "auto") -> Timeline:
     """Return the timeline of a program: every device at its own pace, groups and messages sharing links.
 
     Args:
-        program: Any program; or a job, whose step `jobs.simulate_job` then times op by op.
+        program: Any program.
         placement: A placement that places its devices, or a topology (or its text) whose ids are the device ids.
         algorithm: `auto` for the library's cheapest row of every step, or an algorithm of the library.
 
@@ -60,8 +49,6 @@ def simulate(program: Program | Job, placement: Where | str, algorithm: str = "a
     >>> round(simulate(p, "nominal").seconds * 1e6, 3)
     5.04
     """
-    if isinstance(program, Job):
-        return simulate_job(program, placement, algorithm=algorithm)
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"the program is {shown(program)}; legal is a Program, such as plan.program, or a Job")
     where = where_of("the placement", placement)

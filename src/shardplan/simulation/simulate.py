@@ -1,0 +1,89 @@
+"""`simulate`: programs and jobs on a placement, and models under a strategy on a topology."""
+
+from __future__ import annotations
+
+from typing import overload
+
+from shardplan.core import border
+from shardplan.core.program import Program
+from shardplan.errors import ShardplanError, shown
+from shardplan.hardware.topology import Topology
+from shardplan.plans.pricing import Where
+from shardplan.simulation import events
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
+from shardplan.simulation.steps import simulate_step
+from shardplan.simulation.timeline import Timeline
+from shardplan.strategy.model import Model
+from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.partition import partition
+from shardplan.strategy.strategy import Strategy
+
+FIDELITIES = ("closed", "events", "ops")
+
+
+@overload
+def simulate(program: Program, placement: Where | str, /, *, algorithm: str = "auto") -> Timeline: ...
+@overload
+def simulate(program: Job, placement: Where | str, /, *, algorithm: str = "auto") -> JobTimeline: ...
+@overload
+def simulate(
+    program: Model,
+    strategy: Strategy,
+    topology: Topology | str,
+    /,
+    fidelity: str = "events",
+    params: Parameters | None = None,
+    algorithm: str = "auto",
+) -> Timeline | JobTimeline: ...
+
+
+def simulate(
+    program: Program | Job | Model,
+    placement: Where | str | Strategy,
+    topology: Topology | str | None = None,
+    /,
+    fidelity: str | None = None,
+    params: Parameters | None = None,
+    algorithm: str = "auto",
+) -> Timeline | JobTimeline:
+    """Return the timeline of a program, of a job's step, or of a model's step under a strategy.
+
+    Args:
+        program: A program; a job, whose ops are followed on streams; or a model.
+        placement: A placement, or a topology, or its text; of a model the strategy.
+        topology: Of a model on what it runs.
+        fidelity: Of a model: `closed` (a formula of its stages), `events` (its stages' passes, by default), or `ops`
+            (the ops of the job that `partition` makes, at the prices of `hardware`).
+        params: Of a model, at `closed` and `events`: parameters of the machine, by default those that ship.
+        algorithm: Of programs, jobs and ops: `auto`, or an algorithm of the topology's library.
+
+    Raises `ShardplanError` for what does not go together, and what each of them raises.
+
+    >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
+    >>> one = Strategy(pipeline=2, tensor=2, data=2, global_batch=32)
+    >>> simulate(model, one, Topology.load("dgx-a100-80g", nodes=1)).peak_bytes > 0
+    True
+    """
+    if isinstance(program, Model):
+        if not isinstance(placement, Strategy) or topology is None:
+            raise ShardplanError(
+                f"simulate of a model: {shown(placement)} and {shown(topology)}; legal are a Strategy and a topology"
+            )
+        said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
+        if said == "ops":
+            if params is not None:
+                raise ShardplanError(
+                    "simulate: params at the fidelity ops, whose prices are the topology's; legal is None"
+                )
+            return simulate_job(partition(program, placement, topology), topology, algorithm=algorithm)
+        return simulate_step(program, placement, topology, said, params)
+    if topology is not None or fidelity is not None or params is not None:
+        raise ShardplanError(
+            "simulate: topology, fidelity and params are of a model; legal are a program and a placement"
+        )
+    if isinstance(placement, Strategy):
+        raise ShardplanError(f"simulate: a strategy with {shown(program)}; legal is a Model with it")
+    if isinstance(program, Job):
+        return simulate_job(program, placement, algorithm=algorithm)
+    return events.simulate(program, placement, algorithm)
