@@ -54,6 +54,7 @@ FOREIGN = {
     "interop/exports/msccl_schema.py": {"send"},
     "interop/hlo.py": {"send", "opaque"},
     "simulation/closed/configurations.py": {"gather", "attention"},  # fields of strategies and their values
+    "simulation/accuracy/step_fitting.py": {"attention"},
     "simulation/closed/form.py": {"attention"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},

@@ -7,12 +7,12 @@ from typing import overload
 from shardplan.core import border
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, shown
-from shardplan.hardware.topology import Topology
+from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.pricing import Where
 from shardplan.simulation import events
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
-from shardplan.simulation.steps import simulate_step
+from shardplan.simulation.steps import delivered, simulate_step
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.job import Job
@@ -54,8 +54,8 @@ def simulate(
         placement: A placement, or a topology, or its text; of a model the strategy.
         topology: Of a model on what it runs.
         fidelity: Of a model: `closed` (a formula of its stages), `events` (its stages' passes, by default), or `ops`
-            (the ops of the job that `partition` makes, at the prices of `hardware`).
-        params: Of a model, at `closed` and `events`: parameters of the machine, by default those that ship.
+            (the ops of the job that `partition` makes, on what the machine delivers).
+        params: Of a model: parameters of the machine, by default those that ship.
         algorithm: Of programs, jobs and ops: `auto`, or an algorithm of the topology's library.
 
     Raises `ShardplanError` for what does not go together, and what each of them raises.
@@ -72,16 +72,11 @@ def simulate(
             )
         said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
         if said == "ops":
-            if params is not None:
-                raise ShardplanError(
-                    "simulate: params at the fidelity ops, whose prices are the topology's; legal is None"
-                )
-            return simulate_job(partition(program, placement, topology), topology, algorithm=algorithm)
+            where = delivered(topology_of("the topology", topology), params)
+            return simulate_job(partition(program, placement, topology), where, algorithm=algorithm)
         return simulate_step(program, placement, topology, said, params)
     if topology is not None or fidelity is not None or params is not None:
-        raise ShardplanError(
-            "simulate: topology, fidelity and params are of a model; legal are a program and a placement"
-        )
+        raise ShardplanError("simulate: topology, fidelity and params are of a model; legal is a program's placement")
     if isinstance(placement, Strategy):
         raise ShardplanError(f"simulate: a strategy with {shown(program)}; legal is a Model with it")
     if isinstance(program, Job):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardplan.core import border
@@ -74,6 +76,19 @@ def simulate_step(
     line = timeline_of(sweep(order, stages))
     curves = tuple(MemoryCurve(device, ((0.0, peak),)) for device in line.devices[:1])
     return Timeline(line.intervals, curves, title=f"events, {where.name}")
+
+
+def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
+    """Return a topology as its machine delivers it: the parts of peak and of bandwidths that parameters say.
+
+    Ops are priced on it by `hardware`, which knows nothing of the shapes of products or of classes of attention.
+    """
+    p, device = params or of_machine(topology.name), topology.device
+    flops = tuple((dtype, rate * p.product) for dtype, rate in device.flops)
+    *outer, inner = topology.levels
+    slower = [replace(level, efficiency=min(1.0, level.efficiency * p.network)) for level in outer]
+    device = replace(device, flops=flops, memory_bandwidth=device.memory_bandwidth * p.stream)
+    return replace(topology, levels=(*slower, inner), device=device)
 
 
 def _closed(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:
