@@ -23,15 +23,14 @@ FIDELITIES = ("closed", "events", "ops")
 
 
 @overload
-def simulate(program: Program, placement: Where | str, /, *, algorithm: str = "auto") -> Timeline: ...
+def simulate(program: Program, placement: Where | str, *, algorithm: str = "auto") -> Timeline: ...
 @overload
-def simulate(program: Job, placement: Where | str, /, *, algorithm: str = "auto") -> JobTimeline: ...
+def simulate(program: Job, placement: Where | str, *, algorithm: str = "auto") -> JobTimeline: ...
 @overload
 def simulate(
     program: Model,
-    strategy: Strategy,
+    placement: Strategy,
     topology: Topology | str,
-    /,
     fidelity: str = "events",
     params: Parameters | None = None,
     algorithm: str = "auto",
@@ -42,7 +41,6 @@ def simulate(
     program: Program | Job | Model,
     placement: Where | str | Strategy,
     topology: Topology | str | None = None,
-    /,
     fidelity: str | None = None,
     params: Parameters | None = None,
     algorithm: str = "auto",
@@ -75,6 +73,8 @@ def simulate(
             where = delivered(topology_of("the topology", topology), params)
             return simulate_job(partition(program, placement, topology), where, algorithm=algorithm)
         return simulate_step(program, placement, topology, said, params)
+    if isinstance(topology, str) and algorithm == "auto":  # of a program the third is the algorithm
+        topology, algorithm = None, topology
     if topology is not None or fidelity is not None or params is not None:
         raise ShardplanError("simulate: topology, fidelity and params are of a model; legal is a program's placement")
     if isinstance(placement, Strategy):

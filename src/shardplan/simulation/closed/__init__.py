@@ -6,6 +6,7 @@ Reading order:
 - `serving`         which factor of a step every axis carries
 - `reading`         from a model and a strategy's tables to a `Reading`
 - `parameters`      `Parameters`: what of a machine no data sheet says
+- `machines`        the parameters of machines that ship, as files
 - `links`           collectives on the levels of a topology, for many groups at once
 - `numbers`         kernels priced, and summed by layer, at many sizes
 - `configurations`  `Configurations`: many strategies as columns
