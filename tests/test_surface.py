@@ -16,7 +16,7 @@ NAMES = (
     "Mesh", "TensorType", "Program", "Certificate", "Plan", "redistribute", "distribute", "collect", "run", "same",
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
-    "place", "reduce", "reductions", "audit", "simulate", "Model", "Strategy",
+    "place", "reduce", "reductions", "audit", "simulate", "search", "Model", "Strategy",
     "partition", "Schedule", "Job", "load",
 )  # fmt: skip
 SIGNATURES = {
@@ -34,6 +34,19 @@ SIGNATURES = {
         ("fidelity", None),
         ("params", None),
         ("algorithm", "auto"),
+    ],
+    "search": [
+        ("model", "-"),
+        ("topology", "-"),
+        ("global_batch", "-"),
+        ("prune", True),
+        ("executor", None),
+        ("resume", None),
+        ("top", 10),
+        ("schedules", ("1f1b", "interleaved", "gpipe")),
+        ("attention", None),
+        ("params", None),
+        ("done", None),
     ],
     "partition": [("model", "-"), ("strategy", "-"), ("topo", None)],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardplan.movement.reductions.reduce import reduce
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
+    from shardplan.simulation.searching.search import search
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.timeline import Timeline
     from shardplan.strategy.model import Model
@@ -100,6 +101,7 @@ __all__ = [
     "reductions",
     "run",
     "same",
+    "search",
     "simulate",
 ]
 __version__ = "0.1.0"
@@ -122,6 +124,7 @@ _ROOMS = {
     "movement.reductions.enumeration": ("reductions",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
+    "simulation.searching.search": ("search",),
     "simulation.simulate": ("simulate",),
     "simulation.timeline": ("Timeline",),
     "strategy.model": ("Model",),

@@ -142,6 +142,23 @@ def test_what_is_served_is_the_sum_of_the_messages(pair: Pair, rng: random.Rando
     assert found.receivers == max(Counter(senders.tolist()).values(), default=1)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "source", "target", "axes"),
+    [
+        # Of one value of a, boxes 0, 2, 4 of six lie two in the first half and one in the second.
+        ("a=2, b=3, c=2", "i32[24@c]", "i32[24@(b,a)]", ("b", "c")),
+        ("a=2, b=3, c=2", "i32[24@c]", "i32[24@(b,a)]", ("a", "b", "c")),
+        # Of one value of b all want one half.
+        ("b=2, c=2", "i32[8@c]", "i32[8@b]", ("c",)),
+    ],
+)
+def test_groups_in_which_some_tiles_are_wanted_more(mesh: str, source: str, target: str, axes: tuple[str, ...]) -> None:
+    s, t = (TensorType.parse(text, mesh) for text in (source, target))
+    assert stays(s, t, axes)
+    senders, _, sizes = messages(s, t, (), axes)
+    assert served(s, t, (), axes).elements.tolist() == [int(sizes[senders == k].sum()) for k in range(s.mesh.size)]
+
+
 @settings(max_examples=100, deadline=None)
 @given(some.pairs(("even",)))
 def test_traffic_in_closed_form_is_that_of_the_messages(pair: Pair) -> None:

@@ -6,6 +6,7 @@ failure while running. What the commands print is made in `report`. Reading orde
 - `options`       what the commands share: options, and how their texts are read
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
+- `searching`     the command plan
 - `placing`       the commands about placements: place, reduce, audit
 - `audit`         what `audit` does: a launch read from texts and files, and audited
 - `topologies`    the command that lists topologies
@@ -28,6 +29,7 @@ from shardplan.cli import lab_commands
 from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
+from shardplan.cli.searching import plan
 from shardplan.cli.simulating import simulate
 from shardplan.cli.topologies import topologies
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
@@ -99,6 +101,6 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, simulate, place, reduce, audit, topologies, validate, calibrate):
+for _command in (redistribute, check, show, run, simulate, plan, place, reduce, audit, topologies, validate, calibrate):
     app.command()(_command)
 app.add_typer(lab_commands.app)

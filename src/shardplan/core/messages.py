@@ -331,15 +331,16 @@ def moved_atoms(s: TensorType, t: TensorType) -> set[int]:
 def sharing_atoms(s: TensorType, t: TensorType) -> set[int]:
     """Return the atoms of the smallest groups that hold what is wanted, and want all tiles that they hold.
 
-    Even types on one mesh. Beside those that move they are the atoms that the source does not use and with which `t`
-    cuts a dim where `s` cuts it too: without one, only some of the tiles of a group are wanted, by more devices.
+    Even types on one mesh. Beside those that move they are the atoms that the source does not use and whose coordinate
+    decides in `t` which tiles of `s` a box meets: without one, only some of the tiles of a group are wanted, or some by
+    more devices. That is where what stands before it cuts the dim into no multiple of the tiles of `s`.
     """
     size = [a.size for a in s.mesh.atoms]
     used = {a for run in s.atoms for a in run}
     found = moved_atoms(s, t)
     for ours, theirs in zip(s.atoms, t.atoms, strict=True):
         tiles = math.prod(size[a] for a in ours)
-        found |= {a for k, a in enumerate(theirs) if a not in used and math.prod(size[b] for b in theirs[:k]) < tiles}
+        found |= {a for k, a in enumerate(theirs) if a not in used and math.prod(size[b] for b in theirs[:k]) % tiles}
     return found
 
 

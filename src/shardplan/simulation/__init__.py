@@ -18,6 +18,7 @@ Reading order:
 - `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
 - `steps`       a model's step under a strategy: the closed form, and events of its stages
 - `simulate`    the verb: programs, jobs, and models under a strategy
+- `searching/`  the search for the best strategy of a model on a topology
 - `accuracy/`   measured steps beside predictions: rows, errors, intervals, parameters fitted
 - `validation`  predictions beside measured collectives: their errors by library, op, nodes and bytes
 - `parity/`     DistIR's simulator, reproduced with its mistakes

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.links import LevelRates
-from shardplan.simulation.closed.memory import memory, of_layers
+from shardplan.simulation.closed.memory import least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
@@ -86,14 +86,14 @@ class ClosedForm:
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
         n = len(c)
-        out = {name: np.zeros(n) for name in ("seconds", "peak", "floor")}
+        out = {name: np.zeros(n) for name in ("seconds", "peak", "floor", "least")}
         parts: dict[str, Floats] = {}
         for reading, where, cost in self._classes(c):
             one = c[where]
             found = self._steps(reading, one, cost)
             for name, values in found.items():
                 (out[name] if name in out else parts.setdefault(name, np.zeros(n)))[where] = values
-        return PricedSteps(out["seconds"], out["peak"], out["floor"], out["peak"], parts)
+        return PricedSteps(out["seconds"], out["peak"], out["floor"], out["least"], parts)
 
     def stages(self, c: Configurations) -> StageTimes:
         """Return what chunks take, without messages; all of `c` have one number of ranks and of chunks a rank."""
@@ -111,36 +111,39 @@ class ClosedForm:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
         for reading, where, cost in self._classes(c):
-            one = c[where]
-            for value in np.unique(one.columns["pipeline"] * 1000 + one.columns["interleave"]):
-                at = np.flatnonzero(one.columns["pipeline"] * 1000 + one.columns["interleave"] == value)
-                counts = layers_of(reading.layers, int(value // 1000 * (value % 1000)))
-                out[:, where[at]] = of_layers(one[at], cost.at(at), counts)
+            for at, one, mine, counts in _groups(reading, c[where], cost):
+                out[:, where[at]] = of_layers(one, mine, counts)
+        return out[0], out[1]
+
+    def floors(self, c: Configurations) -> tuple[Floats, Floats]:
+        """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state.
+
+        Seconds are of layers computed once, parameters at hand, nothing accumulated and nothing once a step; bytes of
+        state dealt out to all replicas, of layers the inputs that wait, and a layer at work.
+        """
+        plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
+        bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
+        out = np.zeros((2, len(c)))
+        for reading, where, cost in self._classes(bare):
+            for at, one, mine, counts in _groups(reading, bare[where], cost):
+                stages = self._stages(reading, one, mine, counts, bare=True)
+                out[0, where[at]] = _formula(one, stages)[0]
+                out[1, where[at]] = least_memory(one, mine, counts, self.parameters)
         return out[0], out[1]
 
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
         """Every group of one number of chunks."""
-        col = c.columns
         found: dict[str, Floats] = {}
-        key = col["pipeline"] * (int(col["interleave"].max()) + 1) + col["interleave"]
-        for value in np.unique(key):
-            at = np.flatnonzero(key == value)
-            one, mine = c[at], cost.at(at)
-            pipeline, interleave = int(one.columns["pipeline"][0]), int(one.columns["interleave"][0])
-            counts = layers_of(reading.layers, pipeline * interleave)
+        for at, one, mine, counts in _groups(reading, c, cost):
             stages = self._stages(reading, one, mine, counts)
+            step, busiest, whole = _formula(one, stages)
             m = one.microbatches
-            total = (stages.forward + stages.backward).reshape(len(one), interleave, pipeline).sum(axis=1)
-            busiest, whole = total.max(axis=1), total.sum(axis=1)
-            step = m * busiest + (whole - busiest) / interleave
-            other = ~np.isin(one.columns["schedule"], FORMULA)
-            if other.any():
-                step[other] = _scheduled(one[other], stages, other)
             values = {
                 "seconds": step + stages.after,
                 "floor": m * busiest,
                 "peak": memory(one, mine, counts, self.parameters),
-                "bubble": step - m * whole / pipeline,
+                "least": least_memory(one, mine, counts, self.parameters),
+                "bubble": step - m * whole / one.columns["pipeline"],
                 "once": stages.after,
             }
             for name, x in values.items():
@@ -148,16 +151,23 @@ class ClosedForm:
         return found
 
     def _stages(
-        self, reading: Reading, c: Configurations, cost: LayerCost, counts: Floats, waiting: bool = True
+        self,
+        reading: Reading,
+        c: Configurations,
+        cost: LayerCost,
+        counts: Floats,
+        waiting: bool = True,
+        bare: bool = False,
     ) -> StageTimes:
         """What the chunks of configurations with one number of them take."""
         p, col = self.parameters, c.columns
         rates = LevelRates.of(self.topology, p)
         dealt = Dealt.of(c, cost, rates, p)
+        nothing: Floats = np.zeros((1, len(c)))
         stream = self.topology.device.memory_bandwidth * p.stream
         made: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
-            rows = layer_rows(c, cost, p, phase, dealt.gathered(phase), stream)
+            rows = layer_rows(c, cost, p, phase, nothing if bare else dealt.gathered(phase), stream)
             made.append(np.einsum("rc,rn->nc", counts, rows))
             if phase == BACKWARD:
                 made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
@@ -264,6 +274,30 @@ class ClosedForm:
         price = KernelPrice(self.topology.device, self.parameters, dtype, attention)
         rates = LevelRates.of(self.topology, self.parameters)
         return layer_costs(reading, price, rates, sizes, strides).at(back)
+
+
+def _groups(
+    reading: Reading, c: Configurations, cost: LayerCost
+) -> Iterator[tuple[Ints, Configurations, LayerCost, Floats]]:
+    """Configurations of one number of ranks and chunks: their places, columns and cost, and who has which layers."""
+    col = c.columns
+    key = col["pipeline"] * (int(col["interleave"].max()) + 1) + col["interleave"]
+    for value in np.unique(key):
+        at = np.flatnonzero(key == value)
+        chunks = int(col["pipeline"][at[0]] * col["interleave"][at[0]])
+        yield at, c[at], cost.at(at), layers_of(reading.layers, chunks)
+
+
+def _formula(c: Configurations, stages: StageTimes) -> tuple[Floats, Floats, Floats]:
+    """The seconds of steps without what comes once; a microbatch's on the busiest rank; and on all, [n] each."""
+    pipeline, interleave = int(c.columns["pipeline"][0]), int(c.columns["interleave"][0])
+    total = (stages.forward + stages.backward).reshape(len(c), interleave, pipeline).sum(axis=1)
+    busiest, whole = total.max(axis=1), total.sum(axis=1)
+    step = c.microbatches * busiest + (whole - busiest) / interleave
+    other = ~np.isin(c.columns["schedule"], FORMULA)
+    if other.any():
+        step[other] = _scheduled(c[other], stages, other)
+    return step, busiest, whole
 
 
 def _scheduled(c: Configurations, stages: StageTimes, where: Floats) -> Floats:

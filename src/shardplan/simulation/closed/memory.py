@@ -38,6 +38,26 @@ def memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) ->
     return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
 
 
+def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
+    """Return bytes, [n], that none is below, however it recomputes and deals out state."""
+    col, rows = c.columns, cost.rows
+    pipeline = int(col["pipeline"][0])
+    weights, gradients, state = widths(c)
+    ranks = counts.reshape(len(counts), -1, pipeline).sum(axis=1)
+    replicas = (col["data"] * col["context"]).astype(float)
+    few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
+    fixed: Floats = np.zeros((pipeline, len(c)))
+    for kind, shares in (("parameters", replicas), ("experts", few)):
+        if kind in rows:
+            fixed += np.einsum("rp,rn->pn", ranks, rows[kind]) * (weights + gradients + state) / shares
+    layers, whole = saved(c, cost)
+    inputs = np.minimum(layers, np.minimum(whole, cost.carried))
+    chunks = np.einsum("rc,rn->cn", counts[:-2], inputs).reshape(-1, pipeline, len(c)).mean(axis=0)
+    busy = np.broadcast_to(whole.max(axis=0), fixed.shape).copy()
+    busy[-1] = np.maximum(busy[-1], rows["logits"][-1] * LOGIT[False])
+    return (fixed + p.fragmentation * (chunks * in_flight(c) + busy)).max(axis=0) + p.context
+
+
 def of_layers(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
     """Return what the layers alone hold on the rank that has most: state, and what waits to run back, [n] each.
 

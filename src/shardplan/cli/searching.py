@@ -1,0 +1,52 @@
+"""The command that searches for the best strategy of a model on a topology."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, check_writable, read_topology
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset of a model, such as llama3-70b.")],
+    topology: Annotated[str, typer.Option("--on", metavar="NAME|FILE", help=TOPOLOGY_HELP)],
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences of a step.")],
+    nodes: Nodes = None,
+    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many are printed.")] = 10,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="FILE", help="Keep what is done; go on with it.")
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that search.")] = 1,
+    no_prune: Annotated[bool, typer.Option("--no-prune", help="Price every strategy.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best strategies of a training step, and say what was left out and why."""
+    from concurrent.futures import ProcessPoolExecutor
+    from contextlib import nullcontext
+
+    from shardplan.cli.bar import progress_bar
+    from shardplan.report.text import json_text
+    from shardplan.simulation.searching.search import search
+    from shardplan.strategy.model import Model
+
+    check_writable(resume)
+    where = read_topology(topology, nodes)
+    assert where is not None  # an option that must be given
+    found_model = Model.load(model, precision=precision)
+    pool = nullcontext() if workers == 1 else ProcessPoolExecutor(workers)
+    with pool as executor, progress_bar() as tell:
+        found = search(
+            found_model,
+            where,
+            batch,
+            prune=not no_prune,
+            executor=executor,
+            resume=resume,
+            top=top,
+            done=(lambda now, whole: tell(now, whole, "frames")) if tell else None,
+        )
+    print(json_text(found.to_dict()) if as_json else str(found))

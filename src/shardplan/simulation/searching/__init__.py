@@ -1,0 +1,10 @@
+"""The search for the best strategy of a model on a topology, exact over a space that is stated.
+
+Reading order:
+
+- `space`    `StrategySpace`: which strategies there are, as columns: frames, and what varies inside one
+- `bounds`   what no strategy of a frame is below, in seconds and in bytes
+- `front`    the best few, and what nothing is better than in both
+- `ranges`   a range of frames searched; journals of ranges
+- `search`   `search` and `SearchResult`
+"""

@@ -1,0 +1,159 @@
+"""`StrategySpace`: the strategies of a model on so many devices, in an order, as columns.
+
+A frame says degrees, microbatch, schedule, interleave and what axes serve; inside it vary recomputation and how state
+is dealt out. That is where bounds are worked out: nothing inside a frame changes what its layers compute once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError
+from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
+from shardplan.strategy.model import Model
+
+Ints = np.ndarray
+SCHEDULES = ("1f1b", "interleaved", "gpipe")
+RECOMPUTE = CODES["recompute"]
+DEALT = ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))  # zero, fsdp
+INSIDE = tuple((r, zero, fsdp) for r in range(len(RECOMPUTE)) for zero, fsdp in DEALT)
+FRAME = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave", "sequence_parallel",
+         "context_kind")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategySpace:
+    """Frames as columns [frames], each with the same strategies inside.
+
+    >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
+    >>> StrategySpace.of(model, 4, 8).count
+    1674
+    """
+
+    frames: Ints  # int64 [frames, fields of FRAME]
+    global_batch: int
+    precision: int
+    attention: int
+
+    @staticmethod
+    def of(
+        model: Model,
+        devices: int,
+        global_batch: int,
+        schedules: Sequence[str] = SCHEDULES,
+        precision: str | None = None,
+        attention: str | None = None,
+    ) -> StrategySpace:
+        """Enumerate what is legal.
+
+        Degrees multiply to `devices`, also where they are no powers of two: `tensor` up to the heads, `pipeline` up to
+        the layers, `context` a divisor of the sequence, `expert` a divisor of the experts and of a stage. Replicas and
+        microbatches divide the global batch; chunks of several a rank divide the layers, and ranks the microbatches.
+
+        Raises `ShardplanError` for other schedules than those with a formula, and where nothing is legal.
+        """
+        border.whole("search: devices", devices, 1, kind=ShardplanError)
+        border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
+        for name in schedules:
+            border.choice("search: schedules", name, SCHEDULES, ShardplanError)
+        limits = _limits(model)
+        rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
+        if not rows:
+            raise ShardplanError(f"search: no strategy of {devices} devices and {global_batch} sequences is legal")
+        codes = CODES["precision"].index(precision), CODES["attention"].index(attention)
+        return StrategySpace(np.array(rows, dtype=np.int64), global_batch, *codes)
+
+    @property
+    def count(self) -> int:
+        """How many strategies there are."""
+        return len(self.frames) * len(INSIDE)
+
+    def columns(self, frames: Ints, inside: Sequence[int]) -> Configurations:
+        """Return strategies of frames, each with all of some places of `INSIDE`: [frames * inside] in that order."""
+        n, k = len(frames), len(inside)
+        table = np.repeat(self.frames[frames], k, axis=0)
+        inner = np.tile(np.array([INSIDE[i] for i in inside], dtype=np.int64), (n, 1))
+        found = {name: np.full(n * k, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
+        found |= {name: table[:, at] for at, name in enumerate(FRAME)}
+        found |= {"recompute": inner[:, 0], "zero": inner[:, 1], "fsdp": inner[:, 2]}
+        found["global_batch"][:] = self.global_batch
+        found["precision"][:], found["attention"][:] = self.precision, self.attention
+        return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
+
+    def one(self, index: int) -> Configurations:
+        """Return the strategy at a place of the order."""
+        return self.columns(np.array([index // len(INSIDE)]), [index % len(INSIDE)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What of a model bounds its degrees."""
+
+    layers: int
+    heads: int
+    sequence: int
+    experts: int
+
+
+def _limits(model: Model) -> _Limits:
+    sizes: dict[str, int] = {}
+    types = model.program.types
+    for value, dims in model.dims.items():
+        if value in types:
+            for dim, n in zip(dims, types[value].shape, strict=True):
+                sizes[dim] = max(sizes.get(dim, 1), n)
+    layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
+    heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
+    if "kv_heads" not in sizes:
+        heads = sizes.get("ffn", sizes.get("hidden", 1))
+    return _Limits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
+
+
+def _one_a_run(model: Model) -> Iterator[str]:
+    """A stacked parameter of each run of layers."""
+    seen: set[str] = set()
+    for name, p in model.parameters.items():
+        run = name.partition(".")[0]
+        if p.dims and p.dims[0][0] == "layer" and run not in seen:
+            seen.add(run)
+            yield name
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _frames(limits: _Limits, devices: int, batch: int, schedules: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    kinds = CODES["context_kind"]
+    for tensor in (t for t in divisors(devices) if t <= limits.heads):
+        for pipeline in (p for p in divisors(devices // tensor) if p <= limits.layers):
+            for context in (c for c in divisors(devices // tensor // pipeline) if limits.sequence % c == 0):
+                data = devices // tensor // pipeline // context
+                if batch % data:
+                    continue
+                stage = data * context * tensor
+                for expert in (e for e in divisors(limits.experts) if stage % e == 0):
+                    for microbatch in divisors(batch // data):
+                        orders = _orders(limits.layers, pipeline, batch // data // microbatch, schedules)
+                        for schedule, interleave in orders:
+                            for parallel in (0, 1) if tensor > 1 else (0,):
+                                for kind in ("ulysses", "gather") if context > 1 else ("ulysses",):
+                                    yield (data, tensor, pipeline, context, expert, microbatch,
+                                           CODES["schedule"].index(schedule), interleave, parallel,
+                                           kinds.index(kind))  # fmt: skip
+
+
+def _orders(layers: int, pipeline: int, many: int, schedules: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    for name in schedules:
+        if name != "interleaved":
+            if name == "1f1b" or pipeline > 1:
+                yield name, 1
+        elif pipeline > 1 and many % pipeline == 0 and layers % pipeline == 0:
+            yield from ((name, v) for v in divisors(layers // pipeline) if v > 1)

@@ -1,0 +1,216 @@
+"""The search: its space is what plain loops find, and pruning, executors and journals change nothing."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import shardplan as sp
+from shardplan import Infeasible, Model, ParseError, ShardplanError, Strategy, Topology
+from shardplan.cli import app
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.searching import ranges
+from shardplan.simulation.searching import search as searching
+from shardplan.simulation.searching.bounds import frame_floors
+from shardplan.simulation.searching.front import Points
+from shardplan.simulation.searching.space import INSIDE, StrategySpace
+
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
+GPT = Model.load("gpt", positions=64, **SIZES)
+MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
+BOX = Topology.load("dgx-a100-80g", nodes=1)
+
+
+def small(memory: float) -> Topology:
+    return replace(BOX, device=replace(BOX.device, memory=memory))
+
+
+def by_loops(model: Model, devices: int, batch: int, experts: int) -> set[tuple[Any, ...]]:
+    """Every combination of plain ranges that `Strategy` takes and that divides what it must."""
+    found: set[tuple[Any, ...]] = set()
+    degrees = range(1, devices + 1)
+    for d, t, p, c in itertools.product(degrees, degrees, degrees, degrees):
+        if d * t * p * c != devices or t > 4 or p > 4 or 64 % c or batch % d:
+            continue
+        for e, mb in itertools.product(range(1, experts + 1), range(1, batch // d + 1)):
+            if experts % e or (d * t * c) % e or (batch // d) % mb:
+                continue
+            orders = [("1f1b", 1)]
+            if p > 1:
+                orders.append(("gpipe", 1))
+                orders += [("interleaved", v) for v in range(2, 5) if (batch // d // mb) % p == 0 and 4 % (p * v) == 0]
+            kinds = ("ulysses", "gather") if c > 1 else ("ulysses",)
+            for (name, v), sp_, kind in itertools.product(orders, (False, True) if t > 1 else (False,), kinds):
+                for r, (zero, fsdp) in itertools.product(
+                    ("none", "full", "selective"),
+                    ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True)),
+                ):
+                    Strategy(data=d, tensor=t, pipeline=p, context=c, expert=e, microbatch=mb, global_batch=batch,
+                             schedule=name, interleave=v, sequence_parallel=sp_, context_kind=kind, recompute=r,
+                             zero=zero, fsdp=fsdp)  # fmt: skip
+                    found.add((d, t, p, c, e, mb, name, v, sp_, kind, r, zero, fsdp))
+    return found
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(1, 4), (4, 8), (6, 12), (8, 8)])
+@pytest.mark.parametrize(("model", "experts"), [(GPT, 1), (MOE, 4)], ids=["gpt", "moe"])
+def test_the_space_is_what_plain_loops_find(model: Model, experts: int, devices: int, batch: int) -> None:
+    space = StrategySpace.of(model, devices, batch)
+    names = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave",
+             "sequence_parallel", "context_kind", "recompute", "zero", "fsdp")  # fmt: skip
+    every = space.columns(np.arange(len(space.frames)), range(len(INSIDE)))
+    got = [tuple(getattr(every.strategy(k), name) for name in names) for k in range(len(every))]
+    assert len(got) == len(set(got)) == space.count
+    assert set(got) == by_loops(model, devices, batch, experts)
+    assert space.one(space.count - 1).strategy(0) == every.strategy(len(every) - 1)
+
+
+@given(
+    st.sampled_from((GPT, MOE)), st.sampled_from((4, 8)), st.sampled_from((8, 12)), st.floats(5e6, 4e8),
+    st.integers(1, 12),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_pruning_changes_nothing(model: Model, devices: int, batch: int, memory: float, top: int) -> None:
+    topology = replace(small(memory), levels=(BOX.levels[0], replace(BOX.levels[1], size=devices)))
+    found: list[Any] = []
+    for prune in (True, False):
+        try:
+            one = sp.search(model, topology, batch, prune=prune, top=top)
+            found.append((one.ranked, one.pareto))
+            assert one.priced + sum(c.strategies for c in one.pruned[:2]) == one.counted
+            assert prune or one.priced == one.counted
+            assert all(p.peak_bytes <= memory for p in (*one.ranked, *one.pareto))
+        except Infeasible as error:
+            found.append(type(error))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_no_strategy_is_below_its_frames_floors(model: Model) -> None:
+    space = StrategySpace.of(model, 8, 16)
+    form = ClosedForm(model, BOX, of_machine(BOX.name))
+    frames = np.arange(len(space.frames))
+    out = form(space.columns(frames, range(len(INSIDE))))
+    seconds, nbytes = frame_floors(form, space, frames)
+    ratio = out.seconds.reshape(-1, len(INSIDE)) / seconds[:, None]
+    assert ratio.min() >= 1 - 1e-12
+    assert np.median(ratio.min(axis=1)) < 1.5  # and they say something
+    ratio = out.peak_bytes.reshape(-1, len(INSIDE)) / nbytes[:, None]
+    assert ratio.min() >= 1 - 1e-12
+    assert np.median(ratio.min(axis=1)) < 1.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_the_front_is_what_comparing_all_finds(points: list[tuple[int, int]]) -> None:
+    x = np.array(points, dtype=float).reshape(-1, 2)
+    front = Points(np.arange(len(x)), x[:, 0], x[:, 1]).front()
+    want = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)}
+    assert {(int(s), int(b)) for s, b in zip(front.seconds, front.nbytes, strict=True)} == want
+    assert len(front) == len(want)
+    for s, b in itertools.product(range(8), range(8)):
+        said = bool(front.better(np.array([float(s)]), np.array([float(b)]))[0])
+        assert said == any(p[0] < s and p[1] < b for p in points)
+
+
+def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "RANGE", 64)
+    plain = sp.search(GPT, BOX, 16)
+    with ThreadPoolExecutor(2) as pool:
+        threads = sp.search(GPT, BOX, 16, executor=pool)
+    path = tmp_path / "journal.json"
+    ticks: list[int] = []
+
+    def stop_at_two(now: int, whole: int) -> None:
+        ticks.append(now)
+        if len(ticks) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sp.search(GPT, BOX, 16, resume=path, done=stop_at_two)
+    first = json.loads(path.read_text())
+    assert len(first["ranges"]) == 2
+    calls: list[Any] = []
+    real = ranges.searched
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(searching, "searched", counted)
+    resumed = sp.search(GPT, BOX, 16, resume=path)
+    assert len(calls) == math.ceil(len(StrategySpace.of(GPT, 8, 16).frames) / 64) - 2
+    for other in (threads, resumed):
+        assert (other.ranked, other.pareto) == (plain.ranked, plain.pareto)
+    with pytest.raises(ParseError, match="journal of another search"):
+        sp.search(GPT, BOX, 8, resume=path)
+    path.write_text("{")
+    with pytest.raises(ParseError, match="is no journal of a search"):
+        sp.search(GPT, BOX, 16, resume=path)
+
+
+def test_a_killed_search_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.json"
+    code = (
+        "import shardplan as sp\n"
+        "from shardplan.simulation.searching import search as s\n"
+        "s.RANGE = 40\n"
+        "m = sp.Model.load('gpt', layers=4, hidden=256, heads=4, seq=64, vocab=512, positions=64, precision='bf16')\n"
+        f"r = sp.search(m, sp.Topology.load('dgx-a100-80g', nodes=1), 16, resume={str(path)!r})\n"
+        "print([p.seconds for p in r.ranked])\n"
+    )
+    one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 60
+    while not path.exists() and one.poll() is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    os.kill(one.pid, signal.SIGKILL)
+    one.wait()
+    assert json.loads(path.read_text())["ranges"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(done.stdout) == [p.seconds for p in sp.search(GPT, BOX, 16).ranked]
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(Infeasible, match=r"none of [\d,]+ strategies of gpt fits into 1 MB a device; the smallest"):
+        sp.search(GPT, small(1e6), 16)
+    for said, text in (
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"global_batch": 16, "top": 0}, "top is 0"),
+        ({"global_batch": 16, "schedules": ("zb-h1",)}, "legal: 1f1b, interleaved, gpipe"),
+    ):
+        arguments: dict[str, Any] = said
+        with pytest.raises(ShardplanError, match=text):
+            sp.search(GPT, BOX, **arguments)
+
+
+def test_sensitivity_searches_again() -> None:
+    found = sp.search(GPT, BOX, 16, top=1)
+    told = found.sensitivity(BOX)
+    assert told.keys() == {"node", "gpu", "flops", "memory_bandwidth", "memory"}
+    for slower, faster in told.values():
+        assert faster.seconds <= found.best.seconds * (1 + 1e-12) and found.best.seconds <= slower.seconds * (1 + 1e-12)
+
+
+def test_the_command() -> None:
+    run = CliRunner()
+    arguments = ["plan", "gpt2", "--on", "dgx-a100-80g", "--nodes", "1", "--batch", "16", "--top", "2"]
+    found = run.invoke(app, arguments)
+    assert found.exit_code == 0, found.output
+    assert "strategies" in found.stdout and "priced" in found.stdout
+    said = json.loads(run.invoke(app, [*arguments, "--json"]).stdout)
+    assert {"best", "ranked", "pareto", "pruned", "counted", "priced"} == said.keys() and len(said["ranked"]) == 2
