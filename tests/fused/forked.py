@@ -56,6 +56,11 @@ def forked(ranks: int, work: Callable[[int, Exchange], Any], seconds: float = 60
                 results[rank] = value
             else:
                 said[rank] = value
+        if said and len(live) < ranks:  # one has ended, and the others ask it for more
+            for rank in list(said):
+                ends[rank].close()
+                live.pop(rank, None)
+            said.clear()
         if len(said) == ranks:
             for end in ends:
                 end.send([said[r] for r in range(ranks)])

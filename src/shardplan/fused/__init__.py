@@ -4,6 +4,9 @@ Reading order:
 
 - `tiles/`      `TileSchedule`: which tile is sent when, who waits for what, and the proof that this is right
 - `heap/`       `SymmetricHeap`: memory of the same layout on every rank, which every rank can write on every other
+- `kernels/`    tiles on CPUs, by torch or by one C++ file
+- `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
+- `operators/`  the three operators on a rank's local tensors, forward and backward
 
 This room imports the rooms below it and numpy; torch only inside functions.
 """

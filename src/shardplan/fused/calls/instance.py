@@ -1,0 +1,294 @@
+"""`FusedInstance`: the memory, counters and epoch of an operator on a heap, and the run of an epoch.
+
+A call with new shapes makes a `TileCall`: the rank's events of the proved protocol, each with the view or word that it
+touches. Shapes vary within what has been allocated; all ranks see the same shapes, so that they grow together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardplan.errors import BackendError, ShardplanError
+from shardplan.fused.heap.failures import FusedTimeout
+from shardplan.fused.heap.header import Words, reached, wrapped
+from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
+from shardplan.fused.kernels.native import native, why_not
+from shardplan.fused.tiles.checker import check
+from shardplan.fused.tiles.events import TileBox, TileProtocol, TilePut, TileSignal, TileWait
+from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import TileShape
+
+if TYPE_CHECKING:
+    import torch
+
+SPIN = 20_000_000  # nanoseconds that the C++ wait takes before peers are looked at
+
+
+class PutStep(NamedTuple):
+    """A tile to be stored in `view`; of blocks, tile `box` of the result of rank `to`."""
+
+    to: int
+    buffer: str
+    box: TileBox
+    view: torch.Tensor
+
+
+class SignalStep(NamedTuple):
+    """A count to be stored: in epoch e `first + step * e`."""
+
+    word: Words
+    address: int
+    first: int
+    step: int
+
+
+class WaitStep(NamedTuple):
+    """A count to wait for, as `TileWait` says; `source` sends it, `tiles` for each count."""
+
+    word: Words
+    address: int
+    want: int
+    step: int
+    source: int
+    tiles: int
+
+
+class ReadStep(NamedTuple):
+    """A box of the own memory that is complete."""
+
+    buffer: str
+    box: TileBox
+    view: torch.Tensor
+
+
+TileStep = PutStep | SignalStep | WaitStep | ReadStep
+
+
+@dataclass(frozen=True, slots=True)
+class TileCall:
+    """A call of some shapes: per slot the rank's steps, and the buffers' own views by name."""
+
+    steps: tuple[tuple[TileStep, ...], ...]
+    views: tuple[dict[str, torch.Tensor], ...]
+    facts: dict[str, Any]  # what kernels keep beside it
+
+
+class FusedInstance:
+    """An operator with a schedule on a heap; its epoch counts the calls."""
+
+    def __init__(self, heap: SymmetricHeap, op: str, schedule: TileSchedule, seconds: float) -> None:
+        """Begin without memory; `seconds` bounds every wait."""
+        if why := why_not():
+            raise BackendError(f"{op}: {why}")
+        self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
+        self.epoch = 0
+        self.failed = ""
+        self.flags: Flags | None = None
+        self.proved = False
+        self.data: dict[str, SymmetricTensor] = {}
+        self.calls: dict[Any, TileCall] = {}
+
+    def call(
+        self,
+        key: Any,
+        shape: TileShape,
+        dtypes: dict[str, torch.dtype],
+        trailing: Sequence[int] = (),
+        varying: bool = False,
+    ) -> TileCall:
+        """Return the call of a shape, proved and allocated where it is new; collective then.
+
+        With `varying`, for splits that data decides, it is not remembered, and only the first one is proved: waits and
+        signals are those of every other one. `dtypes` are those of the schedule's buffers by name, each of whose
+        elements is `trailing` numbers. Raises `TileScheduleError`, and `BackendError` where the heap is full.
+        """
+        found = self.calls.get(key)
+        if found is None:
+            protocol = self.schedule.protocol(self.heap.ranks, shape)
+            if not (varying and self.proved):
+                check(protocol, ("ranks",))
+                self.proved = True
+            if self.flags is None:
+                self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
+            self._grow(protocol, dtypes, math.prod(trailing))
+            found = self._compiled(protocol, dtypes, tuple(trailing))
+            if not varying:
+                self.calls[key] = found
+        return found
+
+    def _grow(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], trailing: int) -> None:
+        """Have memory for the largest result of any rank in every slot; calls made before keep what they have."""
+        for name, buffer in protocol.buffers.items():
+            need = max(math.prod(e) for e in buffer.extents) * trailing * dtypes[name].itemsize
+            need = -(-max(need, 1) // 256) * 256
+            if name not in self.data or self.data[name].shape[1] < need:
+                self.data[name] = self.heap.alloc((buffer.slots, need), "u8", f"{self.op} {name}")
+
+    def _view(
+        self, protocol: TileProtocol, name: str, rank: int, slot: int, dtype: torch.dtype, more: Sequence[int]
+    ) -> torch.Tensor:
+        """A whole buffer of a rank in a slot."""
+        shape = (*protocol.buffers[name].extents[rank], *more)
+        raw = self.data[name].peer(rank)[slot].view(dtype)
+        return raw[: math.prod(shape)].view(shape)
+
+    def _compiled(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], more: tuple[int, ...]) -> TileCall:
+        heap = self.heap
+        slots = max(buffer.slots for buffer in protocol.buffers.values())
+        senders = _senders(protocol, heap.rank)
+        steps: list[tuple[TileStep, ...]] = []
+        views: list[dict[str, torch.Tensor]] = []
+        for slot in range(slots):
+            whole = {
+                (name, rank): self._view(protocol, name, rank, slot % buffer.slots, dtypes[name], more)
+                for name, buffer in protocol.buffers.items()
+                for rank in range(heap.ranks)
+            }
+            steps.append(tuple(self._steps(protocol, whole, senders)))
+            views.append({name: whole[name, heap.rank] for name in protocol.buffers})
+        return TileCall(tuple(steps), tuple(views), {})
+
+    def _steps(
+        self, protocol: TileProtocol, whole: dict[tuple[str, int], torch.Tensor], senders: dict[int, tuple[int, int]]
+    ) -> list[TileStep]:
+        """The rank's events on memory; of a slice only the last arrival signals."""
+        assert self.flags is not None
+        rank = self.heap.rank
+        found: list[TileStep] = []
+        totals, arrived = _signalled(protocol, rank), defaultdict[int, int](int)
+        sent = defaultdict[tuple[int, int], int](int)
+        for event in protocol.of(rank):
+            match event:
+                case TilePut(to, buffer, box):
+                    found.append(PutStep(to, buffer, box, whole[buffer, to][_index(box)]))
+                case TileSignal(to, counter, part, of):
+                    arrived[part] += part >= 0
+                    if part < 0 or arrived[part] % of == 0:
+                        sent[to, counter] += 1
+                        word = self.flags.words(to)[counter]
+                        found.append(SignalStep(word, word.ctypes.data, sent[to, counter], totals[to, counter]))
+                case TileWait(counter, want, step):
+                    word = self.flags.words(rank)[counter]
+                    source, of = senders.get(counter, (rank, 1))
+                    found.append(WaitStep(word, word.ctypes.data, want, step, source, of))
+                case _:
+                    found.append(ReadStep(event.buffer, event.box, whole[event.buffer, rank][_index(event.box)]))
+        return found
+
+    def run(
+        self,
+        call: TileCall,
+        put: Callable[[PutStep], None],
+        read: Callable[[ReadStep], None] | None = None,
+        begun: int = 0,
+    ) -> dict[str, torch.Tensor]:
+        """Run an epoch, and return the own buffers, whose contents last until the next one.
+
+        `put` stores a tile, `read` takes what is complete; the first `begun` steps were done by the caller. Raises
+        `FusedTimeout` with rank, source and tile, and `PeerLost`; then the instance is of no use until a `reset`.
+        """
+        slot = self.epoch % len(call.steps)
+        kernels = native()
+        try:
+            self.heap.header.check(self.op)
+            for step in call.steps[slot][begun:]:
+                match step:
+                    case PutStep():
+                        put(step)
+                    case SignalStep():
+                        count = wrapped(step.first + step.step * self.epoch)
+                        if kernels is None:
+                            step.word[0] = count
+                        else:
+                            kernels.signal(step.address, count)
+                    case WaitStep():
+                        self._wait(step)
+                    case _:
+                        if read is not None:
+                            read(step)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.epoch += 1
+        return call.views[slot]
+
+    def fail(self, error: BaseException) -> None:
+        """Be of no use from now on, and have the other ranks fail, too."""
+        self.failed = str(error)
+        if isinstance(error, ShardplanError) and self.heap.header.abort[self.heap.rank][0]:
+            return
+        self.heap.header.fail(f"{self.op}: rank {self.heap.rank} failed: {type(error).__name__}: {error}")
+
+    def ready(self) -> None:
+        """Raise `FusedTimeout` where it failed before."""
+        if self.failed:
+            raise FusedTimeout(f"{self.op}: failed before: {self.failed}; legal is a reset of the heap on all ranks")
+
+    def _wait(self, step: WaitStep) -> None:
+        want = wrapped(step.want + step.step * self.epoch)
+        kernels, header = native(), self.heap.header
+        if kernels is not None:
+            left = self.seconds * 1e9
+            while left > SPIN:
+                if kernels.wait(step.address, want, SPIN):
+                    return
+                left -= SPIN
+                header.check(self.op)
+                header.look(self.op)
+
+        def late(seen: int) -> str:
+            tile = (seen - step.step * self.epoch) * step.tiles
+            epoch = f"(epoch {self.epoch + 1}: want {want}, seen {seen})"
+            who = f"{self.op}: rank {self.heap.rank} waited {self.seconds:.1f} s"
+            return f"{who} for tile {tile} of rank {step.source} {epoch}"
+
+        if not reached(int(step.word[0]), want):
+            header.wait(step.word, want, self.seconds if kernels is None else 0.0, late, self.op)
+
+
+def _index(box: TileBox) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _signalled(protocol: TileProtocol, rank: int) -> dict[tuple[int, int], int]:
+    """How often a rank signals each counter in an epoch."""
+    found, arrived = defaultdict[tuple[int, int], int](int), defaultdict[int, int](int)
+    for event in protocol.of(rank):
+        if isinstance(event, TileSignal):
+            arrived[event.slice] += event.slice >= 0
+            found[event.to, event.counter] += event.slice < 0 or arrived[event.slice] % event.of == 0
+    return found
+
+
+def _senders(protocol: TileProtocol, rank: int) -> dict[int, tuple[int, int]]:
+    """Who signals each counter of a rank, and for how many tiles at once.
+
+    Raises `BackendError` where several do: a counter is a plain word here, of one writer.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for source in range(protocol.ranks):
+        for event in protocol.of(source):
+            if isinstance(event, TileSignal) and event.to == rank:
+                if found.setdefault(event.counter, (source, event.of))[0] != source:
+                    raise BackendError(
+                        f"{protocol.name}: counter {event.counter} has two writers; legal is one on CPUs"
+                    )
+    return found
+
+
+def instance(heap: SymmetricHeap, op: str, schedule: TileSchedule, kind: str, seconds: float) -> FusedInstance:
+    """Return the instance of an operator with a schedule on a heap, new where there is none, or after a reset.
+
+    Raises `FusedTimeout` where it failed before, until the heap is reset.
+    """
+    key = f"{op} {schedule} {kind}"
+    found: FusedInstance | None = heap.kept.get(key)
+    if found is None:
+        found = heap.kept[key] = FusedInstance(heap, op, schedule, seconds)
+    found.ready()
+    found.seconds = seconds
+    return found

@@ -1,0 +1,103 @@
+"""The C++ kernels: built on first use, cached by what they are made of, and None where that cannot be done."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("tiles.cpp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+VERSION = 1
+SECONDS = 120.0
+ORDERED = ("x86_64", "AMD64", "i686")  # where plain stores of a core become visible in order
+
+Kinds = {"f32": 0, "bf16": 1, "f16": 2}
+
+
+class TileKernels:
+    """The functions of `tiles.cpp`; addresses are ints, counts int64."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it; raises `OSError` where it cannot be."""
+        found = ctypes.CDLL(str(path))
+        i64, i32, address = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+        found.shardplan_version.restype = i64
+        if found.shardplan_version() != VERSION:
+            raise OSError(f"{path} is of another version")
+        self.signal = found.shardplan_signal
+        self.signal.argtypes, self.signal.restype = (address, i32), None
+        self.wait = found.shardplan_wait
+        self.wait.argtypes, self.wait.restype = (address, i32, i64), ctypes.c_int
+        self.check = found.shardplan_check
+        self.check.argtypes, self.check.restype = (address,), i64
+        self.bags = found.shardplan_bags
+        self.bags.argtypes, self.bags.restype = (ctypes.c_int, address, address, i64, i64), None
+        self.gemv = found.shardplan_gemv
+        self.gemv.argtypes = (ctypes.c_int, address, i64, i64, i64, address, i64, address)
+        self.gemv.restype = None
+
+
+def folder() -> Path:
+    """Return where built files are kept: the user's cache, by the XDG rule."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardplan"
+
+
+def compiler() -> str | None:
+    """Return the path of a C++ compiler, None where there is none."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def build(made_by: str, into: Path) -> Path:
+    """Return the built file, made by this compiler unless it is there already.
+
+    Its name is a hash of the source, the compiler's version and the processor; it appears whole or not at all. Raises
+    `OSError` or `subprocess.SubprocessError`.
+    """
+    version = subprocess.run([made_by, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
+    parts = (SOURCE.read_bytes(), version, _processor().encode(), " ".join(FLAGS).encode())
+    path = into / f"tiles-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
+    if not path.exists():
+        into.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=into) as drafts:
+            draft = Path(drafts) / path.name
+            command = [made_by, *FLAGS, "-o", str(draft), str(SOURCE)]
+            subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+            draft.replace(path)
+    return path
+
+
+@cache
+def native() -> TileKernels | None:
+    """Return the C++ kernels, None where no compiler makes them; built once a machine, loaded once a process."""
+    if (made_by := compiler()) is None:
+        return None
+    for into in (folder(), Path(tempfile.gettempdir()) / f"shardplan-{os.getuid()}-kernels"):
+        try:
+            return TileKernels(build(made_by, into))
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return None
+
+
+def why_not() -> str:
+    """Return why fused operators cannot run here, empty where they can."""
+    if native() is None and platform.machine() not in ORDERED:
+        return (
+            f"no C++ compiler, and without one plain stores signal, which {platform.machine()} does not keep in order"
+        )
+    return ""

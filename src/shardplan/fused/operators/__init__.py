@@ -1,0 +1,10 @@
+"""The three fused operators on local torch tensors of a rank, forward and backward, on CPUs.
+
+Reading order:
+
+- `asked`      what all operators are asked beside their tensors: group, tiles, order, how long to wait
+- `moving`     blocks that move back: the inverse all-to-all of gradients
+- `gemm`       a product whose blocks of rows or columns go to all ranks
+- `gemv`       a thin product whose addends are summed on all ranks
+- `embedding`  bags of embedding rows, of each rank's tables for its batch, to the ranks of the batch
+"""

@@ -1,0 +1,182 @@
+"""`embedding_bag_all_to_all`: bags of the tables of a rank, for the whole batch, to the ranks of the batch.
+
+The paper's operator (section 3.2) for recommendation models: tables are sharded, the batch behind them is, too. Results
+lie as the next layer reads them: [bags of this rank, tables of all ranks, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardplan.errors import TypingError
+from shardplan.fused.calls.agreement import agreed
+from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, WaitStep, instance
+from shardplan.fused.heap.failures import HeapMismatch
+from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
+from shardplan.fused.operators.asked import Asked, even, splits, starts
+from shardplan.fused.operators.moving import moved
+from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import BlockShape
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "embedding_bag_all_to_all"
+LEAST = 1024  # bags of a tile: smaller ones cost 1.2 to 1.3 times (measured, one core)
+
+
+def _checked(asked: Asked, tables: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, batch: int) -> None:
+    if any(t.ndim != 2 or t.shape[1] != dim or t.dtype != dtype for t in tables):
+        raise TypingError(f"{NAME}: tables {[list(t.shape) for t in tables]}; legal are [R, {dim}] of one dtype")
+    if batch < 0:
+        raise TypingError(f"{NAME}: a batch of {batch}; legal are integers from 0")
+
+
+def blocks(tables: Sequence[int], batches: Sequence[int]) -> tuple[BlockShape, BlockShape]:
+    """Return who sends what, forward and back, of so many tables and bags a rank.
+
+    >>> blocks([1, 2], [4, 3])[0].boxes[1]
+    (((0, 4), (1, 3)), ((0, 3), (1, 3)))
+    """
+    at, bag = starts(tables), starts(batches)
+    ranks = range(len(tables))
+    there = tuple(tuple(((0, batches[d]), (at[s], at[s + 1])) for d in ranks) for s in ranks)
+    back = tuple(tuple(((bag[d], bag[d + 1]), (0, tables[s])) for s in ranks) for d in ranks)
+    return (
+        BlockShape(tuple((n, at[-1]) for n in batches), there),
+        BlockShape(tuple((bag[-1], n) for n in tables), back),
+    )
+
+
+class BagOperands:
+    """A call's operands, and what all ranks said of theirs."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        tables: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        mode: str,
+        batch: int,
+        table_counts: Sequence[int] | None,
+        batch_splits: Sequence[int] | None,
+    ) -> None:
+        """Check and agree; collective where the shapes are new."""
+        heap = asked.heap
+        first = tables[0] if tables else None
+        self.dim = 0 if first is None else first.shape[1]
+        self.dtype = None if first is None else first.dtype
+        if first is not None:
+            _checked(asked, tables, self.dim, first.dtype, batch)
+        given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
+        counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
+        self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME)
+        try:
+            self.call.check(NAME)
+        except TypingError as error:  # of the data, so the other ranks do not see it: told to them
+            heap.header.fail(str(error))
+            raise
+        tiles = asked.many(max(1, batch // heap.ranks), LEAST)
+        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
+        self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds)
+        key = (len(tables), batch, self.dim, str(self.dtype), tuple(given or ()), tuple(counts or ()))
+        known = self.made.calls.get(key)
+        if known is None:
+            facts: dict[str, Any] = {"tables": len(tables), "batch": batch, "splits": given, "counts": counts}
+            facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles}
+            said = agreed(heap, NAME, facts, ("batch", "splits", "counts", "tiles"), asked.seconds)
+            self._types(said, first is None)
+            held = [each["tables"] for each in said]
+            if counts is not None and counts != held:
+                raise HeapMismatch(f"{NAME}: table_counts {counts}, but ranks hold {held}")
+            shapes = blocks(held, given or even(batch, heap.ranks))
+            assert self.dtype is not None
+            known = self.made.call(key, shapes[0], {"result": self.dtype}, (self.dim,))
+            known.facts.update(shapes=shapes, dim=self.dim, dtype=self.dtype)
+        self.tiled: TileCall = known
+        self.key, self.forward, self.back = key, *known.facts["shapes"]
+        self.dim, self.dtype = known.facts["dim"], known.facts["dtype"]
+
+    def _types(self, said: list[dict[str, Any]], unknown: bool) -> None:
+        """Dim and dtype of the tables, which a rank without tables hears from the others."""
+        import torch
+
+        types = {(each["dim"], each["dtype"]) for each in said if each["dtype"] != "None"}
+        if len(types) != 1:
+            raise HeapMismatch(
+                f"{NAME}: tables of {sorted(types) or 'no rank'}; legal are one dim and dtype on all ranks"
+            )
+        if unknown:
+            self.dim, name = types.pop()
+            self.dtype = getattr(torch, name.removeprefix("torch."))
+
+
+def forward(
+    asked: Asked,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    mode: str = "sum",
+    batch: int = 0,
+    table_counts: Sequence[int] | None = None,
+    batch_splits: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return the bags of all tables for the batch of this rank: [B_r, tables of all ranks, D].
+
+    `offsets` [T_r * B + 1] are table-major: bag k of table t is `indices[offsets[t * B + k] : offsets[t * B + k + 1]]`,
+    of the `batch` B of all ranks. `mode` is `sum` or `mean`, by the bag's length; an empty bag is 0. A rank may have no
+    tables. Collective; raises `TypingError` where operands do not fit or an index is no row, `HeapMismatch` where ranks
+    differ, and as `FusedInstance.run`.
+    """
+    got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits)
+    rank, bag = asked.heap.rank, starts([extents[0] for extents in got.forward.extents])
+
+    def put(step: PutStep) -> None:
+        first, last = step.box[0]
+        if last > first and tables:
+            got.call.store(bag[step.to] + first, bag[step.to] + last, step.view)
+
+    steps = got.tiled.steps[got.made.epoch % len(got.tiled.steps)]
+    begun = 0
+    if BagKernel.fits(got.call):
+        begun = next((k for k, step in enumerate(steps) if isinstance(step, WaitStep)), len(steps))
+        _all_at_once(got, steps[:begun], bag, rank)
+    return got.made.run(got.tiled, put, begun=begun)["result"].clone()
+
+
+def _all_at_once(got: BagOperands, steps: Sequence[Any], bag: Sequence[int], rank: int) -> None:
+    """All puts and their signals in one call of the C++ kernel."""
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    for step in steps:
+        if isinstance(step, PutStep):
+            first, last = (bag[step.to] + x for x in step.box[0])
+            rows.append((first, last, step.view.data_ptr(), 0, 0, 0))
+        elif isinstance(step, SignalStep):
+            rows[-1] = (*rows[-1][:3], step.address, step.first, step.step)
+    wide = got.forward.extents[rank][1] * got.dim
+    BagKernel(got.call, wide, got.dim).store(np.array(rows, TILE), got.made.epoch)
+
+
+def backward(
+    asked: Asked,
+    g: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    mode: str,
+    batch: int,
+    table_counts: Sequence[int] | None,
+    batch_splits: Sequence[int] | None,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return the gradients of the tables, dense, and of the weights, given that of the result; collective."""
+    got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits)
+    mine = [got.forward.boxes[s][asked.heap.rank] for s in range(asked.heap.ranks)]
+    came = moved(asked, f"{NAME}_backward", got.key, got.back, g.contiguous(), mine)
+    return got.call.gradients(came, weights is not None)

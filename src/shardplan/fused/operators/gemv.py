@@ -1,0 +1,104 @@
+"""`gemv_all_reduce`: a thin product whose addends all ranks sum, in the order of ranks (paper, section 3.4).
+
+In one shot every rank sends all its addends to every other one, and each sums; in two shots the owner of a tile sums
+and spreads it. Either way a sum is made of the same addends in the same order, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardplan.errors import TypingError, optional, shown
+from shardplan.fused.calls.agreement import agreed
+from shardplan.fused.calls.instance import PutStep, ReadStep, instance
+from shardplan.fused.kernels.vectors import rows_times, thin
+from shardplan.fused.operators.asked import Asked
+from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import RowShape
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "gemv_all_reduce"
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+ONE_SHOT = 64 << 10  # bytes that a rank sends at most in one shot, where `auto` chooses
+MOST = 16  # columns
+LEAST = 256  # rows of a tile
+
+
+def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
+    """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], C at most 16: [M] or [M, C] on every rank.
+
+    K_r may differ between ranks, or be 0. Addends and sums are f32, rounded once. Collective; raises `TypingError`
+    where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
+    """
+    torch = optional("torch", "torch")
+    heap = asked.heap
+    if a.ndim != 2 or x.ndim not in (1, 2) or x.shape[0] != a.shape[1] or a.dtype != x.dtype:
+        said = f"{list(a.shape)} and {list(x.shape)}"
+        raise TypingError(f"{NAME}: {said}; legal are [M, K] and [K] or [K, C] of one dtype")
+    if x.ndim == 2 and not 1 <= x.shape[1] <= MOST:
+        raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
+    if algorithm not in ALGORITHMS:
+        raise TypingError(f"{NAME}: algorithm {shown(algorithm)}; legal are {', '.join(ALGORITHMS)}")
+    m, wide = a.shape[0], thin(x)
+    columns = wide.shape[0]
+    one = algorithm == "one_shot" or (algorithm == "auto" and m * columns * 4 * (heap.ranks - 1) < ONE_SHOT)
+    tiles = 1 if one else asked.many(m // heap.ranks, LEAST)
+    schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
+    made = instance(heap, NAME, schedule, str(a.dtype), asked.seconds)
+    key = (m, columns)
+    if key not in made.calls:
+        facts = {"M": m, "C": columns, "schedule": str(schedule), "dtype": str(a.dtype)}
+        agreed(heap, NAME, facts, ("M", "C", "schedule", "dtype"), asked.seconds)
+    dtypes = {"result": torch.float32} if one else {"partial": torch.float32, "result": a.dtype}
+    call = made.call(key, RowShape(m), dtypes, (columns,))
+    addends = torch.empty(m, columns)
+    known: set[tuple[int, int]] = set()
+    summed: list[torch.Tensor] = [addends]
+
+    def put(step: PutStep) -> None:
+        """A lane of own addends, computed once; or a tile of sums."""
+        if step.buffer == "result" and not one:
+            step.view.copy_(summed[0])
+            return
+        rows = step.box[1] if one else places[step.to, step.box[1]]
+        if rows not in known:
+            known.add(rows)
+            rows_times(a[slice(*rows)], wide, addends[slice(*rows)])
+        step.view[0].copy_(addends[slice(*rows)])
+
+    def read(step: ReadStep) -> None:
+        if step.buffer == "partial":
+            summed[0] = in_order(step.view)
+
+    places = {} if one else _places(m, heap.ranks, tiles)
+    found = made.run(call, put, read)["result"]
+    out = in_order(found).to(a.dtype) if one else found.clone()
+    return out[:, 0] if x.ndim == 1 else out
+
+
+def in_order(lanes: torch.Tensor) -> torch.Tensor:
+    """Return the sum of lanes f32 [W, ...], added up from the first one on: [...]."""
+    total = lanes[0].clone()
+    for lane in lanes[1:]:
+        total += lane
+    return total
+
+
+def _places(rows: int, ranks: int, tiles: int) -> dict[tuple[int, tuple[int, int]], tuple[int, int]]:
+    """Where the rows of an owner's tile lie in the whole: by owner, and place among the owner's own."""
+    found: dict[tuple[int, tuple[int, int]], tuple[int, int]] = {}
+    for owner, own in enumerate(RowShape(rows).tiles(ranks, tiles)):
+        at = 0
+        for first, last in own:
+            found[owner, (at, at + last - first)] = (first, last)
+            at += last - first
+    return found
+
+
+def backward(g: torch.Tensor, a: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of a and x, given that of the result, which is the same on all ranks: nothing is sent."""
+    if x.ndim == 1:
+        return g[:, None] * x[None], a.t() @ g
+    return g @ x.t(), a.t() @ g
