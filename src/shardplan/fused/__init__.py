@@ -7,6 +7,65 @@ Reading order:
 - `kernels/`    tiles on CPUs, by torch or by one C++ file
 - `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
 - `operators/`  the three operators on a rank's local tensors, forward and backward
+- `library`     the same as operators of PyTorch, traced and differentiated
 
 This room imports the rooms below it and numpy; torch only inside functions.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.fused.calls.groups import bind, bound, unbind
+    from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
+    from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
+    from shardplan.fused.library import (
+        bind_group,
+        embedding_bag_all_to_all,
+        gemm_all_to_all,
+        gemv_all_reduce,
+        library,
+    )
+    from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
+    from shardplan.fused.tiles.schedule import TileSchedule
+    from shardplan.fused.tiles.shapes import BlockShape, RowShape
+
+__all__ = [
+    "BlockShape",
+    "FusedTimeout",
+    "HeapMismatch",
+    "PeerLost",
+    "RowShape",
+    "SymmetricHeap",
+    "SymmetricTensor",
+    "TileProtocol",
+    "TileSchedule",
+    "TileScheduleError",
+    "bind",
+    "bind_group",
+    "bound",
+    "embedding_bag_all_to_all",
+    "gemm_all_to_all",
+    "gemv_all_reduce",
+    "library",
+    "unbind",
+]
+
+_WHERE = {
+    "calls.groups": ("bind", "bound", "unbind"),
+    "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
+    "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
+    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce", "library"),
+    "tiles.events": ("TileProtocol", "TileScheduleError"),
+    "tiles.schedule": ("TileSchedule",),
+    "tiles.shapes": ("BlockShape", "RowShape"),
+}
+_HOME = {name: f"shardplan.fused.{module}" for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardplan.fused' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -102,6 +102,7 @@ class SymmetricHeap:
         self.closed = False
         self._exchange: GatherBytes | None = None
         self._close: Callable[[], None] | None = None
+        self.seconds = SECONDS  # that an operator waits
         self.kept: dict[Any, Any] = {}  # what operators keep beside it, until it is reset or closed
 
     @classmethod

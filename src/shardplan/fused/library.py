@@ -1,0 +1,273 @@
+"""The operators as PyTorch's: `torch.ops.shardplan.gemm_all_to_all` and so on, with shapes for tracing, and gradients.
+
+They are registered when they are first asked for. A group's name says which heap serves them: see `calls.groups`. Each
+gradient is an operator, too, so that a backward graph can be traced; results never share memory with the heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from shardplan.errors import TypingError, optional
+from shardplan.fused.calls.groups import bind, bound
+from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.operators import embedding, gemm, gemv
+from shardplan.fused.operators.asked import Asked, even
+
+if TYPE_CHECKING:
+    import torch
+
+ORDER = "remote_first"
+_GEMM = (
+    "(Tensor a, Tensor b, Tensor? bias, str group, str activation='none', int scatter=0, SymInt[]? send_splits=None, "
+    "SymInt[]? recv_splits=None, int tiles=0, str order='remote_first') -> Tensor"
+)
+_GEMM_BACKWARD = (
+    "(Tensor g, Tensor a, Tensor b, Tensor? bias, str group, str activation, int scatter, SymInt[]? send_splits, "
+    "SymInt[]? recv_splits, int tiles, str order) -> (Tensor, Tensor, Tensor)"
+)
+_GEMV = "(Tensor A, Tensor x, str group, str algorithm='auto') -> Tensor"
+# An operator with a list of tensors has no defaults: torch 2.13 compares their structure with what was passed.
+_BAG = (
+    "(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, str group, str mode, "
+    "int[] table_counts, SymInt[] batch_splits) -> Tensor"
+)
+_BAG_BACKWARD = (
+    "(Tensor g, Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, str group, str mode, "
+    "int[] table_counts, SymInt[] batch_splits) -> Tensor[]"
+)
+
+
+def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm") -> SymmetricHeap:
+    """Return a new heap for a torch process group, the default one if None, bound to the group's name; collective.
+
+    Close it when the group is destroyed. Raises as `SymmetricHeap.create`.
+    """
+    distributed = optional("torch.distributed", "torch")
+    group = group or distributed.group.WORLD
+
+    def exchange(mine: bytes) -> list[bytes]:
+        said: list[bytes] = [b""] * distributed.get_world_size(group)
+        distributed.all_gather_object(said, mine, group)
+        return said
+
+    heap = SymmetricHeap.create(nbytes, backend, exchange, group.group_name)
+    bind(group.group_name, heap)
+    return heap
+
+
+def _asked(group: str, tiles: int = 0, order: str = ORDER) -> Asked:
+    heap = bound(group)
+    return Asked(heap, tiles, order, heap.seconds)
+
+
+def gemm_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: str,
+    activation: str = "none",
+    scatter: int = 0,
+    send_splits: Sequence[int] | None = None,
+    recv_splits: Sequence[int] | None = None,
+    tiles: int = 0,
+    order: str = ORDER,
+) -> torch.Tensor:
+    """Return what all ranks computed for this one, of a [M, K] and b [K, N] on each, tile by tile on its way.
+
+    See `operators.gemm.forward`. With `scatter` 1 ranks of different rows say so in `recv_splits`.
+    """
+    splits = (_ints(send_splits), _ints(recv_splits))
+    return library().gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
+
+
+def gemv_all_reduce(a: torch.Tensor, x: torch.Tensor, *, group: str, algorithm: str = "auto") -> torch.Tensor:
+    """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], the same bits on each: `operators.gemv`."""
+    return library().gemv_all_reduce(a, x, group, algorithm)
+
+
+def embedding_bag_all_to_all(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None = None,
+    *,
+    group: str,
+    mode: str = "sum",
+    table_counts: Sequence[int] | None = None,
+    batch_splits: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return the bags of all ranks' tables for this rank's part of the batch: [B_r, tables, D].
+
+    See `operators.embedding.forward`. Where `table_counts` are not given all ranks have as many; `batch_splits` are by
+    the tiling rule. A rank without tables must give both. Raises `TypingError`.
+    """
+    ranks = bound(group).ranks
+    if not weights and (table_counts is None or batch_splits is None):
+        raise TypingError(f"{embedding.NAME}: no tables; legal are tables, or table_counts and batch_splits")
+    counts = [len(weights)] * ranks if table_counts is None else [int(n) for n in table_counts]
+    if batch_splits is None:
+        batch_splits = even((offsets.shape[0] - 1) // len(weights), ranks)
+    op = library().embedding_bag_all_to_all
+    return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits))
+
+
+def _ints(sizes: Sequence[int] | None) -> list[int] | None:
+    return None if sizes is None else list(sizes)
+
+
+@cache
+def library() -> Any:
+    """Return `torch.ops.shardplan`, with the operators registered."""
+    torch = optional("torch", "torch")
+    _gemm(torch)
+    _gemv(torch)
+    _bags(torch)
+    return torch.ops.shardplan
+
+
+def _custom(torch: Any, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    made = torch.library.custom_op(f"shardplan::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+def _gemm(torch: Any) -> None:
+    def run(
+        a: Any,
+        b: Any,
+        bias: Any,
+        group: str,
+        activation: str,
+        scatter: int,
+        send: Any,
+        receive: Any,
+        tiles: int,
+        order: str,
+    ) -> Any:
+        asked = _asked(group, tiles, order)
+        out = gemm.forward(asked, a, b, bias, activation, scatter, send, receive)
+        if scatter and receive is None and out.shape[0] != a.shape[0] * asked.heap.ranks:
+            text = f"{a.shape[0]} rows of rank {asked.heap.rank} of {out.shape[0]}"
+            raise TypingError(f"{gemm.NAME}: {text}; legal is as many on every rank, or recv_splits")
+        return out
+
+    def fake(
+        a: Any,
+        b: Any,
+        bias: Any,
+        group: str,
+        activation: str,
+        scatter: int,
+        send: Any,
+        receive: Any,
+        tiles: int,
+        order: str,
+    ) -> Any:
+        heap = bound(group)
+        torch._check(a.dim() == 2 and b.dim() == 2)
+        torch._check(a.shape[1] == b.shape[0])
+        if scatter == 0:
+            rows = sum(receive) if receive is not None else heap.ranks * _share(torch, a.shape[0], heap)
+            return a.new_empty(rows, b.shape[1])
+        rows = sum(receive) if receive is not None else heap.ranks * a.shape[0]
+        return a.new_empty(rows, send[heap.rank] if send is not None else _share(torch, b.shape[1], heap))
+
+    def back(
+        g: Any,
+        a: Any,
+        b: Any,
+        bias: Any,
+        group: str,
+        activation: str,
+        scatter: int,
+        send: Any,
+        receive: Any,
+        tiles: int,
+        order: str,
+    ) -> Any:
+        asked = _asked(group, tiles, order)
+        da, db, dc = gemm.backward(asked, g, a, b, bias, activation, scatter, send, receive)
+        return da, db, g.new_empty(0) if dc is None else dc
+
+    def fake_back(g: Any, a: Any, b: Any, bias: Any, *rest: Any) -> Any:
+        return torch.empty_like(a), torch.empty_like(b), g.new_empty(0) if bias is None else torch.empty_like(bias)
+
+    op = _custom(torch, gemm.NAME, _GEMM, run, fake)
+    op_back = _custom(torch, f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        a, b, bias, *ctx.rest = inputs
+        ctx.save_for_backward(a, b, bias)
+
+    def gradient(ctx: Any, g: Any) -> Any:
+        a, b, bias = ctx.saved_tensors
+        da, db, dc = op_back(g, a, b, bias, *ctx.rest)
+        return da, db, None if bias is None else dc, *[None] * len(ctx.rest)
+
+    op.register_autograd(gradient, setup_context=setup)
+
+
+def _share(torch: Any, n: Any, heap: SymmetricHeap) -> Any:
+    """This rank's part of n by the tiling rule, n perhaps a symbol."""
+    size = -(-n // heap.ranks)
+    return torch.sym_min(n, (heap.rank + 1) * size) - torch.sym_min(n, heap.rank * size)
+
+
+def _gemv(torch: Any) -> None:
+    def run(a: Any, x: Any, group: str, algorithm: str) -> Any:
+        return gemv.forward(_asked(group), a, x, algorithm).contiguous()
+
+    def fake(a: Any, x: Any, group: str, algorithm: str) -> Any:
+        bound(group)
+        torch._check(a.dim() == 2 and a.shape[1] == x.shape[0])
+        return a.new_empty(a.shape[0], *x.shape[1:])
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    def gradient(ctx: Any, g: Any) -> Any:
+        return *gemv.backward(g, *ctx.saved_tensors), None, None
+
+    _custom(torch, gemv.NAME, _GEMV, run, fake).register_autograd(gradient, setup_context=setup)
+
+
+def _bags(torch: Any) -> None:
+    def run(tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any) -> Any:
+        return embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
+
+    def fake(tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any) -> Any:
+        heap = bound(group)
+        if not tables:
+            raise TypingError(f"{embedding.NAME}: rank {heap.rank} has no tables; legal for tracing are some")
+        return tables[0].new_empty(splits[heap.rank], sum(counts), tables[0].shape[1])
+
+    def back(
+        g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
+    ) -> Any:
+        given = (tables, ids, offsets, scale, mode, sum(splits), counts, splits)
+        found, each = embedding.backward(_asked(group), g, *given)
+        return [*found, g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)]
+
+    def fake_back(g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, *rest: Any) -> Any:
+        return [*map(torch.empty_like, tables), g.new_empty(0) if scale is None else torch.empty_like(scale)]
+
+    op = _custom(torch, embedding.NAME, _BAG, run, fake)
+    op_back = _custom(torch, f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        tables, ids, offsets, scale, *ctx.rest = inputs
+        ctx.count = len(tables)
+        ctx.save_for_backward(*tables, ids, offsets, scale)
+
+    def gradient(ctx: Any, g: Any) -> Any:
+        *tables, ids, offsets, scale = ctx.saved_tensors
+        *found, each = op_back(g, tables, ids, offsets, scale, *ctx.rest)
+        group, mode, counts, splits = ctx.rest
+        nothing = [None] * len(counts), [None] * len(splits)
+        return found, None, None, None if scale is None else each, None, None, *nothing
+
+    op.register_autograd(gradient, setup_context=setup)

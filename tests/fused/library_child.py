@@ -1,0 +1,151 @@
+"""The operators as PyTorch's on real process groups of gloo: values, gradients, opcheck, compile, export; prints JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.fused.forked import Exchange, forked
+
+from shardplan import fused
+
+BATCH = 6
+
+
+class Gemm(torch.nn.Module):
+    def __init__(self, group: str, scatter: int) -> None:
+        super().__init__()
+        self.group, self.scatter = group, scatter
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        out = fused.gemm_all_to_all(a * 2, b, bias, group=self.group, activation="silu", scatter=self.scatter)
+        return out.sin()
+
+
+class Gemv(torch.nn.Module):
+    def __init__(self, group: str) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return fused.gemv_all_reduce(a * 2, x, group=self.group).sin()
+
+
+class Bags(torch.nn.Module):
+    def __init__(self, group: str, mode: str) -> None:
+        super().__init__()
+        self.group, self.mode = group, mode
+
+    def forward(
+        self, first: torch.Tensor, second: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        tables = [first * 2, second]
+        return fused.embedding_bag_all_to_all(tables, ids, offsets, scale, group=self.group, mode=self.mode).sin()
+
+
+def cases(
+    group: str, ranks: int, rank: int
+) -> list[tuple[str, torch.nn.Module, Callable[[int], tuple[torch.Tensor, ...]], Any]]:
+    """Name, module, operands of a size, and the operator for opcheck."""
+
+    def product(m: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(m)  # b and the bias are alike on all ranks
+        b, bias = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+        torch.manual_seed(100 * m + rank)
+        return torch.randn(m, 3, requires_grad=True), b, bias
+
+    def thin(m: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(100 * m + rank)
+        return torch.randn(m, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+
+    def bags(m: int) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(100 * m + rank)
+        lengths = torch.full((2 * BATCH,), m % 3 + 1)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        n = int(offsets[-1])
+        tables = (torch.randn(7, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True))
+        return (*tables, torch.randint(0, 5, (n,)), offsets, torch.rand(n, requires_grad=True))
+
+    ops = fused.library()
+    return [
+        ("gemm rows", Gemm(group, 0), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, c, group, "gelu", 0))),
+        ("gemm columns", Gemm(group, 1), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, None, group, "none", 1))),
+        ("gemv", Gemv(group), thin, lambda a, x: (ops.gemv_all_reduce, (a, x, group))),
+        ("bags", Bags(group, "mean"), bags,
+         lambda p, q, i, o, s: (ops.embedding_bag_all_to_all, ([p, q], i, o, s, group, "sum", [2] * ranks, _even(ranks)))),
+    ]  # fmt: skip
+
+
+def _even(ranks: int) -> list[int]:
+    from shardplan.fused.operators.asked import even
+
+    return even(BATCH, ranks)
+
+
+def differentiated(call: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    out = call(*operands)
+    leaves = [x for x in operands if x.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+
+def close(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(x.shape == y.shape and torch.allclose(x, y, atol=1e-5) for x, y in zip(a, b, strict=True))
+
+
+def work(rank: int, exchange: Exchange, ranks: int, path: str) -> Any:
+    store = dist.FileStore(path, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    said: dict[str, str] = {}
+    with fused.bind_group(nbytes=1 << 22) as heap:
+        heap.seconds = 40.0
+        for name, module, operands, for_opcheck in cases(dist.group.WORLD.group_name, ranks, rank):
+            plain = differentiated(module, operands(4))
+            for what in ("opcheck", "compiled", "dynamic", "exported"):
+                try:
+                    if what == "opcheck":
+                        op, given = for_opcheck(*operands(4))
+                        torch.library.opcheck(op.default, given)
+                        good = True
+                    elif what == "compiled":
+                        torch._dynamo.reset()
+                        good = close(
+                            differentiated(torch.compile(module, fullgraph=True, backend="aot_eager"), operands(4)),
+                            plain,
+                        )
+                    elif what == "dynamic":
+                        torch._dynamo.reset()
+                        call = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+                        good = close(differentiated(call, operands(4)), plain)
+                        good &= close(differentiated(call, operands(8)), differentiated(module, operands(8)))
+                    else:
+                        given = tuple(x.detach() for x in operands(4))
+                        made, file = torch.export.export(module, given), io.BytesIO()
+                        torch.export.save(made, file)
+                        file.seek(0)
+                        good = close([torch.export.load(file).module()(*given)], plain[:1])
+                    said[f"{name} {what}"] = "good" if good else "other values"
+                except Exception as error:
+                    said[f"{name} {what}"] = f"{type(error).__name__}: {error}"[:500]
+                    if len(sys.argv) > 2:
+                        traceback.print_exc()
+                heap.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def main() -> None:
+    ranks = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(forked(ranks, lambda rank, exchange: work(rank, exchange, ranks, f"{folder}/store"), 240)))
+
+
+if __name__ == "__main__":
+    main()
