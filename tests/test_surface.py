@@ -45,6 +45,7 @@ SIGNATURES = {
         ("top", 10),
         ("schedules", ("1f1b", "interleaved", "gpipe")),
         ("attention", None),
+        ("placements", False),
         ("params", None),
         ("done", None),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, check_writable, read_topology
+from shardplan.errors import ShardplanError
 
 
 def plan(
@@ -22,9 +24,16 @@ def plan(
     ] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that search.")] = 1,
     no_prune: Annotated[bool, typer.Option("--no-prune", help="Price every strategy.")] = False,
+    placements: Annotated[
+        bool, typer.Option("--placements", help="Also try other orders of the axes on the hardware.")
+    ] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option("--fit", metavar="STRATEGY", help="Say whether this one fits, such as 'tensor=8 data=2 zero=1'."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best strategies of a training step, and say what was left out and why."""
+    """Find the best strategies of a training step, and say what was left out and why; or say whether one fits."""
     from concurrent.futures import ProcessPoolExecutor
     from contextlib import nullcontext
 
@@ -37,6 +46,20 @@ def plan(
     where = read_topology(topology, nodes)
     assert where is not None  # an option that must be given
     found_model = Model.load(model, precision=precision)
+    if fit is not None:
+        from shardplan.simulation.searching.fit import fit as fits
+        from shardplan.strategy.strategy_text import parse_strategy
+
+        if resume is not None or workers > 1 or no_prune or placements:
+            raise ShardplanError(
+                "--fit looks at one strategy: legal with it are --batch, --precision, --top and --json"
+            )
+        strategy = parse_strategy(fit, global_batch=batch)
+        if strategy.precision is None:
+            strategy = replace(strategy, precision=precision)
+        told = fits(found_model, strategy, where, top=top)
+        print(json_text(told.to_dict()) if as_json else str(told))
+        return
     pool = nullcontext() if workers == 1 else ProcessPoolExecutor(workers)
     with pool as executor, progress_bar() as tell:
         found = search(
@@ -47,6 +70,7 @@ def plan(
             executor=executor,
             resume=resume,
             top=top,
+            placements=placements,
             done=(lambda now, whole: tell(now, whole, "frames")) if tell else None,
         )
     print(json_text(found.to_dict()) if as_json else str(found))

@@ -6,7 +6,7 @@ that are alike in it; a stage is a sum of layers, and a schedule a formula of st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.links import LevelRates
-from shardplan.simulation.closed.memory import least_memory, memory, of_layers
+from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
@@ -29,12 +29,9 @@ Floats = np.ndarray
 Ints = np.ndarray
 # Schedules whose step is that of its busiest rank, and of what the others do before and behind it; others are asked.
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
-INNER = (
-    "group",
-    "tensor",
-    "context",
-    "data",
-)  # axes, innermost on the hardware first; experts have the inner part of each
+# Axes of each block, innermost first; experts have the inner part of each.
+INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
+MOST = 2**62  # of a code that 64 bits hold
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
 
 
@@ -115,6 +112,13 @@ class ClosedForm:
                 out[:, where[at]] = of_layers(one, mine, counts)
         return out[0], out[1]
 
+    def holdings(self, c: Configurations) -> dict[str, Floats]:
+        """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
+        one = c[:1]
+        reading, _, cost = next(iter(self._classes(one)))
+        _, _, mine, counts = next(iter(_groups(reading, one, cost)))
+        return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
+
     def floors(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state.
 
@@ -175,13 +179,15 @@ class ClosedForm:
         if col["pipeline"][0] > 1:
             # Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
             parts = np.where(col["sequence_parallel"], 1, col["tensor"])
-            stage = c.devices // col["pipeline"]
-            send = rates.message(stage, cost.carried / parts, p)
-            send = send + rates.seconds(False, True, parts, np.ones(len(c)), cost.carried, p)
-            # Interleaved ones have other chunks meanwhile.
-            waits = waiting * np.where(col["interleave"] == 1, send, 0.0)[:, None]
-            made[0][:, 1:] += waits
-            made[1][:, :-1] += waits
+            strides = c.strides()
+            send = rates.message(strides["pipeline"], cost.carried / parts, p)
+            send = send + rates.seconds(False, True, [(parts, strides["tensor"])], cost.carried, p)
+            # Interleaved ones have other chunks meanwhile, and take no less than a message does.
+            for chunks in (made[0][:, 1:], made[1][:, :-1]):
+                if col["interleave"][0] == 1:
+                    chunks += waiting * send[:, None]
+                elif waiting:
+                    np.maximum(chunks, send[:, None], out=chunks)
         return StageTimes(
             made[0], made[1], made[2], send, dealt.once(counts, self.topology.device, made[1].max(axis=1))
         )
@@ -255,16 +261,14 @@ class ClosedForm:
 
     def _cost(self, reading: Reading, c: Configurations, degrees: Mapping[str, Ints]) -> LayerCost:
         """What layers cost: worked out for those that differ in it."""
-        columns = {**degrees, "microbatch": c.columns["microbatch"]}
-        code = np.zeros(len(c), dtype=np.int64)
-        for values in columns.values():
-            code = code * (int(values.max()) + 1) + values
-        _, places, back = np.unique(code, return_index=True, return_inverse=True)
+        blocks = c.strides()
+        apart = [blocks[b].astype(np.int64) for b in INNER]
+        places, back = _distinct([*degrees.values(), c.columns["microbatch"], *apart])
         few = {a: d[places].astype(float) for a, d in degrees.items()}
         strides: dict[str, Floats] = {}
-        inside: Floats = np.ones(len(places))
-        for axis in INNER:
-            for a in (SHARING[axis], axis):
+        for block, axes in INNER.items():
+            inside = blocks[block][places]
+            for a in (part for axis in axes for part in (SHARING[axis], axis)):
                 strides[a] = inside
                 inside = inside * few.get(a, 1.0)
         sizes = LocalSizes(few, c.columns["microbatch"][places].astype(float), reading.batch, SPREAD)
@@ -274,6 +278,19 @@ class ClosedForm:
         price = KernelPrice(self.topology.device, self.parameters, dtype, attention)
         rates = LevelRates.of(self.topology, self.parameters)
         return layer_costs(reading, price, rates, sizes, strides).at(back)
+
+
+def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return a place of every distinct row of some columns of numbers from 0, and which of them each row is."""
+    code, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for values in columns:
+        width = int(values.max()) + 1
+        if most * width > MOST:
+            code = np.unique(code, return_inverse=True)[1]
+            most = int(code.max()) + 1
+        code, most = code * width + values, most * width
+    _, places, back = np.unique(code, return_index=True, return_inverse=True)
+    return places, back
 
 
 def _groups(

@@ -1,11 +1,12 @@
 """What collectives cost on the levels of a topology, for many groups at once.
 
-A group takes one device of every `stride`, `size` in all; every device is in one, and all groups are at it at once, as
-in `hardware.prices`. What enters a child of a level shares the child's ports with the other groups that are in it.
+A group lies along axes, each of a size and a stride in devices; every device is in one group, and all groups are at it
+at once, as in `hardware.prices`. What enters a child of a level shares the child's ports with the other groups in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.parameters import Parameters
 
 Floats = np.ndarray
+Group = Sequence[tuple[Floats, Floats]]  # by axis: its size and its stride
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,16 +39,22 @@ class LevelRates:
             unit.append(unit[-1] * level.size)
         return LevelRates(tuple(unit[:-1]), tuple(sizes), tuple(rates), tuple(latencies))
 
-    def seconds(self, summed: bool, whole: bool, size: Floats, stride: Floats, nbytes: Floats, p: Parameters) -> Floats:
+    def seconds(self, summed: bool, whole: bool, axes: Group, nbytes: Floats, p: Parameters) -> Floats:
         """Return the seconds of a collective of groups (see `LocalMove`); `nbytes` are of a group's whole value."""
-        slowest: Floats = np.zeros(np.broadcast(size, stride, nbytes).shape)
+        size: Floats = np.asarray(1.0)
+        for n, _ in axes:
+            size = size * n
+        ring = summed or whole
+        slowest: Floats = np.asarray(0.0)  # seconds a byte
         for unit, rate in zip(self.unit, self.rate, strict=True):
-            inside = np.clip(unit / stride, 1, size)  # of a group, in a child
-            # An all-to-all sends on from every device what is for others; a ring passes a child once.
-            entering = nbytes * (1 - inside / size) * (1.0 if summed or whole else inside / size)
-            groups = unit / inside
-            slowest = np.maximum(slowest, np.where(inside < size, entering * groups / rate, 0.0))
-        return np.where(size > 1, (1 + (summed and whole)) * slowest + p.collective * _rounds(size), 0.0)
+            inside: Floats = np.asarray(1.0)  # of a group, in a child
+            for n, stride in axes:
+                inside = inside * np.minimum(np.maximum(unit / stride, 1.0), n)
+            # An all-to-all sends on from every device what is for others; a ring passes a child once. As many groups
+            # are in a child as it has devices for.
+            entering = (1 - inside / size) * (unit / inside if ring else unit / size)
+            slowest = np.maximum(slowest, entering / rate)
+        return np.where(size > 1, (1 + (summed and whole)) * slowest * nbytes + p.collective * _rounds(size), 0.0)
 
     def message(self, distance: Floats, nbytes: Floats, p: Parameters) -> Floats:
         """Return the seconds in which every device sends so many bytes to one so many ids further."""

@@ -25,6 +25,22 @@ UNFUSED = CODES["attention"].index("unfused")
 
 def memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
     """Return the peak bytes, [n], of configurations with one number of chunks."""
+    waiting, busy = _coming_and_going(c, cost, counts)
+    return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
+
+
+def holdings(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> dict[str, Floats]:
+    """Return what `memory` is the sum of on its largest rank: bytes on each rank by what they are, [ranks, n]."""
+    waiting, busy = _coming_and_going(c, cost, counts)
+    found = {what + where: x for (what, where), x in _static(c, cost, counts).items()}
+    found |= {"kept for backward passes": waiting, "at work in one layer, or the loss": busy}
+    found["more that the allocator holds"] = (p.fragmentation - 1) * (waiting + busy)
+    found["driver and libraries"] = np.full_like(busy, p.context)
+    return found
+
+
+def _coming_and_going(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
+    """What waits for its backward pass, and what is at work: bytes [ranks, n]."""
     layers, whole = saved(c, cost)
     pipeline = int(c.columns["pipeline"][0])
     chunks = np.einsum("rc,rn->cn", counts[:-2], layers)
@@ -35,7 +51,7 @@ def memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) ->
     eager = c.columns["fsdp"] & (c.columns["attention"] != FLASH1)
     logit = np.where(eager, LOGIT[True], LOGIT[False])
     busy[-1] = np.maximum(busy[-1], cost.rows["logits"][-1] * logit)
-    return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
+    return waiting, busy
 
 
 def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
@@ -112,6 +128,11 @@ def buffers(c: Configurations, cost: LayerCost) -> Floats:
 
 def static(c: Configurations, cost: LayerCost, counts: Floats) -> Floats:
     """Return parameters, gradients and state on each rank: bytes [ranks, n]."""
+    return sum(_static(c, cost, counts).values(), np.zeros((int(c.columns["pipeline"][0]), len(c))))
+
+
+def _static(c: Configurations, cost: LayerCost, counts: Floats) -> dict[tuple[str, str], Floats]:
+    """They by what they are and of what: bytes [ranks, n]."""
     col = c.columns
     weights, gradients, state = widths(c)
     pipeline = int(col["pipeline"][0])
@@ -122,9 +143,12 @@ def static(c: Configurations, cost: LayerCost, counts: Floats) -> Floats:
     # Before gradients were accumulated in the product, those of a microbatch had a place of their own.
     twice = (col["attention"] == UNFUSED) & (gradients != weights) & (col["zero"] > 0)
     gradients = gradients + weights * twice
-    out: Floats = np.zeros((pipeline, len(c)))
-    for kind, shares in (("parameters", replicas), ("experts", few)):
+    out: dict[tuple[str, str], Floats] = {}
+    rest = " of all but experts" if "experts" in cost.rows else ""
+    for kind, shares, where in (("parameters", replicas, rest), ("experts", few, " of experts")):
         if kind in cost.rows:
-            each = weights / np.where(zero >= 3, shares, 1) + gradients / np.where(zero >= 2, shares, 1)
-            out += np.einsum("rp,rn->pn", ranks, cost.rows[kind]) * (each + state / np.where(zero >= 1, shares, 1))
+            elements = np.einsum("rp,rn->pn", ranks, cost.rows[kind])
+            out["parameters", where] = elements * (weights / np.where(zero >= 3, shares, 1))
+            out["gradients", where] = elements * (gradients / np.where(zero >= 2, shares, 1))
+            out["optimizer state", where] = elements * (state / np.where(zero >= 1, shares, 1))
     return out

@@ -172,13 +172,9 @@ def layer_costs(
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, 1.0)
     for m in reading.moves:
-        degree, stride = np.ones(n), np.full(n, np.inf)
-        for a in m.axes:
-            degree, stride = degree * sizes.degrees[a], np.minimum(stride, strides[a])
-        seconds, phase = (
-            rates.seconds(m.summed, m.whole, degree, stride, sizes.bytes(m.value), price.parameters),
-            PHASES[m.phase],
-        )
+        group = [(sizes.degrees[a], strides[a]) for a in m.axes]
+        seconds = rates.seconds(m.summed, m.whole, group, sizes.bytes(m.value), price.parameters)
+        phase = PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:

@@ -9,11 +9,11 @@ import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.links import LevelRates
+from shardplan.simulation.closed.links import Group, LevelRates
 from shardplan.simulation.closed.numbers import PHASES, LayerCost
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD
-from shardplan.strategy.strategy import NARROW
+from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
 # Bytes of a parameter, of its accumulated gradient and of the optimizer's state; and the dtype of its products.
@@ -120,26 +120,29 @@ class Dealt:
     p: Parameters
     replicas: Floats  # over which gradients are summed
     few: Floats  # of experts' parameters
-    stride: Floats
+    alike: Group
+    apart: Group  # the same, of experts' parameters
 
     @staticmethod
     def of(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Dealt:
         """Read who has copies."""
         col = c.columns
-        replicas = (col["data"] * col["context"]).astype(float)
-        experts: Floats = np.ones(len(c))
-        for axis in ("expert", "expert_context"):
-            experts = experts * cost.degrees.get(axis, 1.0)
-        return Dealt(c, cost, rates, p, replicas, replicas / experts, col["tensor"].astype(float))
+        strides = c.strides()
+        alike: list[tuple[Floats, Floats]] = []
+        apart: list[tuple[Floats, Floats]] = []
+        for axis in ("context", "data"):
+            size, experts = col[axis].astype(float), cost.degrees.get(SHARING[axis], 1.0)
+            alike.append((size, strides[axis]))
+            apart.append((size / experts, strides[axis] * experts))
+        replicas, few = (x[0][0] * x[1][0] for x in (alike, apart))
+        return Dealt(c, cost, rates, p, replicas, few, alike, apart)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have."""
         zero: Floats = np.zeros((1, len(self.c)))
         alike, experts = rows.get("parameters", zero), rows.get("experts", zero)
-        out = self.rates.seconds(summed, whole, self.replicas, self.stride, alike * width, self.p)
-        apart = self.rates.seconds(
-            summed, whole, self.few, self.stride * self.replicas / self.few, experts * width, self.p
-        )
+        out = self.rates.seconds(summed, whole, self.alike, alike * width, self.p)
+        apart = self.rates.seconds(summed, whole, self.apart, experts * width, self.p)
         return np.where(alike > 0, out, 0.0) + np.where(experts > 0, apart, 0.0)
 
     def gathered(self, phase: int) -> Floats:

@@ -7,4 +7,5 @@ Reading order:
 - `front`    the best few, and what nothing is better than in both
 - `ranges`   a range of frames searched; journals of ranges
 - `search`   `search` and `SearchResult`
+- `fit`      `fit`: whether one strategy fits, what takes the memory, and what near it would
 """

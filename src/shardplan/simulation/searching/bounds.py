@@ -12,4 +12,4 @@ Floats = np.ndarray
 
 def frame_floors(form: ClosedForm, space: StrategySpace, frames: np.ndarray) -> tuple[Floats, Floats]:
     """Return seconds and bytes, [frames] each, that no strategy of these frames is below."""
-    return form.floors(space.columns(frames, [0]))
+    return form.floors(space.columns(frames, space.floor_order, 0))

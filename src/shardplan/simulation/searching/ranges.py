@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.strategy.model import Model
 
+Floats = np.ndarray
+Ints = np.ndarray
 BLOCK = 4096  # frames that are expanded together
+INNER = len(INSIDE)
+EVERY = np.arange(INNER)
 FIRST = 128  # and of those with the least floors, to have something to compare with
 
 
@@ -68,43 +73,75 @@ class Found:
 
 def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = None) -> Found:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
-    form = form or task.form()
+    form, space = form or task.form(), task.space
     memory, frames = task.topology.device.memory, np.arange(start, stop)
     found = Found(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
-            found = found.and_(_priced(task, form, frames[at : at + BLOCK], memory), task.most)
+            block = frames[at : at + BLOCK]
+            found = found.and_(_priced(task, form, np.repeat(block, INNER), np.tile(EVERY, len(block))), task.most)
         return found
-    floors = [frame_floors(form, task.space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
+    floors = [frame_floors(form, space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
-    large = nbytes > memory
-    least = float(nbytes[large].min()) if large.any() else float("inf")
-    found = Found(found.best, found.front, large=int(large.sum()) * len(INSIDE), least=least)
-    order = np.flatnonzero(~large)[np.argsort(seconds[~large], kind="stable")]
-    at, width = 0, FIRST
-    while at < len(order):
-        some = order[at : at + width]
-        at, width = at + width, min(2 * width, BLOCK)
-        full = len(found.best) == task.most
-        late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
-        slow = late & found.front.better(seconds[some], nbytes[some])
-        keep = some[~slow]
-        found = found.and_(Found(Points.none(), Points.none(), slow=int(slow.sum()) * len(INSIDE)), task.most)
+    orders = space.starts[frames + 1] - space.starts[frames]
+    found = found.and_(_large(nbytes > memory, nbytes, orders * INNER), task.most)
+    for some in _in_order(seconds, nbytes <= memory, FIRST, BLOCK):
+        keep, found = _kept(task, found, some, seconds, nbytes, orders * INNER)
         if len(keep):
-            found = found.and_(_priced(task, form, frames[keep], memory), task.most)
+            found = _inside(task, form, frames[keep], found)
     return found
 
 
-def _priced(task: SearchTask, form: ClosedForm, frames: np.ndarray, memory: float) -> Found:
-    """Every strategy of some frames."""
-    inside = len(INSIDE)
-    out = form(task.space.columns(frames, range(inside)))
-    index = (frames[:, None] * inside + np.arange(inside)).reshape(-1)
-    fits = out.peak_bytes <= memory
-    points = Points(index, out.seconds, out.peak_bytes)
+def _inside(task: SearchTask, form: ClosedForm, frames: Ints, found: Found) -> Found:
+    """Search what is inside of some frames: where they have several orders, first by what none is below."""
+    space, frame, inner = task.space, np.repeat(frames, INNER), np.tile(EVERY, len(frames))
+    if not space.floor_order:
+        return found.and_(_priced(task, form, frame, inner), task.most)
+    out = form(space.columns(frame, space.floor_order, inner))
+    large, orders = out.peak_bytes > task.topology.device.memory, space.starts[frame + 1] - space.starts[frame]
+    found = found.and_(_large(large, out.peak_bytes, orders), task.most)
+    for some in _in_order(out.seconds, ~large, 4 * FIRST, BLOCK):
+        keep, found = _kept(task, found, some, out.seconds, out.peak_bytes, orders)
+        if len(keep):
+            found = found.and_(_priced(task, form, frame[keep], inner[keep]), task.most)
+    return found
+
+
+def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> Found:
+    """What is too large whatever its order: so many strategies each."""
+    least = float(nbytes[large].min()) if large.any() else float("inf")
+    return Found(Points.none(), Points.none(), large=int(strategies[large].sum()), least=least)
+
+
+def _in_order(seconds: Floats, alive: np.ndarray, width: int, most: int) -> Iterator[Ints]:
+    """Yield the places of what is alive by its seconds, few first, to have something to compare with."""
+    order, at = np.flatnonzero(alive)[np.argsort(seconds[alive], kind="stable")], 0
+    while at < len(order):
+        yield order[at : at + width]
+        at, width = at + width, min(2 * width, most)
+
+
+def _kept(
+    task: SearchTask, found: Found, some: Ints, seconds: Floats, nbytes: Floats, strategies: Ints
+) -> tuple[Ints, Found]:
+    """Leave out of some places whose floors are above what was found, and count how many strategies those were."""
+    full = len(found.best) == task.most
+    late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
+    slow = late & found.front.better(seconds[some], nbytes[some])
+    left = Found(Points.none(), Points.none(), slow=int(strategies[some[slow]].sum()))
+    return some[~slow], found.and_(left, task.most)
+
+
+def _priced(task: SearchTask, form: ClosedForm, frames: Ints, inner: Ints) -> Found:
+    """Price strategies, by frame and place inside, on every order of their frames."""
+    which, orders, pairs = task.space.pairs(frames)
+    inner = inner[which]
+    out = form(task.space.columns(frames[which], orders, inner))
+    fits = out.peak_bytes <= task.topology.device.memory
+    points = Points(pairs * INNER + inner, out.seconds, out.peak_bytes)
     good = points.at(np.flatnonzero(fits))
     least = float(out.peak_bytes[~fits].min()) if not fits.all() else float("inf")
-    return Found(good.best(task.most), good.front(), len(index), unfit=int((~fits).sum()), least=least)
+    return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +155,7 @@ class Journal:
     def of(path: Path, task: SearchTask, ranges: list[tuple[int, int]]) -> Journal:
         """Return the journal of a search."""
         said = repr((task.load, str(task.topology), task.parameters, task.most, task.prune, ranges))
-        data = said.encode() + task.space.frames.tobytes()
+        data = said.encode() + task.space.frames.tobytes() + task.space.kinds.tobytes()
         return Journal(path, hashlib.sha256(data).hexdigest())
 
     def read(self) -> dict[str, Found]:

@@ -15,6 +15,7 @@ from shardplan.core import border
 from shardplan.errors import Infeasible, ShardplanError, shown
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.closed.configurations import ORDERS
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.front import Points
@@ -22,16 +23,32 @@ from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, se
 from shardplan.simulation.searching.space import SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy_text import strategy_text
 
+Ints = np.ndarray
 RANGE = 65536  # frames that a worker searches at a time
 
 
 class RankedPlan(NamedTuple):
-    """A strategy, its seconds a step and its peak bytes."""
+    """A strategy, its seconds a step, its peak bytes, and how its axes lie on the hardware, outermost first."""
 
     strategy: Strategy
     seconds: float
     peak_bytes: float
+    order: tuple[str, ...] = ORDERS[0]
+
+    def device_mesh(self) -> Ints:
+        """Return ids of the topology, int64 [pipeline, data, context, tensor]: who has which place of the strategy.
+
+        Ids count from the innermost level; those of a stage are in the order of the strategy's own devices.
+
+        >>> one = RankedPlan(Strategy(data=2, tensor=2), 1.0, 1.0, ("tensor", "pipeline", "data", "context"))
+        >>> one.device_mesh()[0, :, 0].tolist()
+        [[0, 2], [1, 3]]
+        """
+        sizes = [getattr(self.strategy, block) for block in self.order]
+        ids = np.arange(self.strategy.devices).reshape(sizes)
+        return ids.transpose([self.order.index(block) for block in ORDERS[0]])
 
 
 class PrunedClass(NamedTuple):
@@ -78,7 +95,7 @@ class SearchResult:
     def __str__(self) -> str:
         """Return the ranked, a line each, and what was left out."""
         lines = [
-            f"{k:>3}  {format_seconds(p.seconds):>10}  {format_bytes(p.peak_bytes):>10}  {strategy_text(p.strategy)}"
+            f"{k:>3}  {format_seconds(p.seconds):>10}  {format_bytes(p.peak_bytes):>10}  {plan_text(p)}"
             for k, p in enumerate(self.ranked, 1)
         ]
         lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.pareto)} on the front")
@@ -86,19 +103,18 @@ class SearchResult:
         return "\n".join(lines)
 
 
-def strategy_text(s: Strategy) -> str:
-    """Return what a strategy says otherwise than by default."""
-    plain = Strategy()
-    names = [name for name in Strategy.__dataclass_fields__ if name != "global_batch"]
-    return (
-        " ".join(f"{name}={getattr(s, name)}" for name in names if getattr(s, name) != getattr(plain, name)) or "data=1"
-    )
+def plan_text(one: RankedPlan) -> str:
+    """Return a strategy and, where it is not that of its devices, the order of its axes on the hardware."""
+    sizes = ((block, getattr(one.strategy, block)) for block in one.order)
+    alive = [block for block, n in sizes if n > 1]
+    usual = [block for block in ORDERS[0] if block in alive]
+    return strategy_text(one.strategy) + (f" order={','.join(alive)}" if alive != usual else "")
 
 
 def _plan_object(one: RankedPlan) -> dict[str, Any]:
     names = Strategy.__dataclass_fields__
     said = {name: getattr(one.strategy, name) for name in names if getattr(one.strategy, name) is not None}
-    return {"strategy": said, "seconds": one.seconds, "peak_bytes": one.peak_bytes}
+    return {"strategy": said, "seconds": one.seconds, "peak_bytes": one.peak_bytes, "order": list(one.order)}
 
 
 def search(
@@ -112,6 +128,7 @@ def search(
     top: int = 10,
     schedules: tuple[str, ...] = SCHEDULES,
     attention: str | None = None,
+    placements: bool = False,
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
@@ -128,6 +145,7 @@ def search(
         top: How many are ranked.
         schedules: Those that are tried.
         attention: The class of attention's kernel; by default `flash2`.
+        placements: Whether axes also lie on the hardware in other orders than that of a strategy's devices.
         params: Of the machine; by default those that ship.
         done: Called with frames searched, and all of them.
 
@@ -146,7 +164,9 @@ def search(
     where = topology_of("the topology", topology)
     border.whole("search: top", top, 1, kind=ShardplanError)
     border.flag("search: prune", prune, ShardplanError)
-    space = StrategySpace.of(model, where.size, global_batch, schedules, model.fields.get("precision"), attention)
+    border.flag("search: placements", placements, ShardplanError)
+    precision = model.fields.get("precision")
+    space = StrategySpace.of(model, where.size, global_batch, schedules, precision, attention, placements)
     load = model.name, tuple(sorted(model.fields.items()))
     task = SearchTask(load, where, params or of_machine(where.name), space, top, prune)
     frames = len(space.frames)
@@ -185,8 +205,8 @@ def search(
         )
     memory = format_bytes(where.device.memory)
     pruned = (
-        PrunedClass(f"frames that need more than {memory} at least", total.large),
-        PrunedClass("frames that cannot be among the best nor on the front", total.slow),
+        PrunedClass(f"need more than {memory} at least", total.large),
+        PrunedClass("cannot be among the best nor on the front", total.slow),
         PrunedClass(f"priced, and need more than {memory}", total.unfit),
     )
 
@@ -202,7 +222,8 @@ def search(
 
 def _plans(space: StrategySpace, points: Points) -> tuple[RankedPlan, ...]:
     rows = zip(points.index.tolist(), points.seconds.tolist(), points.nbytes.tolist(), strict=True)
-    return tuple(RankedPlan(space.one(k).strategy(0), seconds, nbytes) for k, seconds, nbytes in rows)
+    found = ((space.one(k), seconds, nbytes) for k, seconds, nbytes in rows)
+    return tuple(RankedPlan(c.strategy(0), seconds, nbytes, c.order(0)) for c, seconds, nbytes in found)
 
 
 def _parts(topology: Topology) -> dict[str, Callable[[float], Topology]]:
