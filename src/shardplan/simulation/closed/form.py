@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.links import LevelRates
@@ -75,10 +76,11 @@ class ClosedForm:
     parameters: Parameters = field(default_factory=Parameters)
     _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
+    _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
-        return ClosedForm(self.model, topology, parameters, self._readings, self._bases)
+        return ClosedForm(self.model, topology, parameters, self._readings, self._bases, self._names)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
@@ -119,19 +121,21 @@ class ClosedForm:
         _, _, mine, counts = next(iter(_groups(reading, one, cost)))
         return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
 
-    def floors(self, c: Configurations) -> tuple[Floats, Floats]:
+    def floors(self, c: Configurations, events: bool = False) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state.
 
-        Seconds are of layers computed once, parameters at hand, nothing accumulated and nothing once a step; bytes of
-        state dealt out to all replicas, of layers the inputs that wait, and a layer at work.
+        Seconds are of layers computed once, parameters at hand, nothing accumulated and nothing once a step; with
+        `events` of the busiest rank alone, which no order of passes is below. Bytes are of state dealt out to all
+        replicas, of layers the inputs that wait, and a layer at work.
         """
         plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
         bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
         out = np.zeros((2, len(c)))
         for reading, where, cost in self._classes(bare):
             for at, one, mine, counts in _groups(reading, bare[where], cost):
-                stages = self._stages(reading, one, mine, counts, bare=True)
-                out[0, where[at]] = _formula(one, stages)[0]
+                stages = self._stages(reading, one, mine, counts, waiting=not events, bare=True)
+                step, busiest, _ = _formula(one, stages)
+                out[0, where[at]] = one.microbatches * busiest if events else step
                 out[1, where[at]] = least_memory(one, mine, counts, self.parameters)
         return out[0], out[1]
 
@@ -243,7 +247,9 @@ class ClosedForm:
                 sequence_parallel=s.sequence_parallel,
                 context_kind=s.context_kind,
             )
-            self._readings[key] = read(base, plain.layouts(base), axes)
+            if s.precision not in self._names:
+                self._names[s.precision] = dim_names(base.program, base.dims, base.origins)
+            self._readings[key] = read(base, plain.layouts(base), axes, self._names[s.precision])
         return self._readings[key]
 
     def _base(self, precision: str | None) -> Model:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.nested import Nested, nested
@@ -35,9 +36,18 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 
 
-def read(model: Model, layouts: Layouts, axes: Sequence[str]) -> Reading:
-    """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter."""
-    return _Reader(model, layouts, tuple(axes)).read()
+def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
+    """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter.
+
+    `names` are those of the model's dims, where they are known already.
+    """
+    return _Reader(model, layouts, tuple(axes), names).read()
+
+
+@lru_cache(maxsize=1 << 14)
+def _work(op: Compute, types: tuple[TensorType, ...]) -> tuple[float, float]:
+    """The operations of an op on the whole, and the bytes that it touches."""
+    return op.flops(*types), op.touched(*types)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +70,12 @@ class _ReadBlock:
 class _Reader:
     """Reads a model."""
 
-    def __init__(self, model: Model, layouts: Layouts, axes: tuple[str, ...]) -> None:
+    def __init__(self, model: Model, layouts: Layouts, axes: tuple[str, ...], names: DimNames | None = None) -> None:
         self.model, self.axes = model, axes
         serve = dict(layouts.serve)
         self.serve = {a: [g for g in serve.get(a, ()) if FREE not in g] for a in axes}
         self.layouts = layouts
-        self.names = dim_names(model.program, model.dims, model.origins)
+        self.names = names or dim_names(model.program, model.dims, model.origins)
         self.kernels: list[LocalKernel] = []
         self.moves: list[LocalMove] = []
         self.saved: dict[tuple[int, str], Saved] = {}
@@ -211,6 +221,7 @@ class _Reader:
             picked = (a & b & c, (a & c) - b, (b & c) - a, (a & b) - c)
             roles = tuple(tuple(sorted(places[f] for f in one)) for one in picked)
         whole = sum(t.local_bytes() for t in (*types, *results))
+        flops, touched = _work(op, tuple(types))
         weighs = any(o in block.held for o in step.operands) or (
             self.phase == BACKWARD
             and not any(e.batch for r in link.results for fs in r for e in (extents[f] for f in fs))
@@ -221,11 +232,11 @@ class _Reader:
                 block.run if self.phase == FORWARD or block.run >= 0 else self._side(block, step),
                 op.kernel_class,
                 types[0].dtype,
-                op.flops(*types),
+                flops,
                 tuple(extents.values()),
                 roles,
                 values,
-                op.touched(*types) / whole if whole else 0.0,
+                touched / whole if whole else 0.0,
                 self.phase != FORWARD or any(r in block.needed for r in step.results),
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
