@@ -18,15 +18,19 @@ Floats = np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LevelRates:
-    """By level, innermost first: devices of a child, children, bytes per second of its ports, seconds of a hop."""
+    """By level, innermost first: devices of a child, children, bytes per second of its ports, seconds of a hop.
+
+    `captured` says that no host starts a collective, as in a graph that was captured: it starts as fast as links do.
+    """
 
     unit: tuple[int, ...]
     size: tuple[int, ...]
     rate: tuple[float, ...]
     latency: tuple[float, ...]
+    captured: bool = False
 
     @staticmethod
-    def of(topology: Topology, p: Parameters) -> LevelRates:
+    def of(topology: Topology, p: Parameters, captured: bool = False) -> LevelRates:
         """Read a topology; its innermost level links devices, the others nodes."""
         unit, sizes, rates, latencies = [1], [], [], []
         for depth, level in enumerate(reversed(topology.levels)):
@@ -35,7 +39,7 @@ class LevelRates:
             rates.append(level.delivered * level.uplinks * part)
             latencies.append(level.latency)
             unit.append(unit[-1] * level.size)
-        return LevelRates(tuple(unit[:-1]), tuple(sizes), tuple(rates), tuple(latencies))
+        return LevelRates(tuple(unit[:-1]), tuple(sizes), tuple(rates), tuple(latencies), captured)
 
     def seconds(self, summed: bool, whole: bool, size: Floats, stride: Floats, nbytes: Floats, p: Parameters) -> Floats:
         """Return the seconds of a collective of groups (see `LocalMove`); `nbytes` are of a group's whole value."""
@@ -46,7 +50,9 @@ class LevelRates:
             entering = nbytes * (1 - inside / size) * (1.0 if summed or whole else inside / size)
             groups = unit / inside
             slowest = np.maximum(slowest, np.where(inside < size, entering * groups / rate, 0.0))
-        return np.where(size > 1, (1 + (summed and whole)) * slowest + p.collective * _rounds(size), 0.0)
+        times = 1 + (summed and whole)
+        start = times * self._hops(size, stride) if self.captured else p.collective * _rounds(size)
+        return np.where(size > 1, times * slowest + start, 0.0)
 
     def message(self, distance: Floats, nbytes: Floats, p: Parameters) -> Floats:
         """Return the seconds in which every device sends so many bytes to one so many ids further."""
@@ -54,7 +60,15 @@ class LevelRates:
         for unit, size, rate in zip(self.unit, self.size, self.rate, strict=True):
             leaving = np.minimum(distance, unit)  # devices of a child whose peer is outside of it
             slowest = np.maximum(slowest, np.where(distance < unit * size * 1e9, leaving * nbytes / rate, 0.0))
-        return slowest + p.collective
+        return slowest + (self._hops(np.full_like(slowest, 2.0), distance) if self.captured else p.collective)
+
+    def _hops(self, size: Floats, stride: Floats) -> Floats:
+        """The seconds in which nothing goes once around a group: around each child, then around the children."""
+        found: Floats = np.zeros(np.broadcast(size, stride).shape)
+        for unit, children, latency in zip(self.unit, self.size, self.latency, strict=True):
+            inside, beyond = (np.clip(n / stride, 1, size) for n in (unit, unit * children))
+            found = found + (np.ceil(beyond / inside) - 1) * latency
+        return found
 
 
 def _rounds(size: Floats) -> Floats:

@@ -9,7 +9,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.nested import Nested, nested
@@ -17,6 +17,7 @@ from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.kept import kept_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -37,7 +38,7 @@ from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 
 def read(model: Model, layouts: Layouts, axes: Sequence[str]) -> Reading:
     """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter."""
-    return _Reader(model, layouts, tuple(axes)).read()
+    return replace(_Reader(model, layouts, tuple(axes)).read(), kept=kept_values(model, layouts, axes))
 
 
 @dataclass(slots=True, eq=False)

@@ -88,3 +88,4 @@ class Reading:
     layers: tuple[int, ...]
     batch: int
     carried: LocalValue  # what goes from layer to layer
+    kept: tuple[HeldParameter, ...] = ()  # what layers keep between steps beside parameters: caches
