@@ -38,7 +38,11 @@ SIGNATURES = {
     "search": [
         ("model", "-"),
         ("topology", "-"),
-        ("global_batch", "-"),
+        ("global_batch", None),
+        ("objective", "step"),
+        ("prompt", None),
+        ("output", None),
+        ("concurrency", None),
         ("prune", True),
         ("executor", None),
         ("resume", None),

@@ -85,9 +85,7 @@ class ClosedForm:
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
-        return ClosedForm(
-            self.model, topology, parameters, self._readings, self._bases, self.bounded, self.captured
-        )
+        return ClosedForm(self.model, topology, parameters, self._readings, self._bases, self.bounded, self.captured)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""

@@ -21,14 +21,15 @@ from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.forward import forward_bytes, forward_times
 from shardplan.simulation.inference.traffic import Traffic, forward_model
 from shardplan.strategy.model import Model
-from shardplan.strategy.strategy import Strategy
 
 Floats = np.ndarray
+ROUNDING = 1e-12  # of sums in another order
 
 
 class PricedRequests(NamedTuple):
-    """Of every configuration, [n] each: seconds to the first token, of each token behind it, of a request; tokens a
-    second of all replicas; bytes of the worst device, and of its parameters and caches.
+    """Of every configuration, [n] each: seconds, tokens a second of all replicas, and bytes of the worst device.
+
+    Seconds are those to the first token, of each token behind it, and of a request.
     """
 
     first_token: Floats
@@ -54,6 +55,7 @@ class RequestForm:
     Steps of tokens are priced at the mean length of the cache: attention's price is linear in it. They are captured:
     no host starts their kernels, and their collectives start as fast as links do. Those of prompts are not.
 
+    >>> from shardplan.strategy.strategy import Strategy
     >>> model = Model.load("llama", layers=4, hidden=256, heads=4, seq=128, vocab=1000, dtype="bf16")
     >>> topology = Topology.load("dgx-a100-80g", nodes=1)
     >>> form = RequestForm.of(model, topology, Parameters(), Traffic(128, 32, 4))
@@ -109,7 +111,7 @@ class RequestForm:
             tokens = np.maximum(token.sum(axis=1), token_all.max(axis=1))
             seconds[at] = prompts + (self.traffic.output - 1) * tokens
             nbytes[at] = self._bytes(_grouped(one, 1))[0]
-        return self._least(c, seconds), nbytes
+        return self._least(c, seconds) * (1 - ROUNDING), nbytes * (1 - ROUNDING)
 
     def _least(self, c: Configurations, latency: Floats) -> Floats:
         """The seconds of a request, or those of a token of all that are in flight."""
@@ -152,12 +154,10 @@ class RequestForm:
 
 def whole_sequences(c: Configurations) -> Configurations:
     """Return what runs a step of one token: no axis cuts its sequence, and ranks of `context` do as replicas do."""
-    col = c.columns
-    nothing = np.zeros(len(c), dtype=bool)
-    return Configurations(
-        {**col, "data": col["data"] * col["context"], "context": np.ones_like(col["context"]),
-         "sequence_parallel": nothing}
-    )  # fmt: skip
+    col, times = c.columns, c.columns["context"]
+    replicas = {"data": col["data"] * times, "global_batch": col["global_batch"] * times}
+    cut = {"context": np.ones_like(times), "sequence_parallel": np.zeros(len(c), dtype=bool)}
+    return Configurations({**col, **replicas, **cut})
 
 
 def _by_stages(c: Configurations) -> Iterator[tuple[np.ndarray, Configurations]]:

@@ -27,7 +27,7 @@ class ForwardTimes(NamedTuple):
 
 
 class ForwardBytes(NamedTuple):
-    """Bytes on a device of each stage, [n, stages]: parameters, caches, and what is at work; of the last behind, [n]."""
+    """Bytes on a device of each stage, [n, stages]: parameters, caches, what is at work; and behind layers, [n]."""
 
     parameters: Floats
     caches: Floats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
@@ -55,5 +56,6 @@ def forward_model(model: Model, sequence: int, cache: int) -> Model:
     if "cache" not in model.fields:
         raise ShardplanError(f"serving {model.name}: it has no cache of keys and values; legal are decoders")
     settings = {"training", "optimizer", "precision", "model_type", "lr", "beta1", "beta2", "eps", "decay"}
-    said = {name: value for name, value in model.fields.items() if name not in settings}
-    return Model.load(model.name, **{**said, "training": False, "seq": sequence, "cache": cache, "batch": 2})
+    said: dict[str, Any] = {name: value for name, value in model.fields.items() if name not in settings}
+    said |= {"training": False, "seq": sequence, "cache": cache, "batch": 2}
+    return Model.load(model.name, **said)

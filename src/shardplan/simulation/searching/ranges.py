@@ -15,9 +15,8 @@ from shardplan.hardware.topology import Topology
 from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.searching.bounds import frame_floors
+from shardplan.simulation.searching.bounds import FlooredForm, FramedSpace, frame_floors
 from shardplan.simulation.searching.front import Points
-from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.strategy.model import Model
 
 BLOCK = 4096  # frames that are expanded together
@@ -31,14 +30,22 @@ class SearchTask:
     load: tuple[str, tuple[tuple[str, Any], ...]]
     topology: Topology
     parameters: Parameters
-    space: StrategySpace
+    space: FramedSpace
     most: int
     prune: bool
 
-    def form(self, model: Model | None = None) -> ClosedForm:
+    def form(self, model: Model | None = None) -> FlooredForm:
         """Return what prices."""
+        return ClosedForm(model or self.model(), self.topology, self.parameters)
+
+    def model(self) -> Model:
+        """Load the model."""
         name, fields = self.load
-        return ClosedForm(model or Model.load(name, **dict(fields)), self.topology, self.parameters)
+        return Model.load(name, **dict(fields))
+
+    def words(self) -> str:
+        """Return what is searched, but for the space."""
+        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +73,7 @@ class Found:
         )
 
 
-def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = None) -> Found:
+def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None = None) -> Found:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
     form = form or task.form()
     memory, frames = task.topology.device.memory, np.arange(start, stop)
@@ -79,7 +86,7 @@ def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = 
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
     large = nbytes > memory
     least = float(nbytes[large].min()) if large.any() else float("inf")
-    found = Found(found.best, found.front, large=int(large.sum()) * len(INSIDE), least=least)
+    found = Found(found.best, found.front, large=int(large.sum()) * task.space.inside, least=least)
     order = np.flatnonzero(~large)[np.argsort(seconds[~large], kind="stable")]
     at, width = 0, FIRST
     while at < len(order):
@@ -89,15 +96,15 @@ def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = 
         late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
         slow = late & found.front.better(seconds[some], nbytes[some])
         keep = some[~slow]
-        found = found.and_(Found(Points.none(), Points.none(), slow=int(slow.sum()) * len(INSIDE)), task.most)
+        found = found.and_(Found(Points.none(), Points.none(), slow=int(slow.sum()) * task.space.inside), task.most)
         if len(keep):
             found = found.and_(_priced(task, form, frames[keep], memory), task.most)
     return found
 
 
-def _priced(task: SearchTask, form: ClosedForm, frames: np.ndarray, memory: float) -> Found:
+def _priced(task: SearchTask, form: FlooredForm, frames: np.ndarray, memory: float) -> Found:
     """Every strategy of some frames."""
-    inside = len(INSIDE)
+    inside = task.space.inside
     out = form(task.space.columns(frames, range(inside)))
     index = (frames[:, None] * inside + np.arange(inside)).reshape(-1)
     fits = out.peak_bytes <= memory
@@ -117,8 +124,7 @@ class Journal:
     @staticmethod
     def of(path: Path, task: SearchTask, ranges: list[tuple[int, int]]) -> Journal:
         """Return the journal of a search."""
-        said = repr((task.load, str(task.topology), task.parameters, task.most, task.prune, ranges))
-        data = said.encode() + task.space.frames.tobytes()
+        data = f"{task.words()} {ranges}".encode() + task.space.frames.tobytes()
         return Journal(path, hashlib.sha256(data).hexdigest())
 
     def read(self) -> dict[str, Found]:
