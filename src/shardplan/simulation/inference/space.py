@@ -74,7 +74,7 @@ class ServingSpace:
         found["microbatch"] = np.tile(np.array([self.groups[i] for i in inside], dtype=np.int64), n)
         found["global_batch"] = found["data"] * self.concurrency
         found["context_kind"] = np.where(found["context"] > 1, GATHER, 0)
-        found["attention"][:] = self.attention
+        found["attention"][:], found["schedule"][:] = self.attention, CODES["schedule"].index("1f1b")
         return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
 
     def one(self, index: int) -> Configurations:
