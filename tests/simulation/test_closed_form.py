@@ -155,7 +155,7 @@ def test_activations_are_those_of_the_paper(name: str, said: dict[str, Any], wan
     model = Model.load("gpt", layers=4, hidden=1024, heads=16, seq=512, positions=512, vocab=1024, precision="bf16")
     columns = Configurations.of([Strategy(tensor=8, attention="unfused", **said)])
     one = form(model=model)
-    (_, _, cost), *_ = one._classes(columns)  # pyright: ignore[reportPrivateUsage]
+    (_, _, cost), *_ = one.classes(columns)
     layers, _ = saved(columns, cost)
     assert layers[0, 0] == pytest.approx(want(512, 1024, 16, 8), rel=0.01), name
 

@@ -30,6 +30,7 @@ from shardplan.simulation.searching import search as searching
 from shardplan.simulation.searching.bounds import frame_floors
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.steps import simulate_step
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
 GPT = Model.load("gpt", positions=64, **SIZES)
@@ -200,6 +201,15 @@ def test_the_front_is_what_comparing_all_finds(points: list[tuple[int, int]]) ->
     for s, b in itertools.product(range(8), range(8)):
         said = bool(front.better(np.array([float(s)]), np.array([float(b)]))[0])
         assert said == any(p[0] < s and p[1] <= b for p in points)
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_pruning_changes_nothing_by_events(model: Model) -> None:
+    found = [sp.search(model, small(2e7), 12, prune=prune, fidelity="events", top=4) for prune in (True, False)]
+    assert (found[0].ranked, found[0].pareto) == (found[1].ranked, found[1].pareto)
+    assert found[0].priced < found[1].priced == found[1].counted
+    best = found[0].best
+    assert best.seconds == pytest.approx(simulate_step(model, best.strategy, BOX, "events").seconds, rel=1e-12)
 
 
 def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ class StageTimes(NamedTuple):
 class ClosedForm:
     """The closed form of a model on a topology.
 
+    `bounded` is of kernels (see `KernelPrice`), `captured` of collectives (see `LevelRates`): forward steps have them.
+
     >>> from shardplan.simulation.closed.configurations import Configurations
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
     >>> form = ClosedForm(model, Topology.load("dgx-a100-80g", nodes=1))
@@ -77,17 +79,20 @@ class ClosedForm:
     _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
     _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
+    bounded: bool = False
+    captured: bool = False
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
-        return ClosedForm(self.model, topology, parameters, self._readings, self._bases, self._names)
+        known = self._readings, self._bases, self._names
+        return ClosedForm(self.model, topology, parameters, *known, self.bounded, self.captured)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
         n = len(c)
         out = {name: np.zeros(n) for name in ("seconds", "peak", "floor", "least")}
         parts: dict[str, Floats] = {}
-        for reading, where, cost in self._classes(c):
+        for reading, where, cost in self.classes(c):
             one = c[where]
             found = self._steps(reading, one, cost)
             for name, values in found.items():
@@ -99,7 +104,7 @@ class ClosedForm:
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
         made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
-        for reading, where, cost in self._classes(c):
+        for reading, where, cost in self.classes(c):
             one = c[where]
             found = self._stages(reading, one, cost, layers_of(reading.layers, chunks), waiting=False)
             for whole, part in zip(made, found, strict=True):
@@ -109,16 +114,16 @@ class ClosedForm:
     def layers(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self._classes(c):
-            for at, one, mine, counts in _groups(reading, c[where], cost):
+        for reading, where, cost in self.classes(c):
+            for at, one, mine, counts in by_chunks(reading, c[where], cost):
                 out[:, where[at]] = of_layers(one, mine, counts)
         return out[0], out[1]
 
     def holdings(self, c: Configurations) -> dict[str, Floats]:
         """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
         one = c[:1]
-        reading, _, cost = next(iter(self._classes(one)))
-        _, _, mine, counts = next(iter(_groups(reading, one, cost)))
+        reading, _, cost = next(iter(self.classes(one)))
+        _, _, mine, counts = next(iter(by_chunks(reading, one, cost)))
         return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
 
     def floors(self, c: Configurations, events: bool = False) -> tuple[Floats, Floats]:
@@ -131,8 +136,8 @@ class ClosedForm:
         plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
         bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self._classes(bare):
-            for at, one, mine, counts in _groups(reading, bare[where], cost):
+        for reading, where, cost in self.classes(bare):
+            for at, one, mine, counts in by_chunks(reading, bare[where], cost):
                 stages = self._stages(reading, one, mine, counts, waiting=not events, bare=True)
                 step, busiest, _ = _formula(one, stages)
                 out[0, where[at]] = one.microbatches * busiest if events else step
@@ -142,7 +147,7 @@ class ClosedForm:
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
         """Every group of one number of chunks."""
         found: dict[str, Floats] = {}
-        for at, one, mine, counts in _groups(reading, c, cost):
+        for at, one, mine, counts in by_chunks(reading, c, cost):
             stages = self._stages(reading, one, mine, counts)
             step, busiest, whole = _formula(one, stages)
             m = one.microbatches
@@ -169,7 +174,7 @@ class ClosedForm:
     ) -> StageTimes:
         """What the chunks of configurations with one number of them take."""
         p, col = self.parameters, c.columns
-        rates = LevelRates.of(self.topology, p)
+        rates = self.rates()
         dealt = Dealt.of(c, cost, rates, p)
         nothing: Floats = np.zeros((1, len(c)))
         stream = self.topology.device.memory_bandwidth * p.stream
@@ -181,11 +186,7 @@ class ClosedForm:
                 made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
         send = np.zeros(len(c))
         if col["pipeline"][0] > 1:
-            # Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
-            parts = np.where(col["sequence_parallel"], 1, col["tensor"])
-            strides = c.strides()
-            send = rates.message(strides["pipeline"], cost.carried / parts, p)
-            send = send + rates.seconds(False, True, [(parts, strides["tensor"])], cost.carried, p)
+            send = sent(c, cost, rates, p)
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
             for chunks in (made[0][:, 1:], made[1][:, :-1]):
                 if col["interleave"][0] == 1:
@@ -196,8 +197,8 @@ class ClosedForm:
             made[0], made[1], made[2], send, dealt.once(counts, self.topology.device, made[1].max(axis=1))
         )
 
-    def _classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
-        """Yield configurations that a reading serves, with what their layers cost."""
+    def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
+        """Yield readings, the places of the configurations that each serves, and what their layers cost."""
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
         degrees = self.degrees(c)
@@ -281,9 +282,12 @@ class ClosedForm:
         attention = CODES["attention"][int(c.columns["attention"][0])] or "flash2"
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
-        price = KernelPrice(self.topology.device, self.parameters, dtype, attention)
-        rates = LevelRates.of(self.topology, self.parameters)
-        return layer_costs(reading, price, rates, sizes, strides).at(back)
+        price = KernelPrice(self.topology.device, self.parameters, dtype, attention, self.bounded)
+        return layer_costs(reading, price, self.rates(), sizes, strides).at(back)
+
+    def rates(self) -> LevelRates:
+        """Return what collectives are priced by."""
+        return LevelRates.of(self.topology, self.parameters, self.captured)
 
 
 def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -299,7 +303,18 @@ def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
     return places, back
 
 
-def _groups(
+def sent(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Floats:
+    """Return the seconds of a message from a stage to the next, [n].
+
+    Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
+    """
+    strides = c.strides()
+    parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
+    send = rates.message(strides["pipeline"], cost.carried / parts, p)
+    return send + rates.seconds(False, True, [(parts, strides["tensor"])], cost.carried, p)
+
+
+def by_chunks(
     reading: Reading, c: Configurations, cost: LayerCost
 ) -> Iterator[tuple[Ints, Configurations, LayerCost, Floats]]:
     """Configurations of one number of ranks and chunks: their places, columns and cost, and who has which layers."""

@@ -73,15 +73,26 @@ class LocalSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPrice:
-    """Prices kernels on a device, as arrays."""
+    """Prices kernels on a device, as arrays.
+
+    `bounded` says that none is sooner done than its values are read and written: so are products of few rows, which a
+    forward step has and a training step does not.
+    """
 
     device: DeviceSpec
     parameters: Parameters
     product_dtype: str
     attention: str
+    bounded: bool = False
 
     def seconds(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
         """Return the seconds of a kernel on a device."""
+        found = self._alone(k, sizes)
+        if not self.bounded or k.kind == "streamed":
+            return found
+        return np.maximum(found, self.streamed(sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched))
+
+    def _alone(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
         p = self.parameters
         whole = float(np.prod([float(e.size) for e in k.extents]))
         flops = k.flops * (sizes.volume(k.extents) / whole)

@@ -9,8 +9,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.nested import Nested, nested
@@ -18,6 +17,7 @@ from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.kept import kept_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -31,9 +31,10 @@ from shardplan.simulation.closed.work import (
     Reading,
     Saved,
     State,
+    work_of,
 )
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
+from shardplan.strategy.partition.tables import FREE, LAYER, Layouts, TableLine
 
 
 def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
@@ -41,13 +42,8 @@ def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | 
 
     `names` are those of the model's dims, where they are known already.
     """
-    return _Reader(model, layouts, tuple(axes), names).read()
-
-
-@lru_cache(maxsize=1 << 14)
-def _work(op: Compute, types: tuple[TensorType, ...]) -> tuple[float, float]:
-    """The operations of an op on the whole, and the bytes that it touches."""
-    return op.flops(*types), op.touched(*types)
+    found = _Reader(model, layouts, tuple(axes), names).read()
+    return replace(found, kept=kept_values(model, layouts, axes))
 
 
 @dataclass(slots=True, eq=False)
@@ -98,11 +94,11 @@ class _Reader:
         for name, _ in program.inputs:
             dims = self.model.dims.get(name, ())
             if name in self.model.parameters:
-                held = self._held(name, dims)
+                held = self._laid(self.layouts.held, name, dims)
                 top.held[name] = name, held
                 top.state[name] = held
             else:
-                top.state[name] = self._stored(name, dims)
+                top.state[name] = self._laid(self.layouts.stored, name, dims)
             top.made[name] = [top.state[name]]
         top.held |= {value: top.held[name] for value, name in self.owners.items()}
         top.needed = _needed(program, self.forwards)
@@ -124,14 +120,8 @@ class _Reader:
             self.carried,
         )
 
-    def _held(self, name: str, dims: Sequence[str]) -> State:
-        for line in self.layouts.held:
-            if line.matches(name):
-                return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
-        return {}
-
-    def _stored(self, name: str, dims: Sequence[str]) -> State:
-        for line in self.layouts.stored:
+    def _laid(self, lines: Sequence[TableLine], name: str, dims: Sequence[str]) -> State:
+        for line in lines:
             if line.matches(name):
                 return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
         return {}
@@ -221,7 +211,7 @@ class _Reader:
             picked = (a & b & c, (a & c) - b, (b & c) - a, (a & b) - c)
             roles = tuple(tuple(sorted(places[f] for f in one)) for one in picked)
         whole = sum(t.local_bytes() for t in (*types, *results))
-        flops, touched = _work(op, tuple(types))
+        flops, touched = work_of(op, tuple(types))
         weighs = any(o in block.held for o in step.operands) or (
             self.phase == BACKWARD
             and not any(e.batch for r in link.results for fs in r for e in (extents[f] for f in fs))

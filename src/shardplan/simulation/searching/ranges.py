@@ -16,16 +16,14 @@ from shardplan.hardware.topology import Topology
 from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.searching.bounds import frame_floors
+from shardplan.simulation.searching.bounds import FlooredForm, FramedSpace, frame_floors
 from shardplan.simulation.searching.front import Points
-from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.step_events import StepEvents
 from shardplan.strategy.model import Model
 
 Floats = np.ndarray
 Ints = np.ndarray
 BLOCK = 4096  # frames that are expanded together
-INNER = len(INSIDE)
-EVERY = np.arange(INNER)
 FIRST = 128  # and of those with the least floors, to have something to compare with
 
 
@@ -36,14 +34,24 @@ class SearchTask:
     load: tuple[str, tuple[tuple[str, Any], ...]]
     topology: Topology
     parameters: Parameters
-    space: StrategySpace
+    space: FramedSpace
     most: int
     prune: bool
+    fidelity: str
 
-    def form(self, model: Model | None = None) -> ClosedForm:
+    def form(self, model: Model | None = None) -> FlooredForm:
         """Return what prices."""
+        form = ClosedForm(model or self.model(), self.topology, self.parameters)
+        return StepEvents(form) if self.fidelity == "events" else form
+
+    def model(self) -> Model:
+        """Load the model."""
         name, fields = self.load
-        return ClosedForm(model or Model.load(name, **dict(fields)), self.topology, self.parameters)
+        return Model.load(name, **dict(fields))
+
+    def words(self) -> str:
+        """Return what is searched, but for the space."""
+        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune, self.fidelity))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,30 +79,29 @@ class Found:
         )
 
 
-def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = None) -> Found:
+def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None = None) -> Found:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
     form, space = form or task.form(), task.space
     memory, frames = task.topology.device.memory, np.arange(start, stop)
     found = Found(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
-            block = frames[at : at + BLOCK]
-            found = found.and_(_priced(task, form, np.repeat(block, INNER), np.tile(EVERY, len(block))), task.most)
+            found = found.and_(_priced(task, form, *_every(space, frames[at : at + BLOCK])), task.most)
         return found
     floors = [frame_floors(form, space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
     orders = space.starts[frames + 1] - space.starts[frames]
-    found = found.and_(_large(nbytes > memory, nbytes, orders * INNER), task.most)
+    found = found.and_(_large(nbytes > memory, nbytes, orders * space.inside), task.most)
     for some in _in_order(seconds, nbytes <= memory, FIRST, BLOCK):
-        keep, found = _kept(task, found, some, seconds, nbytes, orders * INNER)
+        keep, found = _kept(task, found, some, seconds, nbytes, orders * space.inside)
         if len(keep):
             found = _inside(task, form, frames[keep], found)
     return found
 
 
-def _inside(task: SearchTask, form: ClosedForm, frames: Ints, found: Found) -> Found:
+def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: Found) -> Found:
     """Search what is inside of some frames: where they have several orders, first by what none is below."""
-    space, frame, inner = task.space, np.repeat(frames, INNER), np.tile(EVERY, len(frames))
+    space, (frame, inner) = task.space, _every(task.space, frames)
     if not space.floor_order:
         return found.and_(_priced(task, form, frame, inner), task.most)
     out = form(space.columns(frame, space.floor_order, inner))
@@ -105,6 +112,11 @@ def _inside(task: SearchTask, form: ClosedForm, frames: Ints, found: Found) -> F
         if len(keep):
             found = found.and_(_priced(task, form, frame[keep], inner[keep]), task.most)
     return found
+
+
+def _every(space: FramedSpace, frames: Ints) -> tuple[Ints, Ints]:
+    """All that is inside of some frames: the frame and the place inside of each."""
+    return np.repeat(frames, space.inside), np.tile(np.arange(space.inside), len(frames))
 
 
 def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> Found:
@@ -132,13 +144,13 @@ def _kept(
     return some[~slow], found.and_(left, task.most)
 
 
-def _priced(task: SearchTask, form: ClosedForm, frames: Ints, inner: Ints) -> Found:
+def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> Found:
     """Price strategies, by frame and place inside, on every order of their frames."""
     which, orders, pairs = task.space.pairs(frames)
     inner = inner[which]
     out = form(task.space.columns(frames[which], orders, inner))
     fits = out.peak_bytes <= task.topology.device.memory
-    points = Points(pairs * INNER + inner, out.seconds, out.peak_bytes)
+    points = Points(pairs * task.space.inside + inner, out.seconds, out.peak_bytes)
     good = points.at(np.flatnonzero(fits))
     least = float(out.peak_bytes[~fits].min()) if not fits.all() else float("inf")
     return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
@@ -154,8 +166,7 @@ class Journal:
     @staticmethod
     def of(path: Path, task: SearchTask, ranges: list[tuple[int, int]]) -> Journal:
         """Return the journal of a search."""
-        said = repr((task.load, str(task.topology), task.parameters, task.most, task.prune, ranges))
-        data = said.encode() + task.space.frames.tobytes() + task.space.kinds.tobytes()
+        data = f"{task.words()} {ranges}".encode() + task.space.frames.tobytes() + task.space.starts.tobytes()
         return Journal(path, hashlib.sha256(data).hexdigest())
 
     def read(self) -> dict[str, Found]:

@@ -81,7 +81,7 @@ class StrategySpace:
         border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)
-        limits = _limits(model)
+        limits = ModelLimits.of(model)
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices and {global_batch} sequences is legal")
@@ -92,6 +92,11 @@ class StrategySpace:
             kinds += (table[:, FRAME.index(block)] > 1) * (1 << k) * placements
         starts = np.concatenate([[0], np.cumsum(np.array([len(one) for one in KINDS])[kinds])])
         return StrategySpace(table, global_batch, *codes, kinds, starts)
+
+    @property
+    def inside(self) -> int:
+        """How many strategies a frame has."""
+        return len(INSIDE)
 
     @property
     def count(self) -> int:
@@ -133,7 +138,7 @@ class StrategySpace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class ModelLimits:
     """What of a model bounds its degrees."""
 
     layers: int
@@ -141,19 +146,20 @@ class _Limits:
     sequence: int
     experts: int
 
-
-def _limits(model: Model) -> _Limits:
-    sizes: dict[str, int] = {}
-    types = model.program.types
-    for value, dims in model.dims.items():
-        if value in types:
-            for dim, n in zip(dims, types[value].shape, strict=True):
-                sizes[dim] = max(sizes.get(dim, 1), n)
-    layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
-    heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
-    if "kv_heads" not in sizes:
-        heads = sizes.get("ffn", sizes.get("hidden", 1))
-    return _Limits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
+    @staticmethod
+    def of(model: Model) -> ModelLimits:
+        """Read a model's dims."""
+        sizes: dict[str, int] = {}
+        types = model.program.types
+        for value, dims in model.dims.items():
+            if value in types:
+                for dim, n in zip(dims, types[value].shape, strict=True):
+                    sizes[dim] = max(sizes.get(dim, 1), n)
+        layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
+        heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
+        if "kv_heads" not in sizes:
+            heads = sizes.get("ffn", sizes.get("hidden", 1))
+        return ModelLimits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
 
 
 def _one_a_run(model: Model) -> Iterator[str]:
@@ -172,7 +178,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _frames(limits: _Limits, devices: int, batch: int, schedules: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+def _frames(limits: ModelLimits, devices: int, batch: int, schedules: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     kinds = CODES["context_kind"]
     for tensor in (t for t in divisors(devices) if t <= limits.heads):
         for pipeline in (p for p in divisors(devices // tensor) if p <= limits.layers):
