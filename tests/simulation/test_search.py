@@ -30,6 +30,7 @@ from shardplan.simulation.searching import search as searching
 from shardplan.simulation.searching.bounds import frame_floors
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
@@ -210,6 +211,23 @@ def test_pruning_changes_nothing_by_events(model: Model) -> None:
     assert found[0].priced < found[1].priced == found[1].counted
     best = found[0].best
     assert best.seconds == pytest.approx(simulate_step(model, best.strategy, BOX, "events").seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("fidelity", ["closed", "events"])
+def test_all_are_ranked_as_each_is_priced(fidelity: str) -> None:
+    """Orders that are priced alike are priced once: their seconds are those of each by itself, on three levels, too."""
+    levels = (
+        replace(BOX.levels[0], name="rack", size=2),
+        replace(BOX.levels[0], size=2),
+        replace(BOX.levels[1], size=2),
+    )
+    topology = replace(BOX, levels=levels)
+    space = StrategySpace.of(GPT, 8, 8, precision="bf16", placements=True)
+    form: Any = ClosedForm(GPT, topology, of_machine(BOX.name))
+    out = (StepEvents(form) if fidelity == "events" else form)(everything(space))
+    found = sp.search(GPT, topology, 8, placements=True, prune=False, top=space.count, fidelity=fidelity)
+    assert [p.seconds for p in found.ranked] == pytest.approx(sorted(out.seconds.tolist()), rel=1e-12)
+    assert len({p.seconds for p in found.ranked}) > space.count / 20
 
 
 def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

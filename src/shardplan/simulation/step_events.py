@@ -43,6 +43,10 @@ class StepEvents:
             floor[at] = self._busiest(c[at[:1]], made) * many
         return PricedSteps(seconds, out.peak_bytes, floor, out.floor_bytes, out.parts)
 
+    def alike(self, c: Configurations) -> list[np.ndarray]:
+        """Return numbers, [n] each: strategies that differ in the order of axes, and not in these, are priced alike."""
+        return self.form.alike(c)
+
     def floors(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state."""
         return self.form.floors(c, events=True)

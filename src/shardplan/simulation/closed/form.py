@@ -126,6 +126,14 @@ class ClosedForm:
         _, _, mine, counts = next(iter(by_chunks(reading, one, cost)))
         return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
 
+    def alike(self, c: Configurations) -> list[Ints]:
+        """Return numbers, [n] each: strategies that differ in the order of axes, and not in these, are priced alike.
+
+        How far apart devices of a group are matters up to the largest child of a level: beyond, each is in another.
+        """
+        most = self.rates().unit[-1]
+        return [np.minimum(x, most).astype(np.int64) for x in c.strides().values()]
+
     def floors(self, c: Configurations, events: bool = False) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state.
 
@@ -270,7 +278,7 @@ class ClosedForm:
         """What layers cost: worked out for those that differ in it."""
         blocks = c.strides()
         apart = [blocks[b].astype(np.int64) for b in INNER]
-        places, back = _distinct([*degrees.values(), c.columns["microbatch"], *apart])
+        places, back = distinct([*degrees.values(), c.columns["microbatch"], *apart])
         few = {a: d[places].astype(float) for a, d in degrees.items()}
         strides: dict[str, Floats] = {}
         for block, axes in INNER.items():
@@ -290,7 +298,7 @@ class ClosedForm:
         return LevelRates.of(self.topology, self.parameters, self.captured)
 
 
-def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Return a place of every distinct row of some columns of numbers from 0, and which of them each row is."""
     code, most = np.zeros(len(columns[0]), dtype=np.int64), 1
     for values in columns:

@@ -95,6 +95,10 @@ class RequestForm:
         out = self.requests(c)
         return ObjectiveValues(self._least(c, out.latency), out.peak_bytes)
 
+    def alike(self, c: Configurations) -> list[Floats]:
+        """Return nothing: each strategy has one order of its axes."""
+        return []
+
     def floors(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, whatever its groups are.
 

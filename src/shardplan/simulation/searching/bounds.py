@@ -73,6 +73,10 @@ class FlooredForm(Protocol):
         """Price them."""
         ...
 
+    def alike(self, c: Configurations) -> list[np.ndarray]:
+        """Return numbers, [n] each: strategies that differ in the order of axes, and not in these, are priced alike."""
+        ...
+
     def floors(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that no strategy of their frames is below."""
         ...

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.errors import ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.plans.plan_file import write_atomic
-from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.form import ClosedForm, distinct
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.bounds import FlooredForm, FramedSpace, frame_floors
 from shardplan.simulation.searching.front import Points
@@ -148,11 +148,14 @@ def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> F
     """Price strategies, by frame and place inside, on every order of their frames."""
     which, orders, pairs = task.space.pairs(frames)
     inner = inner[which]
-    out = form(task.space.columns(frames[which], orders, inner))
-    fits = out.peak_bytes <= task.topology.device.memory
-    points = Points(pairs * task.space.inside + inner, out.seconds, out.peak_bytes)
+    every = task.space.columns(frames[which], orders, inner)
+    places, back = distinct([which, *form.alike(every)])
+    out = form(every[places])
+    seconds, nbytes = out.seconds[back], out.peak_bytes[back]
+    fits = nbytes <= task.topology.device.memory
+    points = Points(pairs * task.space.inside + inner, seconds, nbytes)
     good = points.at(np.flatnonzero(fits))
-    least = float(out.peak_bytes[~fits].min()) if not fits.all() else float("inf")
+    least = float(nbytes[~fits].min()) if not fits.all() else float("inf")
     return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
 
 
