@@ -76,12 +76,17 @@ class RequestForm:
         """Load the forward steps; raises `ShardplanError` for a model without caches, or of fewer positions."""
         forward_model(model, 1, traffic.positions)
         prompts = ClosedForm(forward_model(model, traffic.prompt, traffic.prompt), topology, params, bounded=True)
-        quick = replace(params, launch=0.0)
+        quick = _captured(params)
         tokens = tuple(
             ClosedForm(forward_model(model, 1, n), topology, quick, bounded=True, captured=True)
             for n in traffic.lengths
         )
         return RequestForm(prompts, tokens, traffic, objective)
+
+    def on(self, topology: Topology, params: Parameters) -> RequestForm:
+        """Return the form on another topology, or with other parameters; what was read stays."""
+        tokens = tuple(form.on(topology, _captured(params)) for form in self.tokens)
+        return RequestForm(self.prompts.on(topology, params), tokens, self.traffic, self.objective)
 
     def requests(self, c: Configurations) -> PricedRequests:
         """Price them; `microbatch` is the sequences of a group, and divides `concurrency`."""
@@ -150,6 +155,11 @@ class RequestForm:
         parts = (np.take_along_axis(x, worst, 1)[:, 0] for x in (total + p.context, step.parameters, step.caches))
         most, parameters, caches = parts
         return most, parameters, caches
+
+
+def _captured(params: Parameters) -> Parameters:
+    """Parameters of a step that no host launches kernel by kernel."""
+    return replace(params, launch=0.0)
 
 
 def whole_sequences(c: Configurations) -> Configurations:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.inference.form import PricedRequests, RequestForm
+from shardplan.simulation.inference.form import RequestForm
 from shardplan.simulation.inference.traffic import Traffic
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object, strategy_text
@@ -28,9 +28,7 @@ class ServingTask(SearchTask):
 
     def form(self, model: Model | None = None) -> RequestForm:
         """Return what prices."""
-        return RequestForm.of(
-            model or self.model(), self.topology, self.parameters, self.traffic, self.objective
-        )  # fmt: skip
+        return RequestForm.of(model or self.model(), self.topology, self.parameters, self.traffic, self.objective)
 
     def words(self) -> str:
         """Return what is searched, but for the space."""
@@ -50,22 +48,15 @@ class ServedPlan(NamedTuple):
     cache_bytes: float
 
 
-def served_plans(task: ServingTask, points: Points) -> tuple[ServedPlan, ...]:
-    """Return the strategies at places of the space, priced again."""
+def served_plans(task: ServingTask, form: RequestForm, points: Points) -> tuple[ServedPlan, ...]:
+    """Return the strategies at places of the space, with all that their requests take."""
     if not len(points):
         return ()
-    form = task.form()
-    found: list[ServedPlan] = []
-    for k, seconds, nbytes in zip(points.index.tolist(), points.seconds.tolist(), points.nbytes.tolist(), strict=True):
-        one = task.space.one(k)
-        found.append(served_plan(one, form.requests(one), seconds, nbytes))
-    return tuple(found)
-
-
-def served_plan(c: Configurations, out: PricedRequests, seconds: float, nbytes: float) -> ServedPlan:
-    """Return the first of some configurations as a plan."""
-    first, token, latency, many, _, _, caches = (x[0].item() for x in out)
-    return ServedPlan(c.strategy(0), seconds, nbytes, first, token, latency, many, caches)
+    strategies = [task.space.one(k).strategy(0) for k in points.index.tolist()]
+    out = form.requests(Configurations.of(strategies))
+    columns = (points.seconds, points.nbytes, out.first_token, out.token, out.latency, out.tokens_per_second)
+    rows = zip(strategies, *(x.tolist() for x in (*columns, out.cache_bytes)), strict=True)
+    return tuple(ServedPlan(*row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,11 +13,13 @@ from shardplan.core import border
 from shardplan.errors import Infeasible, ShardplanError, shown
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.inference.traffic import OBJECTIVES, Traffic
+from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object, strategy_text
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
@@ -183,22 +185,25 @@ def search(
         traffic = Traffic(**{name: 0 if n is None else n for name, n in said.items()})
         space = ServingSpace.of(model, where.size, traffic, attention)
         task = ServingTask(load, where, machine, space, top, prune, traffic, objective)
-        found = _run(task, model, executor, resume, done)
+        requests = task.form(model)
+        found = _run(task, requests, executor, resume, done)
 
         def served(other: Topology) -> ServedPlan:
-            return served_plans(task, _best(task, other, model))[0]
+            changed = requests.on(other, machine)
+            return served_plans(task, changed, _best(task, other, changed))[0]
 
-        plans = served_plans(task, found.best), served_plans(task, found.front)
+        plans = served_plans(task, requests, found.best), served_plans(task, requests, found.front)
         return ServingResult(traffic, objective, *plans, _pruned(task, found), space.count, found.priced, served)
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
     batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
     steps = StrategySpace.of(model, where.size, batch, schedules, model.fields.get("precision"), attention)
     one = SearchTask(load, where, machine, steps, top, prune)
-    found = _run(one, model, executor, resume, done)
+    form = ClosedForm(model, where, machine)
+    found = _run(one, form, executor, resume, done)
 
     def again(other: Topology) -> RankedPlan:
-        return _plans(steps, _best(one, other, model))[0]
+        return _plans(steps, _best(one, other, form.on(other, machine)))[0]
 
     ranked, front = _plans(steps, found.best), _plans(steps, found.front)
     return SearchResult(ranked, front, _pruned(one, found), steps.count, found.priced, again)
@@ -211,7 +216,7 @@ def _ranges(task: SearchTask) -> list[tuple[int, int]]:
 
 def _run(
     task: SearchTask,
-    model: Model,
+    form: FlooredForm,
     executor: Executor | None,
     resume: str | os.PathLike[str] | None,
     done: Callable[[int, int], None] | None,
@@ -234,7 +239,6 @@ def _run(
     left = [span for span in ranges if f"{span[0]}-{span[1]}" not in known]
     finished = frames - sum(stop - start for start, stop in left)
     if executor is None:
-        form = task.form(model)
         for span in left:
             keep(span, searched(task, *span, form))
     else:
@@ -247,18 +251,18 @@ def _run(
     if not len(total.best):
         memory, needed = (format_bytes(n) for n in (task.topology.device.memory, total.least))
         raise Infeasible(
-            f"search: none of {task.space.count:,} strategies of {model.name} fits into {memory} a device; the "
+            f"search: none of {task.space.count:,} strategies of {task.load[0]} fits into {memory} a device; the "
             f"smallest needs {needed}"
         )
     return total
 
 
-def _best(task: SearchTask, topology: Topology, model: Model) -> Points:
-    """The best on another topology."""
+def _best(task: SearchTask, topology: Topology, form: FlooredForm) -> Points:
+    """The best on another topology, for which the form is."""
     changed = replace(task, topology=topology, most=1)
     found = Found(Points.none(), Points.none())
     for span in _ranges(task):
-        found = found.and_(searched(changed, *span, changed.form(model)), 1)
+        found = found.and_(searched(changed, *span, form), 1)
     return found.best
 
 
