@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import shardplan as sp
-from shardplan import Infeasible, LayoutError, Model, ParseError, ShardplanError, Strategy, Topology, Traffic
+from shardplan import Infeasible, LayoutError, Model, ParseError, Requests, ShardplanError, Strategy, Topology
 from shardplan.cli import app
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.links import LevelRates
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.form import PricedRequests, RequestForm
-from shardplan.simulation.inference.request import serving_strategy
+from shardplan.simulation.inference.answered import serving_strategy
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching import ranges
 
@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 LLAMA = Model.load("llama", kv_heads=2, **SIZES)
 MOE = Model.load("moe", kv_heads=2, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
 BOX = Topology.load("dgx-a100-80g", nodes=1)
-TRAFFIC = Traffic(64, 16, 6)
+TRAFFIC = Requests(64, 16, 6)
 
 
 def on(devices: int, memory: float | None = None) -> Topology:
@@ -46,9 +46,9 @@ def on(devices: int, memory: float | None = None) -> Topology:
     return replace(BOX, device=device, levels=(BOX.levels[0], replace(BOX.levels[1], size=devices)))
 
 
-def priced(model: Model, topology: Topology, traffic: Traffic, *said: dict[str, Any]) -> PricedRequests:
-    form = RequestForm.of(model, topology, of_machine(topology.name), traffic)
-    return form.requests(Configurations.of([serving_strategy(Strategy(**one), traffic) for one in said]))
+def priced(model: Model, topology: Topology, requests: Requests, *said: dict[str, Any]) -> PricedRequests:
+    form = RequestForm.of(model, topology, of_machine(topology.name), requests)
+    return form.priced(Configurations.of([serving_strategy(Strategy(**one), requests) for one in said]))
 
 
 # How groups follow each other
@@ -76,13 +76,13 @@ def test_groups_pass_as_the_formula_says(stages: list[float], groups: int) -> No
 
 
 def test_the_form_has_that_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic = Traffic(64, 16, 12)
-    form = RequestForm.of(LLAMA, BOX, Parameters(), traffic)
+    requests = Requests(64, 16, 12)
+    form = RequestForm.of(LLAMA, BOX, Parameters(), requests)
     first, token = np.array([[1.0, 2.0, 4.0, 3.0]]), np.array([[0.1, 0.3, 0.2, 0.2]])
     monkeypatch.setattr(RequestForm, "_times", lambda *_: (first, token))  # pyright: ignore[reportUnknownLambdaType]
     for microbatch, want in ((12, 10 + 0 * 4), (4, 10 + 2 * 4), (1, 10 + 11 * 4)):
         c = Configurations.of([Strategy(pipeline=4, data=2, microbatch=microbatch, global_batch=24)])
-        out = form.requests(c)
+        out = form.priced(c)
         each = max(0.8, 12 // microbatch * 0.3)
         assert out.first_token[0] == want and out.token[0] == pytest.approx(each)
         assert out.latency[0] == pytest.approx(want + 15 * each)
@@ -97,25 +97,25 @@ def test_the_form_has_that_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_mean_length_stands_for_every_token(said: dict[str, Any], output: int) -> None:
     """The tokens of an answer, each priced with the positions that it attends to."""
     model = Model.load("llama", **{**SIZES, "layers": 8, "hidden": 512}, kv_heads=2)
-    whole = priced(model, BOX, Traffic(256, output, 6), said)
-    each = sum(priced(model, BOX, Traffic(256 + k - 1, 2, 6), said).token[0] for k in range(1, output))
+    whole = priced(model, BOX, Requests(256, output, 6), said)
+    each = sum(priced(model, BOX, Requests(256 + k - 1, 2, 6), said).token[0] for k in range(1, output))
     assert (output - 1) * whole.token[0] == pytest.approx(each, rel=1e-6)
 
 
 def test_one_token_comes_of_the_prompt() -> None:
-    out = priced(LLAMA, BOX, Traffic(64, 1, 6), {"tensor": 4, "data": 2})
+    out = priced(LLAMA, BOX, Requests(64, 1, 6), {"tensor": 4, "data": 2})
     assert out.latency[0] == out.first_token[0] and out.tokens_per_second[0] == pytest.approx(12 / out.latency[0])
 
 
 def test_more_of_anything_takes_no_less() -> None:
     said: dict[str, Any] = {"tensor": 2, "pipeline": 2, "data": 2}
-    few = priced(LLAMA, BOX, Traffic(64, 16, 4), said)
-    for more in (Traffic(128, 16, 4), Traffic(64, 32, 4), Traffic(64, 16, 8)):
+    few = priced(LLAMA, BOX, Requests(64, 16, 4), said)
+    for more in (Requests(128, 16, 4), Requests(64, 32, 4), Requests(64, 16, 8)):
         many = priced(LLAMA, BOX, more, said)
         assert many.latency[0] > few.latency[0] and many.cache_bytes[0] > few.cache_bytes[0]
         assert many.parameter_bytes[0] == few.parameter_bytes[0] and many.peak_bytes[0] > few.peak_bytes[0]
     quick = replace(BOX, device=replace(BOX.device, memory_bandwidth=2 * BOX.device.memory_bandwidth))
-    assert 0.4 < priced(LLAMA, quick, Traffic(64, 16, 4), said).token[0] / few.token[0] < 1
+    assert 0.4 < priced(LLAMA, quick, Requests(64, 16, 4), said).token[0] / few.token[0] < 1
 
 
 def test_a_token_is_no_sooner_than_memory_is_read() -> None:
@@ -123,8 +123,8 @@ def test_a_token_is_no_sooner_than_memory_is_read() -> None:
     model, params = Model.load("llama3-8b", precision="bf16"), Parameters(stream=0.8)
     one = Topology.load("dgx-h100", nodes=1)
     one = replace(one, levels=(one.levels[0], replace(one.levels[1], size=1)))
-    form = RequestForm.of(model, one, params, Traffic(1024, 512, 1))
-    out = form.requests(Configurations.of([Strategy()]))
+    form = RequestForm.of(model, one, params, Requests(1024, 512, 1))
+    out = form.priced(Configurations.of([Strategy()]))
     table = model.parameters["embed"].size * 2  # of which a token reads a row
     caches = out.cache_bytes[0] * (1024 + 256) / (1024 + 512)
     read = (out.parameter_bytes[0] - table + caches) / (one.device.memory_bandwidth * 0.8)
@@ -188,7 +188,7 @@ def test_plain_loops_find_the_same(model: Model, experts: int, devices: int, obj
     rows: list[tuple[float, float, str]] = []
     form = RequestForm.of(model, topology, of_machine(topology.name), TRAFFIC)
     for one in said:
-        out = form.requests(Configurations.of([Strategy(**one, global_batch=6 * one["data"])]))
+        out = form.priced(Configurations.of([Strategy(**one, global_batch=6 * one["data"])]))
         rows.append((out.latency[0] if objective == "latency" else 1 / out.tokens_per_second[0], out.peak_bytes[0], ""))
     rows.sort()
     assert [p.seconds for p in found.ranked] == pytest.approx([row[0] for row in rows[:5]], rel=1e-12)
@@ -227,9 +227,9 @@ def test_pruning_changes_nothing(
 @pytest.mark.parametrize("objective", ["latency", "tokens"])
 @pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "moe"])
 def test_no_strategy_is_below_its_frames_floors(model: Model, objective: str) -> None:
-    traffic = Traffic(64, 16, 12)
-    space = ServingSpace.of(model, 8, traffic)
-    form = RequestForm.of(model, BOX, of_machine(BOX.name), traffic, objective)
+    requests = Requests(64, 16, 12)
+    space = ServingSpace.of(model, 8, requests)
+    form = RequestForm.of(model, BOX, of_machine(BOX.name), requests, objective)
     frames = np.arange(len(space.frames))
     out = form(space.columns(frames, range(space.inside)))
     floors = form.floors(space.columns(frames, [0]))
@@ -272,7 +272,7 @@ def test_what_is_best_hangs_on_the_objective() -> None:
 
 def test_requests_of_one_strategy_are_a_timeline() -> None:
     one = Strategy(tensor=4, data=2, microbatch=3)
-    line = sp.simulate(LLAMA, one, BOX, traffic=TRAFFIC)
+    line = sp.simulate(LLAMA, one, BOX, requests=TRAFFIC)
     out = priced(LLAMA, BOX, TRAFFIC, {"tensor": 4, "data": 2, "microbatch": 3})
     assert line.seconds == out.latency[0] and line.peak_bytes == int(out.peak_bytes[0])
     assert [(i.name, i.start, i.end) for i in line.intervals] == [
@@ -287,7 +287,7 @@ def test_requests_of_one_strategy_are_a_timeline() -> None:
         ({"strategy": Strategy(data=8, recompute="full")}, "serving with recompute='full'; legal is 'none'"),
         ({"strategy": Strategy(data=8, microbatch=4)}, "6 in flight by groups of microbatch=4; legal are divisors"),
         ({"strategy": Strategy(context=8)}, "context_kind='gather' and expert=1"),
-        ({"traffic": (64, 16, 6)}, "legal is a Traffic"),
+        ({"requests": (64, 16, 6)}, "legal is a Requests"),
         ({"fidelity": "events"}, "fidelity of requests 'events' is unknown; legal: closed"),
         ({"program": Model.load("mlp-xs")}, "serving mlp-xs: it has no cache of keys and values"),
         ({"program": Model.load("gpt", positions=79, **SIZES)}, "up to positions=79"),
@@ -295,16 +295,16 @@ def test_requests_of_one_strategy_are_a_timeline() -> None:
     ids=str,
 )
 def test_what_does_not_serve_is_refused(what: dict[str, Any], text: str) -> None:
-    said = {"program": LLAMA, "strategy": Strategy(data=8), "traffic": TRAFFIC, "fidelity": None} | what
+    said = {"program": LLAMA, "strategy": Strategy(data=8), "requests": TRAFFIC, "fidelity": None} | what
     with pytest.raises((ShardplanError, LayoutError), match=text):
-        sp.simulate(said["program"], said["strategy"], BOX, said["fidelity"], traffic=said["traffic"])
+        sp.simulate(said["program"], said["strategy"], BOX, said["fidelity"], requests=said["requests"])
 
 
 @pytest.mark.parametrize(
     ("said", "text"),
     [
         ({"objective": "speed"}, "objective 'speed' is unknown; legal: step, latency, tokens"),
-        ({"objective": "latency", "prompt": 8, "output": 4}, "traffic: concurrency is 0"),
+        ({"objective": "latency", "prompt": 8, "output": 4}, "requests: concurrency is 0"),
         ({"objective": "tokens", "global_batch": 8}, "global_batch with objective='tokens'; legal are prompt, output"),
         ({"global_batch": 8, "output": 4}, "output with objective='step'; legal is global_batch"),
         ({}, "global_batch is None"),
@@ -329,7 +329,7 @@ def test_the_command() -> None:
     assert found.exit_code == 0, found.output
     assert "32 in flight a replica" in found.stdout and "tensor=8" in found.stdout
     said = json.loads(run.invoke(app, [*arguments, "--json"]).stdout)
-    assert said["objective"] == "latency" and said["traffic"] == {"prompt": 2048, "output": 256, "concurrency": 32}
+    assert said["objective"] == "latency" and said["requests"] == {"prompt": 2048, "output": 256, "concurrency": 32}
     assert said["best"]["latency"] == said["best"]["seconds"] and len(said["ranked"]) == 2
     for more in (["--batch", "8"], ["--prompt", "0"]):
         assert run.invoke(app, [*arguments, *more]).exit_code != 0

@@ -44,8 +44,8 @@ def plan(
 
     if objective == "step" and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --objective latency or tokens")
-    traffic = {"prompt": prompt, "output": output, "concurrency": concurrency}
-    asked: dict[str, Any] = {"global_batch": batch, "objective": objective, **traffic}
+    requests = {"prompt": prompt, "output": output, "concurrency": concurrency}
+    asked: dict[str, Any] = {"global_batch": batch, "objective": objective, **requests}
     check_writable(resume)
     where = read_topology(topology, nodes)
     assert where is not None  # an option that must be given

@@ -10,7 +10,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.inference.form import RequestForm
-from shardplan.simulation.inference.traffic import Traffic
+from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object, strategy_text
 from shardplan.simulation.searching.ranges import SearchTask
@@ -21,18 +21,18 @@ from shardplan.strategy.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingTask(SearchTask):
-    """A search for what serves this traffic with the least of an objective."""
+    """A search for what serves these requests with the least of an objective."""
 
-    traffic: Traffic
+    requests: Requests
     objective: str
 
     def form(self, model: Model | None = None) -> RequestForm:
         """Return what prices."""
-        return RequestForm.of(model or self.model(), self.topology, self.parameters, self.traffic, self.objective)
+        return RequestForm.of(model or self.model(), self.topology, self.parameters, self.requests, self.objective)
 
     def words(self) -> str:
         """Return what is searched, but for the space."""
-        return f"{SearchTask.words(self)} {self.traffic} {self.objective}"
+        return f"{SearchTask.words(self)} {self.requests} {self.objective}"
 
 
 class ServedPlan(NamedTuple):
@@ -53,7 +53,7 @@ def served_plans(task: ServingTask, form: RequestForm, points: Points) -> tuple[
     if not len(points):
         return ()
     strategies = [task.space.one(k).strategy(0) for k in points.index.tolist()]
-    out = form.requests(Configurations.of(strategies))
+    out = form.priced(Configurations.of(strategies))
     columns = (points.seconds, points.nbytes, out.first_token, out.token, out.latency, out.tokens_per_second)
     rows = zip(strategies, *(x.tolist() for x in (*columns, out.cache_bytes)), strict=True)
     return tuple(ServedPlan(*row) for row in rows)
@@ -67,7 +67,7 @@ class ServingResult:
     replicas' tokens a second (`tokens`).
     """
 
-    traffic: Traffic
+    requests: Requests
     objective: str
     ranked: tuple[ServedPlan, ...]
     pareto: tuple[ServedPlan, ...]
@@ -89,7 +89,7 @@ class ServingResult:
         """Return it as one object of JSON."""
         return {
             "objective": self.objective,
-            "traffic": {name: getattr(self.traffic, name) for name in ("prompt", "output", "concurrency")},
+            "requests": {name: getattr(self.requests, name) for name in ("prompt", "output", "concurrency")},
             "best": _served_object(self.best),
             "ranked": [_served_object(one) for one in self.ranked],
             "pareto": [_served_object(one) for one in self.pareto],
@@ -100,7 +100,7 @@ class ServingResult:
 
     def __str__(self) -> str:
         """Return the ranked, a line each, and what was left out."""
-        t = self.traffic
+        t = self.requests
         lines = [f"prompt {t.prompt}, output {t.output}, {t.concurrency} in flight a replica"]
         lines.append("     first token   each token      request  tokens/s       peak  strategy")
         lines += [

@@ -16,9 +16,9 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.inference.requests import OBJECTIVES, Requests
 from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
 from shardplan.simulation.inference.space import ServingSpace
-from shardplan.simulation.inference.traffic import OBJECTIVES, Traffic
 from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object, strategy_text
@@ -182,18 +182,18 @@ def search(
     if objective != "step":
         if global_batch is not None:
             raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")
-        traffic = Traffic(**{name: 0 if n is None else n for name, n in said.items()})
-        space = ServingSpace.of(model, where.size, traffic, attention)
-        task = ServingTask(load, where, machine, space, top, prune, traffic, objective)
-        requests = task.form(model)
-        found = _run(task, requests, executor, resume, done)
+        requests = Requests(**{name: 0 if n is None else n for name, n in said.items()})
+        space = ServingSpace.of(model, where.size, requests, attention)
+        task = ServingTask(load, where, machine, space, top, prune, requests, objective)
+        serving = task.form(model)
+        found = _run(task, serving, executor, resume, done)
 
         def served(other: Topology) -> ServedPlan:
-            changed = requests.on(other, machine)
+            changed = serving.on(other, machine)
             return served_plans(task, changed, _best(task, other, changed))[0]
 
-        plans = served_plans(task, requests, found.best), served_plans(task, requests, found.front)
-        return ServingResult(traffic, objective, *plans, _pruned(task, found), space.count, found.priced, served)
+        plans = served_plans(task, serving, found.best), served_plans(task, serving, found.front)
+        return ServingResult(requests, objective, *plans, _pruned(task, found), space.count, found.priced, served)
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
     batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
