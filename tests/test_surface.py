@@ -17,7 +17,7 @@ NAMES = (
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
     "place", "reduce", "reductions", "audit", "simulate", "search", "Model", "Strategy",
-    "partition", "Schedule", "Job", "load", "Traffic",
+    "partition", "Schedule", "Job", "load", "Requests",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -34,7 +34,7 @@ SIGNATURES = {
         ("fidelity", None),
         ("params", None),
         ("algorithm", "auto"),
-        ("traffic", None),
+        ("requests", None),
     ],
     "search": [
         ("model", "-"),

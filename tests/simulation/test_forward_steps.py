@@ -21,7 +21,7 @@ from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import Reading
 from shardplan.simulation.inference.form import whole_sequences
 from shardplan.simulation.inference.forward import forward_bytes, forward_times
-from shardplan.simulation.inference.traffic import forward_model
+from shardplan.simulation.inference.requests import forward_model
 from shardplan.strategy.partition.job import Job
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "ffn": 96, "vocab": 128, "seq": 16, "dtype": "bf16"}

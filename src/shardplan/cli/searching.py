@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,8 +15,16 @@ from shardplan.errors import ShardplanError
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset of a model, such as llama3-70b.")],
     topology: Annotated[str, typer.Option("--on", metavar="NAME|FILE", help=TOPOLOGY_HELP)],
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences of a step.")],
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="step, or of a model that serves latency or tokens.")
+    ] = "step",
+    prompt: Annotated[int | None, typer.Option("--prompt", min=1, help="Tokens of a request's prompt.")] = None,
+    output: Annotated[int | None, typer.Option("--output", min=1, help="Tokens of its answer.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, help="Requests in flight in each replica.")
+    ] = None,
     precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
     top: Annotated[int, typer.Option("--top", min=1, help="How many are printed.")] = 10,
     resume: Annotated[
@@ -33,7 +41,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best strategies of a training step, and say what was left out and why; or say whether one fits."""
+    """Find the best strategies of training or serving, and say what was left out and why; or say whether one fits."""
     from concurrent.futures import ProcessPoolExecutor
     from contextlib import nullcontext
 
@@ -42,6 +50,10 @@ def plan(
     from shardplan.simulation.searching.search import search
     from shardplan.strategy.model import Model
 
+    if objective == "step" and batch is None:
+        raise ShardplanError("plan: no --batch; legal is one, or --objective latency or tokens")
+    requests = {"prompt": prompt, "output": output, "concurrency": concurrency}
+    asked: dict[str, Any] = {"global_batch": batch, "objective": objective, **requests}
     check_writable(resume)
     where = read_topology(topology, nodes)
     assert where is not None  # an option that must be given
@@ -65,7 +77,7 @@ def plan(
         found = search(
             found_model,
             where,
-            batch,
+            **asked,
             prune=not no_prune,
             executor=executor,
             resume=resume,

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm, PricedSteps, StageTimes
+from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.sweep import StageSeconds, compiled, sweep
 
 Floats = np.ndarray
@@ -21,7 +23,6 @@ class StepEvents:
         form: What says what chunks take, and what is held.
         forward: Whether only the forward passes are counted, each chunk's as soon as it has what it needs.
 
-    >>> from shardplan.hardware.topology import Topology
     >>> from shardplan.strategy.model import Model
     >>> from shardplan.strategy.strategy import Strategy
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
@@ -33,6 +34,10 @@ class StepEvents:
 
     form: ClosedForm
     forward: bool = False
+
+    def on(self, topology: Topology, parameters: Parameters) -> StepEvents:
+        """Return it on another topology, or with other parameters; what was read stays."""
+        return StepEvents(self.form.on(topology, parameters), self.forward)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them; `floor_seconds` are of the busiest rank at work, which no order of its passes is below."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardplan.core.dim_names import Links
-from shardplan.core.ops.compute import Compute, FactorTyped
+from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.work import PARTIAL, State
 
@@ -49,10 +49,9 @@ def serving(
     chosen: dict[str, str] = {}
     passed: list[str] = []
     left: set[str] = set()  # factors that an axis was on, and is taken from
-    whole = {f.name for f in op.rule(*types).factors if f.kind == "replicate"} if isinstance(op, FactorTyped) else set()
     for axis, groups in serve.items():
         forced, barred = _asked(axis, link, operands, gradients)
-        barred |= whole
+        barred |= link.fixed
         there = [
             next((f for f in fs if link.sizes[f] > 1), fs[0])
             for one, dims in zip(operands, link.operands, strict=True)

@@ -19,7 +19,7 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.forward import forward_bytes, forward_times
-from shardplan.simulation.inference.traffic import Traffic, forward_model
+from shardplan.simulation.inference.requests import Requests, forward_model
 from shardplan.strategy.model import Model
 
 Floats = np.ndarray
@@ -58,32 +58,37 @@ class RequestForm:
     >>> from shardplan.strategy.strategy import Strategy
     >>> model = Model.load("llama", layers=4, hidden=256, heads=4, seq=128, vocab=1000, dtype="bf16")
     >>> topology = Topology.load("dgx-a100-80g", nodes=1)
-    >>> form = RequestForm.of(model, topology, Parameters(), Traffic(128, 32, 4))
-    >>> out = form.requests(Configurations.of([Strategy(tensor=4, data=2, microbatch=4, global_batch=8)]))
+    >>> form = RequestForm.of(model, topology, Parameters(), Requests(128, 32, 4))
+    >>> out = form.priced(Configurations.of([Strategy(tensor=4, data=2, microbatch=4, global_batch=8)]))
     >>> bool((out.latency > out.first_token).all()), out.tokens_per_second.shape
     (True, (1,))
     """
 
     prompts: ClosedForm
     tokens: tuple[ClosedForm, ...]
-    traffic: Traffic
+    requests: Requests
     objective: str = "latency"
 
     @staticmethod
     def of(
-        model: Model, topology: Topology, params: Parameters, traffic: Traffic, objective: str = "latency"
+        model: Model, topology: Topology, params: Parameters, requests: Requests, objective: str = "latency"
     ) -> RequestForm:
         """Load the forward steps; raises `ShardplanError` for a model without caches, or of fewer positions."""
-        forward_model(model, 1, traffic.positions)
-        prompts = ClosedForm(forward_model(model, traffic.prompt, traffic.prompt), topology, params, bounded=True)
-        quick = replace(params, launch=0.0)
+        forward_model(model, 1, requests.positions)
+        prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, params, bounded=True)
+        quick = _captured(params)
         tokens = tuple(
             ClosedForm(forward_model(model, 1, n), topology, quick, bounded=True, captured=True)
-            for n in traffic.lengths
+            for n in requests.lengths
         )
-        return RequestForm(prompts, tokens, traffic, objective)
+        return RequestForm(prompts, tokens, requests, objective)
 
-    def requests(self, c: Configurations) -> PricedRequests:
+    def on(self, topology: Topology, params: Parameters) -> RequestForm:
+        """Return the form on another topology, or with other parameters; what was read stays."""
+        tokens = tuple(form.on(topology, _captured(params)) for form in self.tokens)
+        return RequestForm(self.prompts.on(topology, params), tokens, self.requests, self.objective)
+
+    def priced(self, c: Configurations) -> PricedRequests:
         """Price them; `microbatch` is the sequences of a group, and divides `concurrency`."""
         found = np.zeros((len(PricedRequests._fields), len(c)))
         for at, one in _by_stages(c):
@@ -92,7 +97,7 @@ class RequestForm:
 
     def __call__(self, c: Configurations) -> ObjectiveValues:
         """Return what is made least."""
-        out = self.requests(c)
+        out = self.priced(c)
         return ObjectiveValues(self._least(c, out.latency), out.peak_bytes)
 
     def alike(self, c: Configurations) -> list[Floats]:
@@ -108,12 +113,12 @@ class RequestForm:
         seconds, nbytes = np.zeros(len(c)), np.zeros(len(c))
         for at, one in _by_stages(c):
             (first, token), (first_all, token_all) = (
-                self._times(_grouped(one, n)) for n in (1, self.traffic.concurrency)
+                self._times(_grouped(one, n)) for n in (1, self.requests.concurrency)
             )
             busy, busy_all = first.max(axis=1), first_all.max(axis=1)
             prompts = first.sum(axis=1) - busy + busy_all
             tokens = np.maximum(token.sum(axis=1), token_all.max(axis=1))
-            seconds[at] = prompts + (self.traffic.output - 1) * tokens
+            seconds[at] = prompts + (self.requests.output - 1) * tokens
             nbytes[at] = self._bytes(_grouped(one, 1))[0]
         return self._least(c, seconds) * (1 - ROUNDING), nbytes * (1 - ROUNDING)
 
@@ -121,15 +126,15 @@ class RequestForm:
         """The seconds of a request, or those of a token of all that are in flight."""
         if self.objective == "latency":
             return latency
-        return latency / (c.columns["data"] * self.traffic.concurrency * self.traffic.output)
+        return latency / (c.columns["data"] * self.requests.concurrency * self.requests.output)
 
     def _stages(self, c: Configurations) -> tuple[Floats, ...]:
         first, token = self._times(c)
-        groups = self.traffic.concurrency / c.columns["microbatch"]
+        groups = self.requests.concurrency / c.columns["microbatch"]
         prompts = first.sum(axis=1) + (groups - 1) * first.max(axis=1)
         each = np.maximum(token.sum(axis=1), groups * token.max(axis=1))
-        latency = prompts + (self.traffic.output - 1) * each
-        made = c.columns["data"] * self.traffic.concurrency * self.traffic.output
+        latency = prompts + (self.requests.output - 1) * each
+        made = c.columns["data"] * self.requests.concurrency * self.requests.output
         return prompts, each, latency, made / latency, *self._bytes(c)
 
     def _times(self, c: Configurations) -> tuple[Floats, Floats]:
@@ -144,7 +149,7 @@ class RequestForm:
         return first, token
 
     def _bytes(self, c: Configurations) -> tuple[Floats, Floats, Floats]:
-        p, t = self.prompts.parameters, self.traffic
+        p, t = self.prompts.parameters, self.requests
         step = forward_bytes(self.tokens[-1], whole_sequences(c), t.positions, t.concurrency)
         prompts = forward_bytes(self.prompts, c, t.positions, t.concurrency)
         work = np.maximum(prompts.work, step.work)
@@ -154,6 +159,11 @@ class RequestForm:
         parts = (np.take_along_axis(x, worst, 1)[:, 0] for x in (total + p.context, step.parameters, step.caches))
         most, parameters, caches = parts
         return most, parameters, caches
+
+
+def _captured(params: Parameters) -> Parameters:
+    """Parameters of a step that no host launches kernel by kernel."""
+    return replace(params, launch=0.0)
 
 
 def whole_sequences(c: Configurations) -> Configurations:

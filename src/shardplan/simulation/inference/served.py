@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.inference.form import PricedRequests, RequestForm
-from shardplan.simulation.inference.traffic import Traffic
+from shardplan.simulation.inference.form import RequestForm
+from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object
 from shardplan.simulation.searching.ranges import SearchTask
@@ -22,20 +22,18 @@ from shardplan.strategy.strategy_text import strategy_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingTask(SearchTask):
-    """A search for what serves this traffic with the least of an objective."""
+    """A search for what serves these requests with the least of an objective."""
 
-    traffic: Traffic
+    requests: Requests
     objective: str
 
     def form(self, model: Model | None = None) -> RequestForm:
         """Return what prices."""
-        return RequestForm.of(
-            model or self.model(), self.topology, self.parameters, self.traffic, self.objective
-        )  # fmt: skip
+        return RequestForm.of(model or self.model(), self.topology, self.parameters, self.requests, self.objective)
 
     def words(self) -> str:
         """Return what is searched, but for the space."""
-        return f"{SearchTask.words(self)} {self.traffic} {self.objective}"
+        return f"{SearchTask.words(self)} {self.requests} {self.objective}"
 
 
 class ServedPlan(NamedTuple):
@@ -51,22 +49,15 @@ class ServedPlan(NamedTuple):
     cache_bytes: float
 
 
-def served_plans(task: ServingTask, points: Points) -> tuple[ServedPlan, ...]:
-    """Return the strategies at places of the space, priced again."""
+def served_plans(task: ServingTask, form: RequestForm, points: Points) -> tuple[ServedPlan, ...]:
+    """Return the strategies at places of the space, with all that their requests take."""
     if not len(points):
         return ()
-    form = task.form()
-    found: list[ServedPlan] = []
-    for k, seconds, nbytes in zip(points.index.tolist(), points.seconds.tolist(), points.nbytes.tolist(), strict=True):
-        one = task.space.one(k)
-        found.append(served_plan(one, form.requests(one), seconds, nbytes))
-    return tuple(found)
-
-
-def served_plan(c: Configurations, out: PricedRequests, seconds: float, nbytes: float) -> ServedPlan:
-    """Return the first of some configurations as a plan."""
-    first, token, latency, many, _, _, caches = (x[0].item() for x in out)
-    return ServedPlan(c.strategy(0), seconds, nbytes, first, token, latency, many, caches)
+    strategies = [task.space.one(k).strategy(0) for k in points.index.tolist()]
+    out = form.priced(Configurations.of(strategies))
+    columns = (points.seconds, points.nbytes, out.first_token, out.token, out.latency, out.tokens_per_second)
+    rows = zip(strategies, *(x.tolist() for x in (*columns, out.cache_bytes)), strict=True)
+    return tuple(ServedPlan(*row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +68,7 @@ class ServingResult:
     replicas' tokens a second (`tokens`).
     """
 
-    traffic: Traffic
+    requests: Requests
     objective: str
     ranked: tuple[ServedPlan, ...]
     pareto: tuple[ServedPlan, ...]
@@ -99,7 +90,7 @@ class ServingResult:
         """Return it as one object of JSON."""
         return {
             "objective": self.objective,
-            "traffic": {name: getattr(self.traffic, name) for name in ("prompt", "output", "concurrency")},
+            "requests": {name: getattr(self.requests, name) for name in ("prompt", "output", "concurrency")},
             "best": _served_object(self.best),
             "ranked": [_served_object(one) for one in self.ranked],
             "pareto": [_served_object(one) for one in self.pareto],
@@ -110,7 +101,7 @@ class ServingResult:
 
     def __str__(self) -> str:
         """Return the ranked, a line each, and what was left out."""
-        t = self.traffic
+        t = self.requests
         lines = [f"prompt {t.prompt}, output {t.output}, {t.concurrency} in flight a replica"]
         lines.append("     first token   each token      request  tokens/s       peak  strategy")
         lines += [

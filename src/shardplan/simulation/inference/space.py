@@ -13,7 +13,7 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
-from shardplan.simulation.inference.traffic import Traffic
+from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.space import ModelLimits, divisors
 from shardplan.strategy.model import Model
 
@@ -27,7 +27,7 @@ class ServingSpace:
     """Frames as columns [frames], each with the same groups inside.
 
     >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
-    >>> ServingSpace.of(model, 4, Traffic(8, 4, 6)).count
+    >>> ServingSpace.of(model, 4, Requests(8, 4, 6)).count
     36
     """
 
@@ -37,7 +37,7 @@ class ServingSpace:
     attention: int
 
     @staticmethod
-    def of(model: Model, devices: int, traffic: Traffic, attention: str | None = None) -> ServingSpace:
+    def of(model: Model, devices: int, requests: Requests, attention: str | None = None) -> ServingSpace:
         """Enumerate what is legal.
 
         Degrees multiply to `devices`, also where they are no powers of two: `tensor` up to the heads, `pipeline` up to
@@ -47,12 +47,12 @@ class ServingSpace:
         Raises `ShardplanError` where nothing is legal.
         """
         border.whole("search: devices", devices, 1, kind=ShardplanError)
-        rows = list(_frames(ModelLimits.of(model), devices, traffic.prompt))
+        rows = list(_frames(ModelLimits.of(model), devices, requests.prompt))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices that serves is legal")
         code = CODES["attention"].index(attention)
         return ServingSpace(
-            np.array(rows, dtype=np.int64), tuple(divisors(traffic.concurrency)), traffic.concurrency, code
+            np.array(rows, dtype=np.int64), tuple(divisors(requests.concurrency)), requests.concurrency, code
         )
 
     @property

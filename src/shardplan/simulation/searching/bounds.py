@@ -6,7 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.parameters import Parameters
 
 Floats = np.ndarray
 
@@ -68,6 +70,10 @@ class PricedPairs(Protocol):
 
 class FlooredForm(Protocol):
     """What prices strategies, and says what none of a frame is below."""
+
+    def on(self, topology: Topology, parameters: Parameters) -> FlooredForm:
+        """Return it on another topology, or with other parameters."""
+        ...
 
     def __call__(self, c: Configurations) -> PricedPairs:
         """Price them."""

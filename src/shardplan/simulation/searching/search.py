@@ -18,9 +18,10 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.configurations import ORDERS
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.inference.requests import OBJECTIVES, Requests
 from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
 from shardplan.simulation.inference.space import ServingSpace
-from shardplan.simulation.inference.traffic import OBJECTIVES, Traffic
+from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
@@ -220,16 +221,18 @@ def search(
             raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")
         if placements or fidelity != "closed":
             raise ShardplanError(f"search: placements or fidelity with objective={objective!r}; legal is 'step'")
-        traffic = Traffic(**{name: 0 if n is None else n for name, n in said.items()})
-        space = ServingSpace.of(model, where.size, traffic, attention)
-        task = ServingTask(load, where, machine, space, top, prune, "closed", traffic, objective)
-        found = _run(task, model, executor, resume, done)
+        requests = Requests(**{name: 0 if n is None else n for name, n in said.items()})
+        space = ServingSpace.of(model, where.size, requests, attention)
+        task = ServingTask(load, where, machine, space, top, prune, "closed", requests, objective)
+        serving = task.form(model)
+        found = _run(task, serving, executor, resume, done)
 
         def served(other: Topology) -> ServedPlan:
-            return served_plans(task, _best(task, other, model))[0]
+            changed = serving.on(other, machine)
+            return served_plans(task, changed, _best(task, other, changed))[0]
 
-        plans = served_plans(task, found.best), served_plans(task, found.front)
-        return ServingResult(traffic, objective, *plans, _pruned(task, found), space.count, found.priced, served)
+        plans = served_plans(task, serving, found.best), served_plans(task, serving, found.front)
+        return ServingResult(requests, objective, *plans, _pruned(task, found), space.count, found.priced, served)
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
     batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
@@ -237,10 +240,11 @@ def search(
     steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements)
     border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
     one = SearchTask(load, where, machine, steps, top, prune, fidelity)
-    found = _run(one, model, executor, resume, done)
+    form = one.form(model)
+    found = _run(one, form, executor, resume, done)
 
     def again(other: Topology) -> RankedPlan:
-        return _plans(steps, _best(one, other, model))[0]
+        return _plans(steps, _best(one, other, form.on(other, machine)))[0]
 
     ranked, front = _plans(steps, found.best), _plans(steps, found.front)
     return SearchResult(ranked, front, _pruned(one, found), steps.count, found.priced, again)
@@ -253,7 +257,7 @@ def _ranges(task: SearchTask) -> list[tuple[int, int]]:
 
 def _run(
     task: SearchTask,
-    model: Model,
+    form: FlooredForm,
     executor: Executor | None,
     resume: str | os.PathLike[str] | None,
     done: Callable[[int, int], None] | None,
@@ -276,7 +280,6 @@ def _run(
     left = [span for span in ranges if f"{span[0]}-{span[1]}" not in known]
     finished = frames - sum(stop - start for start, stop in left)
     if executor is None:
-        form = task.form(model)
         for span in left:
             keep(span, searched(task, *span, form))
     else:
@@ -289,18 +292,18 @@ def _run(
     if not len(total.best):
         memory, needed = (format_bytes(n) for n in (task.topology.device.memory, total.least))
         raise Infeasible(
-            f"search: none of {task.space.count:,} strategies of {model.name} fits into {memory} a device; the "
+            f"search: none of {task.space.count:,} strategies of {task.load[0]} fits into {memory} a device; the "
             f"smallest needs {needed}"
         )
     return total
 
 
-def _best(task: SearchTask, topology: Topology, model: Model) -> Points:
-    """The best on another topology."""
+def _best(task: SearchTask, topology: Topology, form: FlooredForm) -> Points:
+    """The best on another topology, for which the form is."""
     changed = replace(task, topology=topology, most=1)
     found = Found(Points.none(), Points.none())
     for span in _ranges(task):
-        found = found.and_(searched(changed, *span, changed.form(model)), 1)
+        found = found.and_(searched(changed, *span, form), 1)
     return found.best
 
 

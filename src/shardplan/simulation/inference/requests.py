@@ -1,4 +1,4 @@
-"""`Traffic`: what requests are like; and the forward steps of a model that answers them."""
+"""`Requests`: what requests are like; and the forward steps of a model that answers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OBJECTIVES = ("step", "latency", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class Requests:
     """Requests that are alike, and how many a replica answers at once.
 
     Args:
@@ -23,7 +23,7 @@ class Traffic:
 
     Raises `ShardplanError` for what is no whole number from 1 on.
 
-    >>> Traffic(2048, 256, 32).lengths
+    >>> Requests(2048, 256, 32).lengths
     (2176,)
     """
 
@@ -34,7 +34,7 @@ class Traffic:
     def __post_init__(self) -> None:
         """Refuse other values."""
         for name in ("prompt", "output", "concurrency"):
-            border.whole(f"traffic: {name}", getattr(self, name), 1, kind=ShardplanError)
+            border.whole(f"requests: {name}", getattr(self, name), 1, kind=ShardplanError)
 
     @property
     def positions(self) -> int:
