@@ -10,7 +10,7 @@ import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
-from shardplan.simulation.accuracy.subject import model_of, strategies_of, topology_of_row
+from shardplan.simulation.accuracy.subject import form_of, strategies_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit, machine_fit
@@ -51,7 +51,6 @@ def forecast(
         fit_of: By the preset of a topology the parameters of its machine.
         done: Called with every row.
     """
-    forms: dict[RowModel, ClosedForm] = {}
     groups: dict[tuple[RowModel, RowCluster], list[tuple[int, StepRow, list[Strategy]]]] = {}
     found: dict[int, Forecast] = {}
     skipped: list[tuple[str, str]] = []
@@ -63,9 +62,8 @@ def forecast(
             done(row)
     for (model, cluster), members in groups.items():
         try:
-            topology, machine = topology_of_row(cluster), fit_of(cluster.preset)
-            form = forms.setdefault(model, ClosedForm(model_of(model), topology))
-            made = _together(form.on(topology, machine.parameters), machine, members)
+            form, machine = form_of(model, cluster), fit_of(cluster.preset)
+            made = _together(form.on(form.topology, machine.parameters), machine, members)
             found |= zip((number for number, _, _ in members), made, strict=True)
         except ShardplanError as error:
             skipped += [(row.id, str(error)) for _, row, _ in members]
@@ -115,8 +113,8 @@ def spread(form: ClosedForm, columns: Configurations, machine: MachineFit) -> Fl
     """
     if not machine.names:
         return np.zeros(len(columns))
-    at = np.log(form(columns).seconds)
-    slopes = np.stack([(np.log(_moved(form, name)(columns).seconds) - at) / STEP for name in machine.names])
+    at = np.log(form.seconds(columns))
+    slopes = np.stack([(np.log(_moved(form, name).seconds(columns)) - at) / STEP for name in machine.names])
     return np.sqrt(np.maximum(np.einsum("kn,kl,ln->n", slopes, machine.covariance, slopes), 0.0))
 
 
