@@ -1,4 +1,4 @@
-"""Every number in the cost of a step that is no vendor's figure, with its origin; read from the code where it stands."""
+"""Every number in the cost of a step that is no vendor's figure, with its origin; values are read from the code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
         "FASTER": ("speed of attention kernels beside flash1", "published: arXiv 2307.08691, arXiv 2407.08608"),
-        "ODD_HEAD": ("a product along a head whose size is no multiple of 8", "chosen with a row in view"),
+        "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),
+        "BLOCK": ("heads and sequences in a block of the fused softmax", "counted: Megatron's fused_softmax.py"),
+        "APART": ("kernels, and bytes a score, of a softmax in steps", "counted: Megatron's fused_softmax.py"),
+        "IN_STEPS": ("kernels of unfused attention", "counted: its products, softmax, dropout"),
     },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
         "_GRADIENTS": ("bytes of a gradient by dtype", "definition"),
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
-        "ORDER": ("how sharply host and device bound each other", "chosen with rows in view"),
     },
     memory: {
         "SCORE": ("bytes kept of a score", "counted: arXiv 2205.05198, 4.1"),
@@ -32,13 +34,24 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "LOGIT": ("bytes of a logit at the loss", "counted: Megatron's loss, PyTorch's loss"),
     },
     forecast: {
+        "OPEN": ("deviations of the logarithms of `half` and `order`", "products (60 to 150); by hand"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
         "MEMORY_RESIDUAL": ("part by which bytes may be below what was predicted", "residuals of bytes"),
     },
 }
+# Numbers that stand in formulas, or in the presets of topologies.
+WRITTEN_OUT = (
+    ("products repeated", "simulation.closed.stages.layer_rows", 0.5, "part of a layer that torchtitan's policy repeats",
+     "published: every second product"),
+    ("layer inputs kept", "simulation.closed.memory.saved", 2.0, "values of a layer's width that its policy keeps",
+     "counted: torchtitan's policy"),
+    ("efficiency", "hardware presets, levels", "0.88 to 0.93", "part of a link's bandwidth that arrives",
+     "fitted to collectives, not to steps"),
+)  # fmt: skip
 FITTED = ("product", "stream", "launch", "collective", "network", "attention")
 BY_HAND = {
     "half": "one for all machines, from measured products",
+    "order": "one for all machines, chosen with rows in view",
     "context": "by hand where a source counts it",
     "fragmentation": "by hand where a source counts it",
 }
@@ -61,13 +74,15 @@ def number_table() -> list[dict[str, Any]]:
         for name, (what, origin) in named.items():
             rows.append({"name": name, "where": module.__name__.removeprefix("shardplan."), "value":
                          _plain(getattr(module, name)), "what": what, "origin": origin})  # fmt: skip
+    rows += [
+        {"name": name, "where": where, "value": value, "what": what, "origin": origin}
+        for name, where, value, what, origin in WRITTEN_OUT
+    ]
     return rows
 
 
 def unlisted() -> list[str]:
     """Return the names of numbers that modules have and the table has not."""
-    known = {*memory.__dict__, *stages.__dict__, *numbers.__dict__}
-    assert known
     found: list[str] = []
     for module, named in TABLE.items():
         for name, value in vars(module).items():
@@ -78,7 +93,19 @@ def unlisted() -> list[str]:
 
 
 # Numbers of no physics: places in tuples, phases, a step of a derivative, a quantile; and what other modules own.
-PLAIN = ("FORWARD", "BACKWARD", "FULL", "SELECTIVE", "FLASH1", "UNFUSED", "NORMAL_90", "STEP", "PHASES", "CODES")
+PLAIN = (
+    "FORWARD",
+    "BACKWARD",
+    "FULL",
+    "SELECTIVE",
+    "FLASH1",
+    "UNFUSED",
+    "NORMAL_90",
+    "STEP",
+    "ITEMSIZE",
+    "PHASES",
+    "CODES",
+)
 
 
 def _numeric(value: object) -> bool:

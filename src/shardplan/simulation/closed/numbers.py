@@ -27,8 +27,9 @@ LOSS_BYTES = {"unfused": (38.0, 14.0), "": (14.0, 14.0)}
 FASTER = {"flash1": 1.0, "flash2": 1.6, "cudnn": 2.2}
 # Rows of so many bytes are what tensor cores read; a product along a head of another size runs on other units.
 ALIGNED, ITEMSIZE = 16, 2
-# Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale, mask,
-# norm and narrow the scores (fused_softmax.py, `is_kernel_available`): more kernels, and bytes a score, forward and back.
+# Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale,
+# mask, norm and narrow the scores (fused_softmax.py, `is_kernel_available`): more kernels, and more bytes a score,
+# forward and back.
 BLOCK, APART = 4, ((4.0, 32.0), (4.0, 30.0))
 
 

@@ -19,6 +19,8 @@ class Parameters:
             where it is.
         half: The size at which a dim of a product takes as long again: a product of m x k by k x n takes
             1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. From products, not from steps.
+        order: How sharply a device that waits for the host, and a host that waits for the device, exclude each other:
+            with infinity the longer of both counts, with 1 their sum.
         context: Bytes that the driver and libraries hold on a device, where those are counted.
         fragmentation: How many times the bytes of what comes and goes the allocator holds, where those are counted.
     """
@@ -30,6 +32,7 @@ class Parameters:
     network: float = 0.6
     attention: float = 0.25
     half: float = 60.0
+    order: float = 3.0
     context: float = 0.0
     fragmentation: float = 1.0
 

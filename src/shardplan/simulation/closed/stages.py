@@ -30,9 +30,6 @@ _GRADIENTS: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
-# How sharply a device that waits for the host, and a host that waits for the device, exclude each other: with infinity
-# the longer of both counts, with 1 their sum.
-ORDER = 3.0
 
 
 def recipe(name: str | None) -> tuple[float, float, float, str]:
@@ -110,7 +107,7 @@ def layer_rows(
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
         busy = busy + elements * (weights + 2 * gradients) * alone / stream
-    return np.maximum((busy**ORDER + (launches * p.launch) ** ORDER) ** (1 / ORDER), gathered)
+    return np.maximum((busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order), gathered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
