@@ -99,6 +99,15 @@ class ClosedForm:
                 (out[name] if name in out else parts.setdefault(name, np.zeros(n)))[where] = values
         return PricedSteps(out["seconds"], out["peak"], out["floor"], out["least"], parts)
 
+    def seconds(self, c: Configurations) -> Floats:
+        """Return the seconds alone, [n]."""
+        out = np.zeros(len(c))
+        for reading, where, cost in self._classes(c):
+            for at, one, mine, counts in _groups(reading, c[where], cost):
+                stages = self._stages(reading, one, mine, counts)
+                out[where[at]] = _formula(one, stages)[0] + stages.after
+        return out
+
     def stages(self, c: Configurations) -> StageTimes:
         """Return what chunks take, without messages; all of `c` have one number of ranks and of chunks a rank."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])

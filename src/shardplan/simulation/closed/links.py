@@ -86,5 +86,5 @@ def _within(unit: int, axes: Group) -> Floats:
 
 
 def _rounds(size: Floats) -> Floats:
-    """How many of a collective's start-ups follow each other, one for two devices."""
-    return np.log2(np.maximum(size, 2.0))
+    """How many start-ups of a ring follow each other, one for two devices."""
+    return np.maximum(size, 2.0) - 1

@@ -15,9 +15,9 @@ Floats = np.ndarray
 # residual sums has a mask of dropout, a byte an element (arXiv 2205.05198, section 4.1).
 SCORE, MASKS = 5.0, 2.0
 # Bytes of a logit at the loss: the logits, and their softmax in f32, in whose place the gradient is written.
-# PyTorch's loss holds them in 16 bits, in f32, their softmax and its gradient; software of the days of the first fused
-# attention has its fused loss, too.
-LOGIT = {False: 6.0, True: 14.0}
+# PyTorch's loss holds them in 16 bits, in f32, and their softmax; once that is made, its gradient is in the place of
+# the second. Software of the days of the first fused attention has its fused loss, too.
+LOGIT = {False: 6.0, True: 10.0}
 FULL, SELECTIVE = (CODES["recompute"].index(name) for name in ("full", "selective"))
 FLASH1 = CODES["attention"].index("flash1")
 UNFUSED = CODES["attention"].index("unfused")
@@ -45,13 +45,18 @@ def _coming_and_going(c: Configurations, cost: LayerCost, counts: Floats) -> tup
     pipeline = int(c.columns["pipeline"][0])
     chunks = np.einsum("rc,rn->cn", counts[:-2], layers)
     ranks = chunks.reshape(-1, pipeline, len(c)).mean(axis=0)  # of a rank's chunks
-    waiting = ranks * in_flight(c)
+    waiting = ranks * in_flight(c) * _staying(c, counts)
     work = whole.max(axis=0)
     busy = np.broadcast_to(np.maximum(work, buffers(c, cost)), waiting.shape).copy()
     eager = c.columns["fsdp"] & (c.columns["attention"] != FLASH1)
     logit = np.where(eager, LOGIT[True], LOGIT[False])
     busy[-1] = np.maximum(busy[-1], cost.rows["logits"][-1] * logit)
     return waiting, busy
+
+
+def _staying(c: Configurations, counts: Floats) -> Floats:
+    """Return the part of layers whose saved values are not offloaded to the host, [n]: each rank has as large a one."""
+    return 1 - np.minimum(c.columns["offload_layers"] / counts[:-2].sum(), 1)
 
 
 def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
@@ -71,7 +76,7 @@ def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Paramete
     chunks = np.einsum("rc,rn->cn", counts[:-2], inputs).reshape(-1, pipeline, len(c)).mean(axis=0)
     busy = np.broadcast_to(whole.max(axis=0), fixed.shape).copy()
     busy[-1] = np.maximum(busy[-1], rows["logits"][-1] * LOGIT[False])
-    return (fixed + p.fragmentation * (chunks * in_flight(c) + busy)).max(axis=0) + p.context
+    return (fixed + p.fragmentation * (chunks * in_flight(c) * _staying(c, counts) + busy)).max(axis=0) + p.context
 
 
 def of_layers(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
