@@ -21,8 +21,8 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.links import LevelRates
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.inference.form import PricedRequests, RequestForm
 from shardplan.simulation.inference.answered import serving_strategy
+from shardplan.simulation.inference.form import PricedRequests, RequestForm
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching import ranges
 
@@ -149,7 +149,7 @@ def test_collectives_of_a_captured_step_start_as_links_do() -> None:
     rates = LevelRates.of(two, Parameters(collective=1.0), captured=True)
 
     def start(summed: bool, whole: bool, size: int, stride: int) -> float:
-        return rates.seconds(summed, whole, np.array([size]), np.array([stride]), np.zeros(1), Parameters()).item()
+        return rates.seconds(summed, whole, [(np.array([size]), np.array([stride]))], np.zeros(1), Parameters()).item()
 
     for times, kind in ((2, (True, True)), (1, (True, False)), (1, (False, True))):
         assert start(*kind, 8, 1) == pytest.approx(times * 7 * gpus.latency)

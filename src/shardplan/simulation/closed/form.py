@@ -102,8 +102,8 @@ class ClosedForm:
     def seconds(self, c: Configurations) -> Floats:
         """Return the seconds alone, [n]."""
         out = np.zeros(len(c))
-        for reading, where, cost in self._classes(c):
-            for at, one, mine, counts in _groups(reading, c[where], cost):
+        for reading, where, cost in self.classes(c):
+            for at, one, mine, counts in by_chunks(reading, c[where], cost):
                 stages = self._stages(reading, one, mine, counts)
                 out[where[at]] = _formula(one, stages)[0] + stages.after
         return out

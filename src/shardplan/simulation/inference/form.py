@@ -83,10 +83,10 @@ class RequestForm:
         )
         return RequestForm(prompts, tokens, requests, objective)
 
-    def on(self, topology: Topology, params: Parameters) -> RequestForm:
+    def on(self, topology: Topology, parameters: Parameters) -> RequestForm:
         """Return the form on another topology, or with other parameters; what was read stays."""
-        tokens = tuple(form.on(topology, _captured(params)) for form in self.tokens)
-        return RequestForm(self.prompts.on(topology, params), tokens, self.requests, self.objective)
+        tokens = tuple(form.on(topology, _captured(parameters)) for form in self.tokens)
+        return RequestForm(self.prompts.on(topology, parameters), tokens, self.requests, self.objective)
 
     def priced(self, c: Configurations) -> PricedRequests:
         """Price them; `microbatch` is the sequences of a group, and divides `concurrency`."""
