@@ -46,7 +46,8 @@ class LevelRates:
             entering = nbytes * (1 - inside / size) * (1.0 if summed or whole else inside / size)
             groups = unit / inside
             slowest = np.maximum(slowest, np.where(inside < size, entering * groups / rate, 0.0))
-        return np.where(size > 1, (1 + (summed and whole)) * slowest + p.collective * _rounds(size), 0.0)
+        rounds = _rounds(size) if summed or whole else np.log2(np.maximum(size, 2.0))
+        return np.where(size > 1, (1 + (summed and whole)) * slowest + p.collective * rounds, 0.0)
 
     def message(self, distance: Floats, nbytes: Floats, p: Parameters) -> Floats:
         """Return the seconds in which every device sends so many bytes to one so many ids further."""
@@ -58,5 +59,5 @@ class LevelRates:
 
 
 def _rounds(size: Floats) -> Floats:
-    """How many start-ups of a ring follow each other, one for two devices."""
+    """How many start-ups of a ring follow each other, one for two devices; those of an exchange go on together."""
     return np.maximum(size, 2.0) - 1
