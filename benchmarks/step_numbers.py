@@ -41,7 +41,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
 }
 # Numbers that stand in formulas, or in the presets of topologies.
 WRITTEN_OUT = (
-    ("products repeated", "simulation.closed.stages.layer_rows", 0.5, "of a layer that torchtitan's policy repeats",
+    ("products repeated", "simulation.closed.stages.layer_rows", 0.5, "part of a layer repeated by torchtitan's policy",
      "published: every second product"),
     ("layer inputs kept", "simulation.closed.memory.saved", 2.0, "values of a layer's width that its policy keeps",
      "counted: torchtitan's policy"),

@@ -57,7 +57,8 @@ class LevelRates:
             entering = (1 - inside / size) * (unit / inside if ring else unit / size)
             slowest = np.maximum(slowest, entering / rate)
         times = 1 + (summed and whole)
-        start = times * self._hops(axes) if self.captured else p.collective * _rounds(size)
+        rounds = _rounds(size) if ring else np.log2(np.maximum(size, 2.0))
+        start = times * self._hops(axes) if self.captured else p.collective * rounds
         return np.where(size > 1, times * slowest * nbytes + start, 0.0)
 
     def message(self, distance: Floats, nbytes: Floats, p: Parameters) -> Floats:
@@ -86,5 +87,5 @@ def _within(unit: int, axes: Group) -> Floats:
 
 
 def _rounds(size: Floats) -> Floats:
-    """How many start-ups of a ring follow each other, one for two devices."""
+    """How many start-ups of a ring follow each other, one for two devices; those of an exchange go on together."""
     return np.maximum(size, 2.0) - 1

@@ -13,7 +13,8 @@ class Parameters:
         product: The part of the peak that large matrix products reach.
         stream: The part of the memory bandwidth that kernels reach which only read and write.
         launch: Seconds after which the host issues the next kernel; a device that is done sooner waits.
-        collective: Seconds of a collective of two devices, whatever its bytes; of n devices n - 1 times as many.
+        collective: Seconds of a collective of two devices, whatever its bytes; a ring of n has n - 1 times as
+            many, an all-to-all log2 n times.
         network: The part of the bandwidth between nodes, as the topology delivers it, that a step's collectives reach.
         attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
             where it is.
