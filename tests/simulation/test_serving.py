@@ -231,8 +231,8 @@ def test_no_strategy_is_below_its_frames_floors(model: Model, objective: str) ->
     space = ServingSpace.of(model, 8, requests)
     form = RequestForm.of(model, BOX, of_machine(BOX.name), requests, objective)
     frames = np.arange(len(space.frames))
-    out = form(space.columns(frames, range(space.inside)))
-    floors = form.floors(space.columns(frames, [0]))
+    out = form(space.columns(np.repeat(frames, space.inside), 0, np.tile(np.arange(space.inside), len(frames))))
+    floors = form.floors(space.columns(frames, 0, 0))
     for got, floor in zip((out.seconds, out.peak_bytes), floors, strict=True):
         ratio = got.reshape(-1, space.inside) / floor[:, None]
         assert ratio.min() >= 1
