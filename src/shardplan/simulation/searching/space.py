@@ -32,7 +32,7 @@ class StrategySpace:
 
     >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
     >>> StrategySpace.of(model, 4, 8).count
-    1674
+    1908
     """
 
     frames: Ints  # int64 [frames, fields of FRAME]
