@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
 }
 LLAMA = Model.load("llama", kv_heads=2, **SIZES)
 MOE = Model.load("moe", kv_heads=2, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
+LARGE = Model.load("llama3-8b", precision="bf16")
 BOX = Topology.load("dgx-a100-80g", nodes=1)
 TRAFFIC = Requests(64, 16, 6)
 
@@ -225,9 +226,11 @@ def test_pruning_changes_nothing(
 
 
 @pytest.mark.parametrize("objective", ["latency", "tokens"])
-@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["llama", "moe"])
-def test_no_strategy_is_below_its_frames_floors(model: Model, objective: str) -> None:
-    requests = Requests(64, 16, 12)
+@pytest.mark.parametrize(
+    ("model", "requests"), [(LLAMA, Requests(64, 16, 12)), (MOE, Requests(64, 16, 12)), (LARGE, Requests(2048, 8, 12))],
+    ids=["llama", "moe", "large"],
+)  # fmt: skip
+def test_no_strategy_is_below_its_frames_floors(model: Model, requests: Requests, objective: str) -> None:
     space = ServingSpace.of(model, 8, requests)
     form = RequestForm.of(model, BOX, of_machine(BOX.name), requests, objective)
     frames = np.arange(len(space.frames))

@@ -34,7 +34,7 @@ def simulate_requests(
 
     Raises `ShardplanError` for what does not fit together, and for a strategy of training alone.
 
-    >>> model = Model.load("llama", layers=4, hidden=256, heads=4, seq=128, vocab=1000, dtype="bf16")
+    >>> model = Model.load("gpt2", precision="bf16")
     >>> box = Topology.load("dgx-a100-80g", nodes=1)
     >>> line = simulate_requests(model, Strategy(tensor=4, data=2, microbatch=4), box, Requests(128, 32, 4))
     >>> [one.name for one in line.intervals]

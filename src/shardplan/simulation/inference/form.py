@@ -56,7 +56,7 @@ class RequestForm:
     no host starts their kernels, and their collectives start as fast as links do. Those of prompts are not.
 
     >>> from shardplan.strategy.strategy import Strategy
-    >>> model = Model.load("llama", layers=4, hidden=256, heads=4, seq=128, vocab=1000, dtype="bf16")
+    >>> model = Model.load("gpt2", precision="bf16")
     >>> topology = Topology.load("dgx-a100-80g", nodes=1)
     >>> form = RequestForm.of(model, topology, Parameters(), Requests(128, 32, 4))
     >>> out = form.priced(Configurations.of([Strategy(tensor=4, data=2, microbatch=4, global_batch=8)]))

@@ -28,7 +28,7 @@ class ServingSpace:
 
     >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
     >>> ServingSpace.of(model, 4, Requests(8, 4, 6)).count
-    36
+    56
     """
 
     frames: Ints  # int64 [frames, fields of FRAME]
