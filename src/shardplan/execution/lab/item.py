@@ -14,7 +14,6 @@ from shardplan.execution.record import NativeCall, StepSpan
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.script import Script
 from shardplan.simulation.scripts import Engine
-from shardplan.strategy.partition.job import Job
 
 
 class WrongResult(BackendError):
@@ -56,7 +55,7 @@ class Item:
     names: tuple[str, ...]  # of the steps, for messages
     program: str = ""  # its text; empty for what is none
     script: Script | None = None
-    job: Job | None = None  # whose compute is slept, as the devices of `topology` need
+    job: bytes = b""  # packed; its compute is slept as the devices of `topology` need
     topology: Topology | None = None
 
 

@@ -27,6 +27,7 @@ from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
+from shardplan.execution.lab.packed import unpacked
 from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
@@ -95,9 +96,9 @@ class Worker:
         """Bind an item."""
         device = next((d for d, r in item.ranks.items() if r == self.rank), None)
         found = Loaded(item, device)
-        if item.job is not None and item.topology is not None:
-            algorithm = algorithm_of(item.engine)
-            found.bound = None if device is None else SleptStep(item.job, item.topology, self.timeout, algorithm)
+        if item.topology is not None:
+            job, algorithm = unpacked(item.job), algorithm_of(item.engine)
+            found.bound = None if device is None else SleptStep(job, item.topology, self.timeout, algorithm)
         elif item.script is not None:
             found.bound = None if device is None else Replay(item.script, device)
         else:

@@ -10,13 +10,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab.item import Item, Run
 from shardplan.execution.lab.measurement import Repetition, repetition_of, variation
+from shardplan.execution.lab.packed import packed
 from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
@@ -110,9 +110,7 @@ def _item(title: str, job: Job, topology: Topology, lab: Lab) -> Item:
     devices = parts(job).devices
     if max(devices) >= lab.cluster.ranks:
         raise BackendError(f"{title}: device {max(devices)}; legal are ranks, 0 to {lab.cluster.ranks - 1}")
-    nothing: Any = None  # what ranks do not look at: how the strategy was settled
-    bare = replace(job, movements={}, settled=nothing)
-    return Item(title, lab.engine, {d: d for d in devices}, (), job=bare, topology=topology)
+    return Item(title, lab.engine, {d: d for d in devices}, (), job=packed(job), topology=topology)
 
 
 def _once(lab: Lab, key: int, title: str) -> tuple[Run, int]:
