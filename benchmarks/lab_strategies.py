@@ -41,10 +41,12 @@ from shardplan.strategy.partition.partition import partition
 from shardplan.strategy.strategy import Strategy
 
 SEED = 20260729
-SIZES, RATES = "2x4", (100.0, 400.0)  # ranks, and Mbit/s, outermost first
-DEVICE = DeviceSpec(flops=(("*", 3e9),), memory_bandwidth=1e9)
-MODEL: dict[str, Any] = {"layers": 4, "hidden": 128, "heads": 8, "seq": 64, "vocab": 512, "optimizer": "adamw"}
+SIZES, RATES = "2x4", (8.0, 32.0)  # ranks, and Mbit/s, outermost first
+BUCKET = 2**12  # bytes that a link lets pass at once after a pause: a fraction of a message
+DEVICE = DeviceSpec(flops=(("*", 1.5e8),), memory_bandwidth=7.5e7)
+MODEL: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "seq": 64, "vocab": 256, "optimizer": "adamw"}
 BATCH = 16  # sequences of a step
+JOINED = 1e6  # bytes up to which gradients and parameters move together: some hundred messages a step, not thousands
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1")
 MOST = 2  # microbatches a stage: of many small ones this machine would time its own interpreter
 TAU, REGRET, SHARE = 0.8, 5.0, 1 / 3  # the bars: tau, percent, and the part of exposed communication in half of them
@@ -103,7 +105,7 @@ def drawn(count: int, topology: Topology, seed: int = SEED) -> tuple[list[Drawn]
             break
         tally["drawn"] += 1
         try:
-            strategy = Strategy(global_batch=BATCH, **fields)
+            strategy = Strategy(global_batch=BATCH, bucket=JOINED, **fields)
             job = partition(model, strategy, topology)
         except ShardplanError:
             tally["refused"] += 1
@@ -200,7 +202,7 @@ def main() -> None:
     given = parser.parse_args()
     if lacking := missing():
         raise SystemExit(lacking)
-    cluster = Cluster.of(SIZES, RATES)
+    cluster = replace(Cluster.of(SIZES, RATES), bucket=BUCKET)
     topology = replace(emulated(cluster.topology), device=DEVICE)
     chosen, tally = drawn(given.count, topology)
     guesses = [predicted(one.job, topology) for one in chosen]
@@ -225,9 +227,11 @@ def main() -> None:
     keys = list(main_score)
     print(table(["prediction", *keys], [[way, *(s[k] for k in keys)] for way, s in scores.items()]))
     print(f"exposed communication of a third and more: {exposed} of {len(rows)}; {holds}; {took:.0f} s")
-    parameters = {"seed": SEED, "count": given.count, "repetitions": given.repetitions, "run": given.number,
-                  "cluster": SIZES, "rates": RATES, "flops": DEVICE.flops, "memory bandwidth": DEVICE.memory_bandwidth,
-                  "model": MODEL, "global batch": BATCH, "draws": tally}  # fmt: skip
+    parameters = {
+        "seed": SEED, "count": given.count, "repetitions": given.repetitions, "run": given.number, "cluster": SIZES,
+        "rates": RATES, "bucket of links": BUCKET, "flops": DEVICE.flops, "memory bandwidth": DEVICE.memory_bandwidth,
+        "model": MODEL, "global batch": BATCH, "bucket of strategies": JOINED, "draws": tally,
+    }  # fmt: skip
     result = {"scores": scores, "holds": holds, "exposed a third and more": exposed, "strategies": len(rows),
               "load": found[0].load, "rows": rows}  # fmt: skip
     write(given.out, record(parameters, result))
