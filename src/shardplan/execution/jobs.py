@@ -28,10 +28,10 @@ from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.job_arrays import batch_dim
-from shardplan.execution.job_order import Action, order, way
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
+from shardplan.strategy.partition.job_order import Action, order, way
 from shardplan.strategy.partition.programs import NEXT, TOTAL
 from shardplan.strategy.schedules.action import RECEIVES, SENDS
 
