@@ -3,9 +3,11 @@
 It stands on the engine: an op of compute is a task of each device, a collective one of each of its groups, any other
 movement one for all that take part; a task starts when all before it on its streams, what it reads, and its host's
 issue are done. With `shared`, transfers load the resources of the fabric by max-min fairness, whatever stage or stream
-they are of; without, each takes its price. Where messages are met (`rendezvous`), one begins once its receiver has done
-all before it, which then waits for it; and a rank waits for what it sent once it stands, in the order in which one
-process may run all actions, behind the action that takes it. What is folded is held against this.
+they are of; without, each takes its price. What is folded is held against this.
+
+Where messages are met (`rendezvous`), one begins once its receiver has done all before the action that takes it, and
+waits for it. A rank that stands, in the order in which one process may run all actions, behind the action that takes
+what it sent, waits until that has begun; the rest is in a buffer. Behind the last action both ends wait to the end.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ class _Every:
         self.begun: dict[tuple[int, int], int] = {}  # by message and microbatch the task with which it begins
         self.away: list[list[tuple[int, int]]] = [
             [] for _ in laid.rows
-        ]  # sent: where in the order it is taken, its end
+        ]  # sent: where in the order it is taken, its begin
         self.places = {(s, passes(kind), k): at for at, (s, kind, k) in enumerate(order(laid.job))}
         self.log: list[list[tuple[tuple[int, str, int], _TaskRun, Waits, list[tuple[int, int]]]]] = [
             [] for _ in laid.rows
@@ -271,13 +273,13 @@ class _Every:
         return tuple(wait for name, waits in self.free[r].items() if name != HOST for wait in waits)
 
     def _meet(self, r: int, numbers: Sequence[int], k: int, place: int) -> None:
-        """Let a rank that has come to a place of the order wait for what it sent to places before, and for messages.
+        """Let a rank that has come to a place of the order wait until what it sent to earlier ones has begun.
 
-        Each message begins once it is made, and the rank has come to it behind the one before it.
+        Then it waits for messages: each begins once it is made, and the rank has come to it behind the one before.
         """
-        ends = [end for taken, end in self.away[r] if taken < place]
-        self.away[r] = [(taken, end) for taken, end in self.away[r] if taken >= place]
-        self._behind(r, ends)
+        begins = [begin for taken, begin in self.away[r] if taken < place]
+        self.away[r] = [(taken, begin) for taken, begin in self.away[r] if taken >= place]
+        self._behind(r, begins)
         for number in sorted(n for n in numbers if self.laid.messages[n].seconds):
             self.tasks.after(self.begun[number, k], _tasks(self._all(r)))
             self._behind(r, _tasks(self.mail[number, k]))
@@ -305,7 +307,7 @@ class _Every:
         (source, _), (target, _) = m.transfer.source, m.transfer.target
         if m.seconds and k >= 0:
             taken = self.places[target, passes(m.transfer.kind), k]
-            self.away[self.laid.job.schedule.owners[source]].append((taken, last))
+            self.away[self.laid.job.schedule.owners[source]].append((taken, gate))
         self.mail[number, k] = (np.full(len(self.devices[target]), last),)
         return gate, last
 
