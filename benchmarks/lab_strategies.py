@@ -1,18 +1,18 @@
 """Strategies of a training step on real links: compute slept, messages real, and what the simulation said of each.
 
-`python -m benchmarks.lab_strategies [--count 16] [--repetitions 5] [--number 2]`, about twelve minutes. Runs on Linux with
-the privileges that `shardplan lab` needs. A small GPT is trained on 2 nodes of 4 ranks; the strategies are drawn by
-`SEED` from those of 8 devices (`drawn`), without a look at what they take. Every rank sleeps the seconds that an op of
-compute takes on a device of `DEVICE`; collectives and messages between stages go over shaped links of `RATES`. These
+`python -m benchmarks.lab_strategies [--count 16] [--repetitions 5] [--number 2]`, about twelve minutes. Runs on Linux
+with the privileges that `shardplan lab` needs. A small GPT is trained on 2 nodes of 4 ranks; the strategies are drawn
+by `SEED` from those of 8 devices (`drawn`), without a look at what they take. Every rank sleeps the seconds that an op
+of compute takes on a device of `DEVICE`; collectives and messages between stages go over shaped links of `RATES`. These
 numbers, and those of the lab (latency, payload's share), were committed before the first prediction; `--number` says
 the how manieth run of the whole this is.
 
 The prediction is `sp.simulate` of the job, op by op, on that topology: one stream a device, since ranks of the lab wait
 for each collective (`overlap=False`), links shared by all that is under way (`contention=True`), and messages between
 stages that gloo sends once their receiver waits for them (`rendezvous=True`). Beside it stand the same without
-rendezvous, without contention too, and the default, which has streams for collectives. Reported: Kendall's tau and the regret
-of the predicted best over all strategies, errors, and by strategy what part of the measured step communication has
-added to what compute and schedule take alone.
+rendezvous, without contention too, and the default, which has streams for collectives. Reported: Kendall's tau and the
+regret of the predicted best over all strategies, errors, and by strategy what part of the measured step communication
+has added to what compute and schedule take alone.
 """
 
 from __future__ import annotations
