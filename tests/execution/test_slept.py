@@ -1,0 +1,65 @@
+"""Steps whose compute is slept: the seconds of the device that is not there, and the messages of a real step."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from execution.slept_cases import CASES, TOPOLOGY, job_of
+from execution.torch_launch import printed
+from shardplan.errors import BackendError
+from shardplan.execution.torch.slept import DeviceClock, SleptStep
+from shardplan.simulation.jobs.job_timeline import simulate_job
+from shardplan.simulation.jobs.timing import COMPUTE
+
+HERE = Path(__file__).parent
+HOST = 1.0  # seconds that the hosts of two ranks may take beside a step, on a machine that others use
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict[str, Any]]]:
+    """What both ranks found, by case."""
+    return printed(2, HERE / "slept_child.py")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_takes_what_its_device_would(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """The seconds that each rank slept are those that are predicted of its ops; the step takes as long, or longer."""
+    line = simulate_job(job_of(name), TOPOLOGY, overlap=False, contention=True)
+    ranks = len(line.swept.ranks)
+    for rank, row in enumerate(found[name]):
+        spans = [op for (r, _), ops in line.opened.spans.items() if r == rank % ranks for op in ops]
+        computed = sum(s.op.cost.seconds for s in spans if s.op.cost.stream == COMPUTE)
+        # Of one whose messages go beside kernels, what the prediction has of it is the longer of the two.
+        assert row["busy"] == pytest.approx(computed, rel=0.01 if name == "ring attention" else 1e-9)
+        assert 0.05 < row["busy"] <= row["took"] < line.seconds + HOST
+    assert max(row["took"] for row in found[name]) > 0.95 * line.seconds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_messages_are_those_of_a_real_step(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    assert all(row["received"] == row["really"] > 0 for row in found[name])
+
+
+def test_a_clock_takes_work_ahead() -> None:
+    """The host is back at once, and sleeps only where it is asked to; what it does meanwhile is not added."""
+    clock = DeviceClock()
+    before = time.monotonic()
+    clock.give(0.05)
+    clock.give(0.05)
+    time.sleep(0.05)
+    clock.reach()
+    took = time.monotonic() - before
+    assert clock.busy == pytest.approx(0.1)
+    assert 0.1 <= took < 0.145 + HOST
+    clock.reach()  # it is done: nothing to wait for
+    clock.give(0.01)
+    assert clock.until > time.monotonic()
+
+
+def test_a_step_begins_with_ready() -> None:
+    with pytest.raises(BackendError, match="is not ready on this rank; call ready"):
+        SleptStep(job_of("data"), TOPOLOGY, 1.0).go()
