@@ -34,7 +34,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "LOGIT": ("bytes of a logit at the loss", "counted: Megatron's loss, PyTorch's loss"),
     },
     forecast: {
-        "OPEN": ("deviations of the logarithms of `half` and `order`", "products (60 to 150); by hand"),
+        "OPEN": ("deviations of the logarithms of `half` and `order`", "by hand, with held-out coverage in view"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
         "MEMORY_RESIDUAL": ("part by which bytes may be below what was predicted", "residuals of bytes"),
     },
@@ -50,10 +50,10 @@ WRITTEN_OUT = (
 )  # fmt: skip
 FITTED = ("product", "stream", "launch", "collective", "network", "attention")
 BY_HAND = {
-    "half": "one for all machines, from measured products",
+    "half": "one for all machines, by hand; products alone say 86 to 150",
     "order": "one for all machines, chosen with rows in view",
-    "context": "by hand where a source counts it",
-    "fragmentation": "by hand where a source counts it",
+    "context": "by hand, fitted to all rows that count bytes",
+    "fragmentation": "by hand, fitted to all rows that count bytes",
 }
 
 

@@ -19,7 +19,7 @@ from shardplan.strategy.strategy import Strategy
 Floats = np.ndarray
 # Of the logarithm of a prediction, what no parameter explains: one number for every machine and source.
 RESIDUAL = 0.05
-# Deviations of the logarithms of parameters that all machines have alike: products alone say 60 to 150 of `half`.
+# Deviations of the logarithms of parameters that all machines have alike: products alone say 86 to 150 of `half`.
 OPEN = {"half": 0.7, "order": 0.35}
 MEMORY_RESIDUAL = 0.1  # nine predictions in ten of bytes are off by less: what is not, does not fit
 NORMAL_90 = 1.645  # half of a normal distribution's 90 %

@@ -19,7 +19,7 @@ class Parameters:
         attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
             where it is.
         half: The size at which a dim of a product takes as long again: a product of m x k by k x n takes
-            1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. From products, not from steps.
+            1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. By hand: products say 86 to 150.
         order: How sharply a device that waits for the host, and a host that waits for the device, exclude each other:
             with infinity the longer of both counts, with 1 their sum.
         context: Bytes that the driver and libraries hold on a device, where those are counted.
