@@ -49,7 +49,7 @@ class StrategySpace:
     >>> StrategySpace.of(model, 4, 8).count
     1908
     >>> StrategySpace.of(model, 4, 8, placements=True).count
-    3186
+    3348
     """
 
     frames: Ints  # int64 [frames, fields of FRAME]

@@ -16,7 +16,7 @@ def fitted(model: Model, strategy: Strategy) -> Model:
     if kept and strategy.microbatches > 1:
         raise LayoutError(
             f"strategy: microbatches={strategy.microbatches} of a model that keeps {kept[0]} of its sequences from run "
-            f"to run, and that microbatches would share; legal is one, as microbatch={strategy.global_batch} with data=1"
+            f"to run, and that microbatches would share; legal is one, as of microbatch={strategy.global_batch}"
         )
     sizes = {
         n
