@@ -4,14 +4,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
+from torch import device
+
 from execution.slept_cases import CASES, TOPOLOGY, job_of
 from execution.torch_launch import printed
+from shardplan.core.pattern import AtOnce, InTurn, Local, StepPattern, Work
 from shardplan.errors import BackendError
-from shardplan.execution.torch.slept import DeviceClock, SleptStep
+from shardplan.execution.rank_rounds import RankKernel
+from shardplan.execution.torch.slept import DeviceClock, SleptStep, _slept, worked
+from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.jobs.timing import COMPUTE
 
@@ -35,6 +41,7 @@ def test_a_step_takes_what_its_device_would(name: str, found: dict[str, list[dic
         computed = sum(s.op.cost.seconds for s in spans if s.op.cost.stream == COMPUTE)
         # Of one whose messages go beside kernels, what the prediction has of it is the longer of the two.
         assert row["busy"] == pytest.approx(computed, rel=0.01 if name == "ring attention" else 1e-9)
+        assert row["early"] <= 0
         assert 0.05 < row["busy"] <= row["took"] < line.seconds + HOST
     assert max(row["took"] for row in found[name]) > 0.95 * line.seconds
 
@@ -63,3 +70,31 @@ def test_a_clock_takes_work_ahead() -> None:
 def test_a_step_begins_with_ready() -> None:
     with pytest.raises(BackendError, match="is not ready on this rank; call ready"):
         SleptStep(job_of("data"), TOPOLOGY, 1.0).go()
+
+
+def test_a_step_ends_when_its_device_does() -> None:
+    """Also where the last that it was given is behind its last message; and it counts what this step gave alone."""
+    step = SleptStep(job_of("data"), TOPOLOGY, 1.0)
+
+    class Run:
+        def actions(self) -> None:
+            step.clock.give(0.05)
+
+    for _ in range(2):
+        step._run = Run()  # type: ignore[assignment]
+        step.go()
+        assert time.monotonic() >= step.clock.until > 0
+        assert step.clock.busy == pytest.approx(0.05)
+
+
+def test_what_is_computed_between_messages_is_slept_there() -> None:
+    clock, nothing = DeviceClock(), RankKernel(lambda *_: [], (), (), ())
+    before = time.monotonic()
+    _slept(clock, 0.03, {}, nothing, device("cpu"))
+    assert time.monotonic() - before >= 0.03 == clock.busy
+
+
+def test_the_kernels_of_a_pattern_follow_each_other() -> None:
+    fabric, work = Fabric(TOPOLOGY), Work(2e6, "f32", 0.0)
+    one, none = StepPattern(work, np.arange(2)), StepPattern(Local(1e9), np.arange(2))
+    assert worked(InTurn(3, (one, StepPattern(AtOnce((one, none)), np.arange(2)))), fabric) == pytest.approx(6.0)

@@ -14,13 +14,20 @@ from shardplan.simulation.jobs.opened import MessagePlace
 from shardplan.strategy.partition.job_order import order, way
 from simulation.jobs.job_cases import SIZES, job
 
-NAMES = ["1f1b", "tensor", "interleaved", "zb-h1", "dualpipe", "gpipe", "looped"]
+GATHERED = "gathered"  # actions begin with parameters, which read no message
+NAMES = ["1f1b", "tensor", "interleaved", "zb-h1", "dualpipe", "gpipe", "looped", GATHERED]
 # Messages take about as long as actions.
 SLOW = Topology(
     "2x4",
     (Level("node", 2, "switch", 1e7, 1e-6), Level("gpu", 4, "switch", 2e7, 1e-7)),
     DeviceSpec((("*", 1e11),), memory_bandwidth=1e10),
 )
+
+
+def made(name: str) -> sp.Job:
+    if name != GATHERED:
+        return job(name)
+    return sp.partition(sp.Model.load("gpt", **SIZES), sp.Strategy(data=2, pipeline=2, fsdp=True, global_batch=8))
 
 
 def met(found: sp.Job, contention: bool = True) -> JobTimeline:
@@ -31,7 +38,8 @@ def met(found: sp.Job, contention: bool = True) -> JobTimeline:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_message_begins_when_both_are_there(name: str, contention: bool) -> None:
     """Its receiver has done all before, and waits; its sender goes past the action that takes it only behind that."""
-    found, line = job(name), met(job(name), contention)
+    found = made(name)
+    line = met(found, contention)
     before = simulate_job(found, SLOW, overlap=False, contention=contention, fold=False)
     # On shared links a message that goes later may leave a collective more of them.
     assert (0.9 if contention else 1 - 1e-9) * before.seconds <= line.seconds < np.inf
