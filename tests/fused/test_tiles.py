@@ -190,9 +190,9 @@ def test_the_judge_knows_right_from_wrong() -> None:
 
 def test_the_checker_agrees_with_every_interleaving() -> None:
     """The full count is `benchmarks.tile_mutants`."""
-    found = tally(0, 64, 64)
+    found = tally(0, 40, 40)
     assert found.keys() == {*KINDS, RIGHT}
-    assert sum(c["wrong"] for c in found.values()) == 64 <= sum(c["right"] for c in found.values())
+    assert sum(c["wrong"] for c in found.values()) == 40 <= sum(c["right"] for c in found.values())
     assert {kind: (c["missed"], c["rejected"]) for kind, c in found.items()} == dict.fromkeys(found, (0, 0))
 
 
