@@ -44,7 +44,7 @@ def wrapped(count: int) -> int:
     return (count + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-class Header:
+class HeapHeader:
     """The words of all heaps that one rank sees: `parts[r]` begins rank r's memory, uint8 [size]."""
 
     def __init__(self, parts: Sequence[np.ndarray], rank: int, peers: Sequence[Peer]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.errors import BackendError, optional, shown
 from shardplan.fused.heap.failures import HeapMismatch
-from shardplan.fused.heap.header import LINE, Header, Words
+from shardplan.fused.heap.header import LINE, HeapHeader, Words
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import ALIGN, SEGMENTS, Segment, sweep
 
@@ -95,9 +95,9 @@ class SymmetricHeap:
     def __init__(self, memory: Sequence[np.ndarray], rank: int, peers: Sequence[Peer], name: str) -> None:
         """Stand on memory that all have mapped; see `create`."""
         self.memory, self.rank, self.ranks, self.name = list(memory), rank, len(memory), name
-        self.header = Header(self.memory, rank, peers)
+        self.header = HeapHeader(self.memory, rank, peers)
         self.nbytes = len(memory[rank])
-        self.used = Header.size(self.ranks)
+        self.used = HeapHeader.size(self.ranks)
         self.log = hashlib.sha256()
         self.closed = False
         self._exchange: GatherBytes | None = None
@@ -124,7 +124,7 @@ class SymmetricHeap:
         try:  # one that fails tells the others instead of leaving them to wait
             # Room for the header of any number of ranks comes on top, once that number is known.
             ranks = len(exchange(asked.encode()))
-            segment = SEGMENTS[backend](-(-nbytes // ALIGN) * ALIGN + Header.size(ranks), name)
+            segment = SEGMENTS[backend](-(-nbytes // ALIGN) * ALIGN + HeapHeader.size(ranks), name)
             mine = f"{segment.token}\n{peer.pid}\n{peer.started}\n{asked}"
         except BackendError as error:
             segment, wrong, mine = None, error, ""
@@ -217,14 +217,14 @@ class SymmetricHeap:
         self._exchange(b"reset")
         self.memory[self.rank][:] = 0
         self.header.clear()
-        self.used, self.log = Header.size(self.ranks), hashlib.sha256()
+        self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
         self.resets += 1
         self._exchange(b"cleared")
 
     def close(self) -> None:
         """Let go of the memory; of a view that somebody still holds, when that goes."""
         if not self.closed and self._close is not None:
-            self.memory, self.header = [], Header([np.zeros(Header.size(1), np.uint8)], 0, [Peer.me()])
+            self.memory, self.header = [], HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()])
             self._close()
         self.closed = True
 
