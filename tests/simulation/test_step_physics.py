@@ -47,7 +47,7 @@ def test_a_ring_starts_once_for_each_it_passes_and_an_exchange_for_all_together(
     p = Parameters(collective=1.0)
     rates, size = LevelRates.of(BOX, p), np.array([2.0, 4.0, 8.0])
     for summed, whole, want in ((True, True, [1, 3, 7]), (False, True, [1, 3, 7]), (False, False, [1, 2, 3])):
-        found = rates.seconds(summed, whole, size, np.ones(3), np.zeros(3), p)
+        found = rates.seconds(summed, whole, [(size, np.ones(3))], np.zeros(3), p)
         assert found.tolist() == pytest.approx(want)
 
 
