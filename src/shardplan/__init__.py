@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from shardplan.movement.reductions.reduce import reduce
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
+    from shardplan.simulation.inference.requests import Requests
     from shardplan.simulation.searching.search import search
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.timeline import Timeline
@@ -79,6 +80,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "Requests",
     "Schedule",
     "ScheduleError",
     "ShardplanError",
@@ -124,6 +126,7 @@ _ROOMS = {
     "movement.reductions.enumeration": ("reductions",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
+    "simulation.inference.requests": ("Requests",),
     "simulation.searching.search": ("search",),
     "simulation.simulate": ("simulate",),
     "simulation.timeline": ("Timeline",),

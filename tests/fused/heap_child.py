@@ -89,11 +89,11 @@ def late(rank: int, exchange: Exchange) -> Any:
     """The last rank comes to no barrier: one waits for it in vain and has the others fail, too."""
     with SymmetricHeap.create(BYTES, "shm", exchange, "late") as heap:
         if rank == heap.ranks - 1:
-            time.sleep(0.6)
+            time.sleep(4.0)
             return told(heap.barrier)
         started = time.monotonic()
         said = told(lambda: heap.barrier(0.3 if rank == 0 else 20.0))
-        return said, time.monotonic() - started < 0.55
+        return said, time.monotonic() - started < 3.5
 
 
 def failing(rank: int, exchange: Exchange) -> Any:
@@ -107,7 +107,7 @@ def failing(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(BYTES, "shm", exchange, "failing") as heap:
         started = time.monotonic()
         said = told(lambda: heap.barrier(20.0))
-        return said, time.monotonic() - started < 1.0
+        return said, time.monotonic() - started < 15.0
 
 
 def killed(rank: int, exchange: Exchange) -> Any:
@@ -117,7 +117,7 @@ def killed(rank: int, exchange: Exchange) -> Any:
             os.kill(os.getpid(), signal.SIGKILL if heap.ranks == 2 else signal.SIGTERM)
         started = time.monotonic()
         said = told(lambda: heap.barrier(20.0)).replace(str(heap.header.peers[1].pid), "PID")
-        return said, time.monotonic() - started < 1.0
+        return said, time.monotonic() - started < 15.0
 
 
 def again(rank: int, exchange: Exchange) -> Any:

@@ -220,6 +220,7 @@ class SymmetricHeap:
         self.header.clear()
         self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
         self.kept.clear()
+        self.resets += 1
         self._exchange(b"cleared")
 
     def close(self) -> None:
