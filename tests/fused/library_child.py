@@ -74,7 +74,7 @@ def cases(
         tables = (torch.randn(7, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True))
         return (*tables, torch.randint(0, 5, (n,)), offsets, torch.rand(n, requires_grad=True))
 
-    ops = fused.library()
+    ops = fused.torch_ops()
     return [
         ("gemm rows", Gemm(group, 0), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, c, group, "gelu", 0))),
         ("gemm columns", Gemm(group, 1), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, None, group, "none", 1))),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         embedding_bag_all_to_all,
         gemm_all_to_all,
         gemv_all_reduce,
-        library,
+        torch_ops,
     )
     from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
     from shardplan.fused.tiles.schedule import TileSchedule
@@ -49,7 +49,7 @@ __all__ = [
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
     "gemv_all_reduce",
-    "library",
+    "torch_ops",
     "unbind",
 ]
 
@@ -57,7 +57,7 @@ _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
     "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
     "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
-    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce", "library"),
+    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce", "torch_ops"),
     "tiles.events": ("TileProtocol", "TileScheduleError"),
     "tiles.schedule": ("TileSchedule",),
     "tiles.shapes": ("BlockShape", "RowShape"),

@@ -81,12 +81,12 @@ def gemm_all_to_all(
     See `operators.gemm.forward`. With `scatter` 1 ranks of different rows say so in `recv_splits`.
     """
     splits = (_ints(send_splits), _ints(recv_splits))
-    return library().gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
+    return torch_ops().gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
 
 
 def gemv_all_reduce(a: torch.Tensor, x: torch.Tensor, *, group: str, algorithm: str = "auto") -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], the same bits on each: `operators.gemv`."""
-    return library().gemv_all_reduce(a, x, group, algorithm)
+    return torch_ops().gemv_all_reduce(a, x, group, algorithm)
 
 
 def embedding_bag_all_to_all(
@@ -111,7 +111,7 @@ def embedding_bag_all_to_all(
     counts = [len(weights)] * ranks if table_counts is None else [int(n) for n in table_counts]
     if batch_splits is None:
         batch_splits = even((offsets.shape[0] - 1) // len(weights), ranks)
-    op = library().embedding_bag_all_to_all
+    op = torch_ops().embedding_bag_all_to_all
     return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits))
 
 
@@ -120,7 +120,7 @@ def _ints(sizes: Sequence[int] | None) -> list[int] | None:
 
 
 @cache
-def library() -> Any:
+def torch_ops() -> Any:
     """Return `torch.ops.shardplan`, with the operators registered."""
     torch = optional("torch", "torch")
     _gemm(torch)
@@ -266,7 +266,7 @@ def _bags(torch: Any) -> None:
     def gradient(ctx: Any, g: Any) -> Any:
         *tables, ids, offsets, scale = ctx.saved_tensors
         *found, each = op_back(g, tables, ids, offsets, scale, *ctx.rest)
-        group, mode, counts, splits = ctx.rest
+        _, _, counts, splits = ctx.rest
         nothing = [None] * len(counts), [None] * len(splits)
         return found, None, None, None if scale is None else each, None, None, *nothing
 
