@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -11,7 +9,7 @@ from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, turn
 
 
 @triton.jit
-def bag_rows(tables: Any, number: Any, like: Any, aligned: tl.constexpr) -> Any:
+def bag_rows(tables, number, like, aligned: tl.constexpr):
     """Return a pointer to a table, whose addresses are int64 [tables]."""
     found = tl.load(tables + number).to(tl.pointer_type(like.dtype.element_ty))
     if aligned:
@@ -21,26 +19,26 @@ def bag_rows(tables: Any, number: Any, like: Any, aligned: tl.constexpr) -> Any:
 
 @triton.jit(do_not_specialize=["rank0", "polls", "state"])
 def embedding_kernel(
-    table: Any,
-    rows: Any,
-    begin: Any,
-    state: Any,
-    rank0: Any,
-    polls: Any,
-    like: Any,
-    tables: Any,
-    indices: Any,
-    offsets: Any,
-    scale: Any,
-    dim: Any,
-    batch: Any,
+    table,
+    rows,
+    begin,
+    state,
+    rank0,
+    polls,
+    like,
+    tables,
+    indices,
+    offsets,
+    scale,
+    dim,
+    batch,
     programs: tl.constexpr,
     block_b: tl.constexpr,
     block_d: tl.constexpr,
     weighted: tl.constexpr,
     mean: tl.constexpr,
     aligned: tl.constexpr,
-) -> None:
+):
     """Compute the tiles of a program: bags of all tables of its rank for some of the batch, table by table.
 
     `like` [1] has the tables' dtype. A PUT says bags (5, 6) of the batch, the rank's first table (7) and the number of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -13,7 +11,7 @@ NONE, RELU, GELU, SILU = (tl.constexpr(k) for k in range(4))
 
 
 @triton.jit
-def activate(z: Any, activation: tl.constexpr) -> Any:
+def activate(z, activation: tl.constexpr):
     """Return an activation of f32: 0 none, 1 relu, 2 gelu by erf, 3 silu."""
     if activation == RELU:
         z = tl.maximum(z, 0.0)
@@ -26,17 +24,17 @@ def activate(z: Any, activation: tl.constexpr) -> Any:
 
 @triton.jit(do_not_specialize=["rank0", "polls", "state"])
 def gemm_kernel(
-    table: Any,
-    rows: Any,
-    begin: Any,
-    state: Any,
-    rank0: Any,
-    polls: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    depth: Any,
-    columns: Any,
+    table,
+    rows,
+    begin,
+    state,
+    rank0,
+    polls,
+    a,
+    b,
+    bias,
+    depth,
+    columns,
     programs: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -44,7 +42,7 @@ def gemm_kernel(
     biased: tl.constexpr,
     activation: tl.constexpr,
     aligned: tl.constexpr,
-) -> None:
+):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
     Of ranks in one launch, b and bias lie one after another. A PUT says rows (5, 6) and columns (7, 8) of the own
@@ -58,13 +56,14 @@ def gemm_kernel(
         row = rows + k * WIDE
         if tl.load(row) == PUT:
             m0, n0 = tl.load(row + 5), tl.load(row + 7)
-            left, length = tl.load(row + 10), tl.load(row + 11)
-            if aligned:
-                n0, left, length = tl.multiple_of(n0, 16), tl.multiple_of(left, 16), tl.multiple_of(length, 16)
+            n1, left, length = tl.load(row + 8), tl.load(row + 10), tl.load(row + 11)
+            if aligned:  # said here: what a function is told of its arguments is lost
+                n0, n1 = tl.multiple_of(n0, 16), tl.multiple_of(n1, 16)
+                left, length = tl.multiple_of(left, 16), tl.multiple_of(length, 16)
             m = m0 + tl.arange(0, block_m)
             n = n0 + tl.arange(0, block_n)
             z = tl.zeros((block_m, block_n), tl.float32)
-            inside_m, inside_n = m < tl.load(row + 6), n < _end(tl.load(row + 8), aligned)
+            inside_m, inside_n = m < tl.load(row + 6), n < n1
             a_at = a + m[:, None] * depth
             b_at = b + n[None, :]
             for k0 in range(0, depth, block_k):
@@ -86,10 +85,3 @@ def gemm_kernel(
         else:
             ok = turn(table, row, state, rank, epoch, polls)
         k += 1
-
-
-@triton.jit
-def _end(n: Any, aligned: tl.constexpr) -> Any:
-    if aligned:
-        n = tl.multiple_of(n, 16)
-    return n

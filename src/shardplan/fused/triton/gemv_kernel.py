@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,12 +10,9 @@ from shardplan.fused.triton.words import PUT, READ, WIDE, enter, place, put, tur
 
 @triton.jit
 def addends(
-    a: Any, x: Any, m: Any, inside: Any, depth: Any, c: Any, wide: tl.constexpr, block_k: tl.constexpr,
-    aligned: tl.constexpr,
-) -> Any:  # fmt: skip
+    a, x, m, inside, depth, c, wide: tl.constexpr, block_k: tl.constexpr
+):  # fmt: skip
     """Return rows m of a [M, depth] times column c of x [wide, depth]: f32 [len(m)]."""
-    if aligned:
-        depth = tl.multiple_of(depth, 16)
     total = tl.zeros((m.shape[0], block_k), tl.float32)
     for k0 in range(0, depth.to(tl.int32), block_k):
         k = k0 + tl.arange(0, block_k)
@@ -29,24 +24,24 @@ def addends(
 
 @triton.jit(do_not_specialize=["rank0", "polls", "state"])
 def gemv_kernel(
-    table: Any,
-    rows: Any,
-    begin: Any,
-    state: Any,
-    rank0: Any,
-    polls: Any,
-    a: Any,
-    x: Any,
-    parts: Any,
-    out: Any,
-    height: Any,
+    table,
+    rows,
+    begin,
+    state,
+    rank0,
+    polls,
+    a,
+    x,
+    parts,
+    out,
+    height,
     programs: tl.constexpr,
     ranks: tl.constexpr,
     wide: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
     aligned: tl.constexpr,
-) -> None:
+):
     """Compute the tiles of a program: addends a [height, depth] times x [wide, depth], and sums of all ranks' addends.
 
     `parts` f32 and `out`, both [height, wide], are the rank's own, those of ranks in one launch one after another.
@@ -72,8 +67,8 @@ def gemv_kernel(
                     if does == 0:
                         start, depth = tl.load(row + 10), tl.load(row + 12)
                         if aligned:
-                            start = tl.multiple_of(start, 16)
-                        z = addends(a + start, x + tl.load(row + 11), m, inside, depth, c, wide, block_k, aligned)
+                            start, depth = tl.multiple_of(start, 16), tl.multiple_of(depth, 16)
+                        z = addends(a + start, x + tl.load(row + 11), m, inside, depth, c, wide, block_k)
                         put(parts + own, z, inside)
                         put(place(table, row, epoch, parts, False) + there, z, inside)
                     elif does == 1:

@@ -25,8 +25,6 @@ while (k < last) & (ok != 0):
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -37,7 +35,7 @@ EPOCHS = tl.constexpr(64)  # bytes of an instance's state before its epochs, one
 
 
 @triton.jit
-def peer(table: Any, rank: Any, offset: Any, like: Any, aligned: tl.constexpr) -> Any:
+def peer(table, rank, offset, like, aligned: tl.constexpr):
     """Return a pointer to a rank's heap, `offset` bytes after its begin, to elements as `like` points to.
 
     `table` int64 [ranks] are the heaps' addresses. `aligned` promises 16 bytes, without which stores are narrow.
@@ -49,32 +47,32 @@ def peer(table: Any, rank: Any, offset: Any, like: Any, aligned: tl.constexpr) -
 
 
 @triton.jit
-def word(table: Any, rank: Any, offset: Any) -> Any:
+def word(table, rank, offset):
     """Return a pointer to an int32 of a rank's heap."""
     return (tl.load(table + rank) + offset).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def put(where: Any, value: Any, mask: Any) -> None:
+def put(where, value, mask):
     """Store a tile in memory of a peer: a peer sees it once it has seen a `signal` that comes later."""
     tl.store(where, value, mask=mask)
 
 
 @triton.jit
-def signal(count: Any) -> None:
+def signal(count):
     """Add one to an int32 of a peer, after all that this program stored."""
     tl.debug_barrier()
     tl.atomic_add(count, 1, sem="release", scope="sys")
 
 
 @triton.jit
-def short(seen: Any, want: Any) -> Any:
+def short(seen, want):
     """Return whether a count that wraps at 32 bits is below what is wanted, int64 that does not."""
     return ((seen.to(tl.int64) - want) & 0xFFFFFFFF) >= 0x80000000
 
 
 @triton.jit
-def wait(count: Any, want: Any, polls: Any, failed: Any) -> Any:
+def wait(count, want, polls, failed):
     """Return the int32 once it is at least `want`, or what it is after so many polls, or where `failed` is not zero.
 
     What peers stored before their signal may be read then.
@@ -92,7 +90,7 @@ def wait(count: Any, want: Any, polls: Any, failed: Any) -> Any:
 
 
 @triton.jit
-def enter(table: Any, begin: Any, state: Any, rank0: Any, programs: tl.constexpr) -> Any:
+def enter(table, begin, state, rank0, programs: tl.constexpr):
     """Return this program's rank, its first row, the one after its last row, and the epoch."""
     pid = tl.program_id(0)
     rank = rank0 + pid // programs
@@ -102,14 +100,14 @@ def enter(table: Any, begin: Any, state: Any, rank0: Any, programs: tl.constexpr
 
 
 @triton.jit
-def place(table: Any, row: Any, epoch: Any, like: Any, aligned: tl.constexpr) -> Any:
+def place(table, row, epoch, like, aligned: tl.constexpr):
     """Return a pointer to the buffer of a PUT or READ, in the slot of the epoch, to elements as `like` points to."""
     slot = epoch & tl.load(row + 4)
     return peer(table, tl.load(row + 1), tl.load(row + 2) + slot * tl.load(row + 3), like, aligned)
 
 
 @triton.jit
-def turn(table: Any, row: Any, state: Any, rank: Any, epoch: Any, polls: Any) -> Any:
+def turn(table, row, state, rank, epoch, polls):
     """Do what a row says that is no PUT or READ; return 0 where a wait ended before its signal, and note it."""
     kind = tl.load(row)
     ok = 1
@@ -129,7 +127,7 @@ def turn(table: Any, row: Any, state: Any, rank: Any, epoch: Any, polls: Any) ->
 
 
 @triton.jit
-def _signal(table: Any, row: Any, rank: Any, epoch: Any) -> None:
+def _signal(table, row, rank, epoch):
     """Signal, of a slice only if this is its last arrival: arrivals are counted in an own word."""
     count = word(table, tl.load(row + 1), tl.load(row + 2))
     of = tl.load(row + 4)
@@ -143,8 +141,8 @@ def _signal(table: Any, row: Any, rank: Any, epoch: Any) -> None:
 
 
 @triton.jit
-def _note(record: Any, number: Any, seen: Any) -> None:
+def _note(record, number, seen):
     """Keep the first wait that failed: whether there is one, its number, what it saw."""
-    if tl.atomic_cas(record, 0, 1) == 0:
+    if tl.atomic_cas(record, 0, 1, scope="sys") == 0:
         tl.store(record + 1, number.to(tl.int32))
         tl.store(record + 2, seen)
