@@ -32,16 +32,17 @@ def embedding_bag_all_to_all(
     tiles: int = 2,
     rows: int = 16,
     options: KernelOptions | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Return the results of the ranks here: bags of all tables for each rank's part of the batch, [B_r, T, dim].
 
     `tables` [R, dim] are those of all ranks here, `held[s]` of rank s; `batches[d]` bags are for rank d. Bag k of table
     t is `indices[offsets[t * B + k] : offsets[t * B + k + 1]]`, int64; `weights` f32 [n]. `tiles` a destination, `rows`
-    bags at once. Collective; raises `TypingError` where operands do not fit or an index is no row of its table, and as
-    `FusedKernel.run`.
+    bags at once. `dtype` is that of all tables, needed where no rank here has any. Collective; raises `TypingError`
+    where operands do not fit or an index is no row of its table, and as `FusedKernel.run`.
     """
     made, call, arguments, constants, places = embedding_prepared(
-        memory, tables, indices, offsets, weights, held, batches, dim, mode, tiles, rows, options
+        memory, tables, indices, offsets, weights, held, batches, dim, mode, tiles, rows, options, dtype
     )
     made.run(embedding_kernel, call, *arguments, **constants)
     return [made.result(call, "result", *each, arguments[0].dtype).clone() for each in places]
@@ -60,18 +61,16 @@ def embedding_prepared(
     tiles: int,
     rows: int,
     options: KernelOptions | None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
 ) -> Any:
-    """Return the instance, the call, the kernel's arguments and constants, and the results' places.
-
-    `dtype` is needed where no rank here has tables; it is f32 if not given.
-    """
+    """Return the instance, the call, the kernel's arguments and constants, and the results' places."""
     torch = optional("torch", "torch")
     options = options or KernelOptions()
     here = range(memory.rank0, memory.rank0 + memory.here)
     batch = sum(batches)
     _checked(memory, tables, indices, offsets, held, batch, dim, mode, here)
     dtype = tables[0].dtype if tables else dtype or torch.float32
+    assert dtype is not None
     shape, _ = blocks(held, batches)
     table, bag, many = starts([held[r] for r in here]), starts(batches), sum(held)
     schedule = options.schedule(memory, embedding_kernel, tiles=tiles, slice=min(options.slice, tiles))
@@ -86,7 +85,7 @@ def embedding_prepared(
 
     key = (tuple(held), tuple(batches), dim)
     if key not in made.calls:
-        size = max(1, max(batches)) * many * dim * dtype.itemsize
+        size = max(1, *batches) * many * dim * dtype.itemsize
         made.calls[key] = made.call(embedding_kernel, shape, {"result": size}, detail)
     where = torch.tensor([t.data_ptr() for t in tables] or [0], dtype=torch.int64, device=memory.device)
     like = torch.zeros(1, dtype=dtype, device=memory.device)

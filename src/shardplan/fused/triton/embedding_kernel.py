@@ -1,5 +1,7 @@
-"""The kernel of `embedding_bag_all_to_all`: bags of embedding rows, summed and stored where the next layer reads them."""
+"""The kernel of `embedding_bag_all_to_all`: bags of rows, summed and stored where the next layer reads them."""
 
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# Functions of Triton: what is annotated there is a constexpr, and nothing else.
 from __future__ import annotations
 
 import triton
@@ -43,7 +45,7 @@ def embedding_kernel(
 
     `like` [1] has the tables' dtype. A PUT says bags (5, 6) of the batch, the rank's first table (7) and the number of
     its tables (8) among `tables`, the first bag's place in the result (9), the result's column of the first table (10),
-    and the result's row length (11), both in numbers. Tables' bags lie one after another, `batch` of each, in `offsets`.
+    and the result's row length (11), both in numbers. `offsets` are of `batch` bags a table, table after table.
     """
     rank, k, last, epoch = enter(table, begin, state, rank0, programs)
     ok = 1
@@ -56,7 +58,7 @@ def embedding_kernel(
             if aligned:
                 left, length = tl.multiple_of(left, 16), tl.multiple_of(length, 16)
             d = tl.arange(0, block_d)
-            for t in range(0, tl.load(row + 8).to(tl.int32)):
+            for t in range(tl.load(row + 8).to(tl.int32)):
                 weights = bag_rows(tables, number + t, like, aligned)
                 for b0 in range(first.to(tl.int32), end.to(tl.int32), block_b):
                     bag = b0 + tl.arange(0, block_b)
@@ -68,7 +70,7 @@ def embedding_kernel(
                     for d0 in range(0, dim, block_d):
                         column = d0 + d
                         total = tl.zeros((block_b, block_d), tl.float32)
-                        for j in range(0, tl.max(many, 0).to(tl.int32)):
+                        for j in range(tl.max(many, 0).to(tl.int32)):
                             more = j < many
                             index = tl.load(indices + start + j, mask=more, other=0)
                             mask = more[:, None] & (column[None, :] < dim)

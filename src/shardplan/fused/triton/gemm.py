@@ -12,7 +12,7 @@ from shardplan.fused.tiles.events import TileBox, TilePut, TileRead
 from shardplan.fused.tiles.shapes import BlockShape
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.launches import KernelCall
-from shardplan.fused.triton.memory import TileMemory
+from shardplan.fused.triton.memory import TileMemory, interpreted
 from shardplan.fused.triton.options import KernelOptions
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def gemm_prepared(
     blocks = _checked(memory, a, b, held, scatter, activation)
     columns, here = b.shape[2], range(memory.rank0, memory.rank0 + memory.here)
     units = [[_units(own, block) for own, _ in row] for row in blocks]
-    tiles = max(1, max(rows * cols for each in units for rows, cols in each))
+    tiles = max(1, *(rows * cols for each in units for rows, cols in each))
     schedule = options.schedule(memory, gemm_kernel, tiles=tiles, slice=min(options.slice, tiles))
     made = options.made(memory, NAME, schedule, f"{a.dtype}")
     first = starts([sum(held[r]) if scatter == 0 else held[r][0] for r in here])
@@ -119,6 +119,7 @@ def gemm_prepared(
     even16 = all(n % 16 == 0 for n in (*lengths, columns, a.shape[1], *(own[1][0] for row in blocks for own, _ in row)))
     constants = {"block_m": block[0], "block_n": block[1], "block_k": block[2], "biased": bias is not None}
     constants |= {"activation": ACTIVATIONS.index(activation), "aligned": even16}
+    constants["upcast"] = interpreted(gemm_kernel) and a.dtype == torch.bfloat16
     constants |= options.launch(memory, gemm_kernel)
     some = torch.zeros(1, dtype=a.dtype, device=a.device) if bias is None else bias
     places = [(rank, (heights[rank], lengths[rank])) for rank in here]

@@ -1,5 +1,7 @@
 """The kernel of `gemm_all_to_all`: a tile of a product, bias and activation, stored where its destination reads it."""
 
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# Functions of Triton: what is annotated there is a constexpr, and nothing else.
 from __future__ import annotations
 
 import triton
@@ -42,11 +44,13 @@ def gemm_kernel(
     biased: tl.constexpr,
     activation: tl.constexpr,
     aligned: tl.constexpr,
+    upcast: tl.constexpr,
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
     Of ranks in one launch, b and bias lie one after another. A PUT says rows (5, 6) and columns (7, 8) of the own
-    product, row (9) and column (10) of the result, and the result's row length (11).
+    product, row (9) and column (10) of the result, and the result's row length (11). With `upcast` products are of f32:
+    the interpreter of 3.9 takes the bits of bf16 for integers.
     """
     rank, k, last, epoch = enter(table, begin, state, rank0, programs)
     b += (rank - rank0).to(tl.int64) * depth * columns
@@ -74,6 +78,8 @@ def gemm_kernel(
                     mask=inside_n[None, :] & (inner[:, None] < depth),
                     other=0.0,
                 )
+                if upcast:
+                    x, y = x.to(tl.float32), y.to(tl.float32)
                 z = tl.dot(x, y, z, input_precision="ieee")
             if biased:
                 z += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]

@@ -144,5 +144,3 @@ def _checked(memory: TileMemory, a: Sequence[torch.Tensor], x: Sequence[torch.Te
         if not fits or y.dtype != z.dtype or not 1 <= z.shape[1] <= 16 or not y.is_contiguous():
             said = f"{list(y.shape)} and {list(z.shape)}"
             raise TypingError(f"{NAME}: {said}; legal are [M, K] and [K, C] of one dtype, contiguous, C 1 to 16")
-
-

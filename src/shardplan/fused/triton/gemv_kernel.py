@@ -1,5 +1,7 @@
-"""The kernel of `gemv_all_reduce`, in one shot and in two: addends of a thin product, and their sums by rank's order."""
+"""The kernel of `gemv_all_reduce`, in one shot and in two: addends of a thin product, sums in the order of ranks."""
 
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# Functions of Triton: what is annotated there is a constexpr, and nothing else.
 from __future__ import annotations
 
 import triton
@@ -46,7 +48,7 @@ def gemv_kernel(
 
     `parts` f32 and `out`, both [height, wide], are the rank's own, those of ranks in one launch one after another.
     Fields: rows (5, 6) of the whole; where they lie in the buffer, in numbers (7), and the length of a lane there (8);
-    what to do (9): 0 compute addends and put them, 1 put addends that are in `parts`, 2 put sums that are in `out`; of a
+    what to do (9): 0 compute addends and put them, 1 put addends from `parts`, 2 put sums that are in `out`; of a
     READ 3, sum lanes into `out`, and 4, copy sums there; a's and x's first number (10, 11), and the depth (12).
     """
     rank, k, last, epoch = enter(table, begin, state, rank0, programs)

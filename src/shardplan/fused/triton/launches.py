@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import optional
 from shardplan.fused.heap.failures import FusedTimeout
-from shardplan.fused.triton.memory import TileMemory, interpreted
-from shardplan.fused.triton.rows import BOX, LINE, Detail, TileMissed, TileRows, TileSpot, compiled
 from shardplan.fused.tiles.checker import TileMode, check
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
+from shardplan.fused.triton.memory import TileMemory, interpreted
+from shardplan.fused.triton.rows import LINE, Detail, TileMissed, TileRows, TileSpot, compiled
 
 if TYPE_CHECKING:
     import torch
@@ -94,18 +94,25 @@ class FusedKernel:
         self.launch(kernel, call, *arguments, **constants)
         self.finish(call)
 
-    def launch(self, kernel: Any, call: KernelCall, *arguments: Any, **constants: Any) -> None:
-        """Do the same without looking whether it failed, which `finish` does: a graph can capture it."""
+    def launch(self, kernel: Any, call: KernelCall, *arguments: Any, **constants: Any) -> list[Any]:
+        """Do the same without looking whether it failed, which `finish` does; return what Triton returned of launches.
+
+        A graph can capture it: the epoch is a word of the heap.
+        """
         memory = self.memory
         if self.failed:
-            raise FusedTimeout(f"{self.op}: failed before: {self.failed}; legal is a new one, after a reset of the heap")
+            raise FusedTimeout(
+                f"{self.op}: failed before: {self.failed}; legal is a new one, after a reset of the heap"
+            )
         if memory.heap is not None:
             memory.heap.header.check(self.op)
         polls = min(2**31 - 1, int(self.seconds * POLLS[interpreted(kernel)]))
         self.started = time.monotonic()
+        found: list[Any] = []
         for rows, begin, programs in call.launches:
             first = (memory.table, rows, begin, self.state, memory.rank0, polls)
-            kernel[(programs * memory.here,)](*first, *arguments, programs=programs, **constants)
+            found.append(kernel[(programs * memory.here,)](*first, *arguments, programs=programs, **constants))
+        return found
 
     def finish(self, call: KernelCall) -> None:
         """End the epoch: raise what failed in it."""

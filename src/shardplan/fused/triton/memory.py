@@ -17,7 +17,7 @@ ALIGN = 256
 class TileMemory:
     """Heaps of `ranks` ranks, uint8 tensors of one size; ranks `rank0` to `rank0 + here - 1` run in this process.
 
-    The int32 at offset 0 of each says that a rank failed. A process has one rank; ranks that are `virtual` are all here.
+    The int32 at offset 0 of each says that a rank failed. A process has one rank; `virtual` ranks are all here.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], rank0: int, here: int, alloc: Callable[[int, str], int]) -> None:

@@ -25,13 +25,14 @@ class KernelOptions:
     stages: int = 3
 
     def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
-        """Return the schedule; who waits is as the way of running allows: virtual ranks in the interpreter are one
-        sequence of programs, so that only a second launch may wait.
+        """Return the schedule.
+
+        Virtual ranks in the interpreter are one sequence of programs, so that only a second launch may wait.
         """
-        one_sequence = memory.here > 1 and interpreted(kernel)
-        if one_sequence:
+        if memory.here > 1 and interpreted(kernel):
             fields["waits"] = "second_launch"
-        return TileSchedule(**{"order": self.order, "programs": self.programs} | fields)
+        all_fields: dict[str, Any] = {"order": self.order, "programs": self.programs} | fields
+        return TileSchedule(**all_fields)
 
     def made(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
         """Return the operator's instance on this memory, new where there is none."""

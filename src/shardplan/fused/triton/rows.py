@@ -7,9 +7,9 @@
 | 2 | the buffer's offset in the heap, slot 0 | the counter's | the counter's | the epoch's |
 | 3 | bytes between slots | offset of the own slice | want | |
 | 4 | slots - 1 | arrivals of a signal | step | |
-| 5 to 9 | what the operator says; where it says nothing, first row, end row, first column, end column and row length | | | |
+| 5 to 9 | the operator's; by default first row, end row, first column, end column, row length | | | |
 | 7 | | | number of the wait | |
-| 10 to 15 | what the operator says more | | | |
+| 10 to 15 | the operator's | | | |
 
 END lies behind the last row of a program, in the last launch: the program's epoch has ended.
 """

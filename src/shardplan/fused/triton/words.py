@@ -1,8 +1,8 @@
 """What a user's kernel is made of: memory of peers, `put`, `signal`, `wait`, and the walk along a schedule's rows.
 
-All of it is Triton, in the subset that versions 3.6 and 3.9 share; it runs in the interpreter, too. Order is that of the
-heap's words: data stores, a barrier of the program, one release add at system scope; the consumer's acquire at system
-scope, a barrier, data loads. The barrier stands in the text: 3.6 puts none before a scalar atomic, and the release of
+All of it is Triton, in the subset that versions 3.6 and 3.9 share; it runs in the interpreter, too. Order is that of
+heaps: data stores, a barrier of the program, one release add at system scope; the consumer's acquire at system scope,
+a barrier, data loads. The barrier stands in the text: 3.6 puts none before a scalar atomic, and the release of
 one thread does not order the stores of the others.
 
 A kernel begins with `enter`, which says its rank and its rows. A row is `WIDE` int64 words, see `rows`:
@@ -23,6 +23,8 @@ while (k < last) & (ok != 0):
 ```
 """
 
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# Functions of Triton: what is annotated there is a constexpr, and nothing else.
 from __future__ import annotations
 
 import triton
