@@ -18,8 +18,11 @@ from shardplan.fused.triton.ahead import compiled, source_hash
 
 KERNELS: dict[str, dict[str, Any]] = {
     "gemm": {
-        "types": {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "depth": "i32", "columns": "i32"},
-        "constants": {"block_m": 128, "block_n": 128, "block_k": 64, "biased": False, "activation": 0, "upcast": False},
+        "types": {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "stamps": "*i64", "depth": "i32", "columns": "i32"},
+        "constants": {
+            "block_m": 128, "block_n": 128, "block_k": 64, "biased": False, "activation": 0, "upcast": False,
+            "stamped": False,
+        },
         "aligned": ("a", "b", "bias", "depth", "columns"),
         "options": {"num_warps": 4, "num_stages": 3},
     },

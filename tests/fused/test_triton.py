@@ -73,6 +73,16 @@ def test_text_of_altered_kernels_fails(text: dict[str, Any]) -> None:
     assert [row for row in text["controls"] if row["fails"] != sorted(row["must"].split())] == []
 
 
+def test_stamps_are_of_the_clock(text: dict[str, Any]) -> None:
+    from benchmarks.fused_text import KERNELS, kernel, text_of
+
+    assert "globaltimer" not in text_of("gemm", "sm_90", kernel("gemm"))["ptx"]
+    constants = KERNELS["gemm"]["constants"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "gemm", KERNELS["gemm"] | {"constants": constants | {"stamped": True}})
+        assert "globaltimer" in text_of("gemm", "sm_90", kernel("gemm"))["ptx"]
+
+
 def test_targets_are_named() -> None:
     from shardplan.fused.triton.ahead import compiled
     from shardplan.fused.triton.gemv_kernel import gemv_kernel

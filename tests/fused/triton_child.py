@@ -73,10 +73,10 @@ def gemms(memory: TileMemory, found: Found) -> None:
     ]
     for k, (scatter, activation, dtype, options) in enumerate(cases):
         rng = np.random.default_rng(k)
-        counts = rng.integers(1, 24, (n, n)) * (rng.random((n, n)) < min(0.7, 6 / n / n))
+        counts = rng.integers(1, 24 if n < 8 else 16, (n, n)) * (rng.random((n, n)) < min(0.7, 6 / n / n))
         if k == 0 and n < 4:
             counts = np.full((n, n), 16)
-        depth, columns = (33, 2 * n + 1) if k else (32, 16)
+        depth, columns = (33, 2 * n + 1 if n < 8 else 9) if k else (32, 16)
         if scatter:
             counts[:, 0] = rng.integers(0, 12, n)
         rows = counts.sum(1) if scatter == 0 else counts[:, 0]

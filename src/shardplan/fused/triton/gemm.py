@@ -122,8 +122,10 @@ def gemm_prepared(
     constants["upcast"] = interpreted(gemm_kernel) and a.dtype == torch.bfloat16
     constants |= options.launch(memory, gemm_kernel)
     some = torch.zeros(1, dtype=a.dtype, device=a.device) if bias is None else bias
+    constants["stamped"] = False
+    stamps = made.calls[key].launches[0].begin  # no kernel stores there
     places = [(rank, (heights[rank], lengths[rank])) for rank in here]
-    return made, calls[key], ((a, b, some, a.shape[1], columns), constants, places)
+    return made, calls[key], ((a, b, some, stamps, a.shape[1], columns), constants, places)
 
 
 def _checked(

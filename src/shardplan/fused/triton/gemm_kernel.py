@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, turn
+from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, stamp, turn
 
 NONE, RELU, GELU, SILU = (tl.constexpr(k) for k in range(4))
 
@@ -35,6 +35,7 @@ def gemm_kernel(
     a,
     b,
     bias,
+    stamps,
     depth,
     columns,
     programs: tl.constexpr,
@@ -45,12 +46,14 @@ def gemm_kernel(
     activation: tl.constexpr,
     aligned: tl.constexpr,
     upcast: tl.constexpr,
+    stamped: tl.constexpr,
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
     Of ranks in one launch, b and bias lie one after another. A PUT says rows (5, 6) and columns (7, 8) of the own
     product, row (9) and column (10) of the result, and the result's row length (11). With `upcast` products are of f32:
     the interpreter of 3.9 takes the bits of bf16 for integers.
+    With `stamped` the time of a tile's stores is kept in `stamps` [rows].
     """
     rank, k, last, epoch = enter(table, begin, state, rank0, programs)
     b += (rank - rank0).to(tl.int64) * depth * columns
@@ -88,6 +91,7 @@ def gemm_kernel(
             where += (tl.load(row + 9) + tl.arange(0, block_m))[:, None] * length
             where += (left + tl.arange(0, block_n))[None, :]
             put(where, z.to(a.dtype.element_ty), inside_m[:, None] & inside_n[None, :])
+            stamp(stamps + k, stamped)
         else:
             ok = turn(table, row, state, rank, epoch, polls)
         k += 1

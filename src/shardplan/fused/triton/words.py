@@ -68,6 +68,14 @@ def signal(count):
 
 
 @triton.jit
+def stamp(where, on: tl.constexpr):
+    """Store the nanoseconds of an NVIDIA GPU's clock, int64, where `on`; the interpreter and AMD have no such clock."""
+    if on:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+        tl.store(where, now)
+
+
+@triton.jit
 def short(seen, want):
     """Return whether a count that wraps at 32 bits is below what is wanted, int64 that does not."""
     return ((seen.to(tl.int64) - want) & 0xFFFFFFFF) >= 0x80000000
