@@ -44,6 +44,7 @@ PYTHON = [
     ("torch", "torch", "from shardplan.interop.exports.torch import bind; bind(plan.program)"),
     ("jax", "jax", "from shardplan.interop.exports.jax import bind; bind(plan.program)"),
     ("mpi4py", "mpi", "from shardplan.interop.exports.mpi import bind; bind(plan.program)"),
+    ("triton", "triton", "from shardplan.fused.triton import put"),
     ("matplotlib", "report", "from shardplan.report.lab_picture import save_points; save_points('a.png', [])"),
 ]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from benchmarks.fused_text import altered
 from tests.fused.forked import Exchange, forked
 from tests.fused.operator_child import away
 
@@ -36,6 +39,7 @@ from shardplan.fused.triton import (
     wait,
 )
 from shardplan.fused.triton.ahead import source_hash
+from shardplan.fused.triton.gemm import gemm_prepared
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 
 EPOCHS = 3
@@ -207,6 +211,35 @@ def silent(rank: int, exchange: Exchange) -> Any:
         seconds = time.monotonic() - started
         heap.reset()
         return said, seconds < 10, bool((call()[0] == 8).all())
+
+
+ALTERED = {
+    "right": ("words", "", ""),
+    "wait": ("words", "want = tl.load(row + 3)", "want = -1000 + tl.load(row + 3)"),
+    "mask": ("gemm_kernel", "inner[None, :] < depth", "inner[None, :] < depth - 1"),
+}
+
+
+def wrong(rank: int, exchange: Exchange) -> Any:
+    """Whether a product by an altered kernel is wrong (by one that is not: right); rank 1 begins late."""
+    found: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory() as made:
+        sys.path.insert(0, made)
+        for name, (module, old, new) in ALTERED.items():
+            kernel = altered(module, old, new, Path(made))("gemm")
+            with SymmetricHeap.create(1 << 18, "shm", exchange, name) as heap:
+                memory = TileMemory.of(heap)
+                a, b, counts = torch.ones(8 * 2, 9), torch.ones(1, 9, 8), [[8, 8]] * 2
+                options = KernelOptions(programs=1, seconds=10.0)
+                given = gemm_prepared(memory, a, b, None, counts, 0, "none", (16, 16, 16), options)
+                instance, call, (arguments, constants, places) = given
+                time.sleep(0.7 * rank)
+                instance.run(kernel, call, *arguments, **constants)
+                got = instance.result(call, "result", *places[0], torch.float32)
+                close = got.shape == (16, 8) and bool(torch.allclose(got, torch.full((16, 8), 9.0)))
+                found[name] = close == (name == "right")
+                heap.barrier()
+    return found
 
 
 @triton.jit
