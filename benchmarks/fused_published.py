@@ -40,7 +40,7 @@ MISSING = (
         "three rows the thread corrects without giving new ones there; the table of both arms was not among them",
         "queries": [
             "vllm fused gemm all-reduce symm mem M <= 64 speedup slower at large M 8k 55261",
-            "CUTLASS Lamport GEMM + AllReduce vLLM results table TP8 M Lamport existing GEMM-AR cuBLAS two-shot multimem",
+            "CUTLASS Lamport GEMM + AllReduce vLLM results table TP8 M Lamport existing GEMM-AR two-shot",
             "CUTLASS Lamport GEMM AllReduce correction follow-up launch extent clipped to 16-row units M=8-32 TP8 TP4",
             "Lamport GEMM AllReduce B200 Kimi-K3 harness M 16 32 64 128 256 1024 8192 existing GEMM-AR Lamport us",
             "Lamport GEMM+AR corrected 128-row padding re-measured M=8 16 32 64 cuBLAS + FlashInfer two-shot allreduce",
@@ -53,7 +53,7 @@ MISSING = (
         "table": "pytorch/pytorch issue 179770, M above 384",
         "why": "the stored excerpt ends there",
         "queries": [
-            "symm_mem small-M FP8 fused_scaled_matmul_reduce_scatter fp8 448 512 768 1024 2048 4096 8192 16384 fused_ms",
+            "symm_mem small-M FP8 fused_scaled_matmul_reduce_scatter fp8 448 512 768 1024 2048 4096 8192 16384",
             "fused_scaled_matmul_reduce_scatter B300 fp8 speedup 1024 2048 4096 8192 16384 large M expected behavior",
         ],
         "instead": "pytorch-183509 and pytorch-184116, the same operator up to M=65537",
@@ -100,7 +100,7 @@ def split(pairs: Sequence[Pair], seed: int) -> tuple[list[Pair], list[Pair]]:
     """A third by a hash of table and sizes, and the rest."""
     order = sorted(pairs, key=lambda p: hashed(f"{seed} {p.row['table']} {p.name}"))
     count = math.ceil(len(order) / 3)
-    return order[:count], sorted(order[count:], key=lambda p: pairs.index(p))
+    return order[:count], sorted(order[count:], key=pairs.index)
 
 
 def usual(pairs: Sequence[Pair]) -> dict[str, float]:
