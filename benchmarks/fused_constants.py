@@ -8,12 +8,13 @@ that: the copy and the wire from unfused runs, tax and signal from fused ones, a
 from __future__ import annotations
 
 import math
-import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from benchmarks.fused_pairs import Sizes
+import torch
+from benchmarks.fused_pairs import BagsPair, GemmPair, Sizes
 
 from shardplan.hardware.prices.fused import (
     LEAST_GAIN,
@@ -32,7 +33,7 @@ Shaped = Sequence[tuple[Sizes, dict[str, list[float]]]]
 class KindConstants:
     """Of a kind of pair: seconds of nothing, a FLOP, a byte read, a byte of the result; and of the transport."""
 
-    line: tuple[float, float, float, float]
+    line: tuple[float, ...]
     latency: float
     copy: float
     wire: float
@@ -69,9 +70,9 @@ def predicted(sizes: Sizes, name: str, seconds: float, constants: FusedConstants
 
 
 def calibrated(shaped: Shaped, ranks: int) -> KindConstants:
-    """Constants that say what these shapes took, by median seconds of each variant."""
-    medians = [(s, {n: statistics.median(t) for n, t in times.items()}) for s, times in shaped]
-    line = _line([_features(s) for s, _ in medians], [m["compute_only"] for _, m in medians])
+    """Constants that say what these shapes took, by the 20th percentile of each variant."""
+    taken = [(s, {n: sorted(t)[len(t) // 5] for n, t in times.items()}) for s, times in shaped]
+    line = _line([_features(s) for s, _ in taken], [m["compute_only"] for _, m in taken])
     names = list(USUAL)
     origin = np.log(list(USUAL.values()))
 
@@ -83,14 +84,14 @@ def calibrated(shaped: Shaped, ranks: int) -> KindConstants:
         price = made(x).price()
         said = [
             math.log(predicted(s, name, m["compute_only"], price, ranks) / seconds)
-            for s, m in medians for name, seconds in m.items() if name not in ("compute_only", "gloo", "gloo_chunked")
+            for s, m in taken for name, seconds in m.items() if name not in ("compute_only", "gloo", "gloo_chunked")
         ]  # fmt: skip
         return np.concatenate([said, HELD * (x - origin)])
 
     return made(least_squares(errors, origin))
 
 
-def _line(features: Sequence[np.ndarray], seconds: Sequence[float]) -> tuple[float, float, float, float]:
+def _line(features: Sequence[np.ndarray], seconds: Sequence[float]) -> tuple[float, ...]:
     """Numbers from 0 on whose sum with the features is closest to the seconds, in relative terms."""
     rows = np.stack(features) / np.asarray(seconds)[:, None]
     scale = np.abs(rows).max(axis=0)
@@ -103,6 +104,26 @@ def _line(features: Sequence[np.ndarray], seconds: Sequence[float]) -> tuple[flo
             best, least = np.zeros(4), off
             best[at] = found
     return tuple(best.tolist())
+
+
+def tile_taxes() -> dict[str, list[tuple[int, float]]]:
+    """How many times longer a computation takes in so many tiles, e(n): of a product's rows, and of bags."""
+    torch.set_num_threads(1)
+    found: dict[str, list[tuple[int, float]]] = {}
+    pairs = (GemmPair(Sizes("gemm", (2048, 512, 256)), 0, 1), BagsPair(Sizes("embedding", (2, 65536, 4, 32)), 0, 1))
+    for kind, pair, most in zip(("gemm", "embedding"), pairs, (64, 1024), strict=True):
+        rows = pair.rows()
+        counts = [1 << k for k in range(most.bit_length())]
+        times: dict[int, list[float]] = {n: [] for n in counts}
+        for _ in range(5):
+            for n in counts:
+                cuts = [(k * rows // n, (k + 1) * rows // n) for k in range(n)]
+                started = time.perf_counter()
+                pair.tiles(cuts)
+                times[n].append(time.perf_counter() - started)
+        whole = min(times[1])
+        found[kind] = [(n, 1.0 if n == 1 else min(times[n]) / whole) for n in counts]
+    return found
 
 
 def least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import arguments, geomean, record, table, write
-from benchmarks.fused_constants import KindConstants, calibrated, chosen
+from benchmarks.fused_constants import KindConstants, calibrated, chosen, tile_taxes
 from benchmarks.fused_pairs import KINDS, GemmPair, Sizes, VectorPair, away, heap_bytes, pair_of
 from tests.fused.forked import Exchange, forked
 from torch import distributed as dist
@@ -232,7 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load, started = os.getloadavg()[0], time.monotonic()
-    learnt = measured(LEARNT, max(3, options.count // 3), all_=False)
+    learnt = measured(LEARNT, max(5, options.count // 2), all_=False)
     constants = {
         kind: calibrated([(s, t) for s, t in zip(LEARNT, learnt, strict=True) if s.kind == kind], RANKS)
         for kind in KINDS
@@ -243,6 +243,7 @@ def main() -> None:
         row(sizes, times, constants[sizes.kind])
         for sizes, times in zip(shapes, measured(shapes, options.count), strict=True)
     ]
+    taxes = tile_taxes()
     seconds = time.monotonic() - started
     heads = ("shape", "gloo us", "chunked", "unfused", "fused", "compute", "best", "transport gain", "p20")
     heads = (*heads, "fusion gain", "p20", "chosen", "regret %")
@@ -263,7 +264,7 @@ def main() -> None:
     parameters = {"count": options.count, "every": options.every, "load before": load, "load after": after,
                   "seconds": seconds, "calibration seconds": calibration}  # fmt: skip
     saved = {kind: asdict(each) for kind, each in constants.items()}
-    write(options.out, record(parameters, {"summary": told, "constants": saved, "rows": rows}))
+    write(options.out, record(parameters, {"summary": told, "constants": saved, "tile_tax": taxes, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,10 @@ class GemmPair:
     def tile(self, first: int, last: int, view: torch.Tensor) -> None:
         torch.mm(self.a[first:last], self.b, out=view)
 
+    def tiles(self, cuts: Sequence[tuple[int, int]]) -> None:
+        for first, last in cuts:
+            self.tile(first, last, self.out[first:last])
+
     def unfused(self, asked: Asked) -> torch.Tensor:
         return moved(asked, "bench_gemm", self.out.shape, self.blocks.forward, self.compute(), self.blocks.own)
 
@@ -155,14 +159,26 @@ class BagsPair:
         self.tile(0, self.batch, self.out)
         return self.out
 
+    def tiles(self, cuts: Sequence[tuple[int, int]]) -> None:
+        """Compute parts of the own buffer one after another, without Python between."""
+        if not BagKernel.fits(self.call):
+            for first, last in cuts:
+                self.call.store(first, last, self.out[first:last])
+            return
+        rows = [(first, last, self.out[first:last].data_ptr(), 0, 0, 0) for first, last in cuts]
+        self._kernel(self.out).store(np.array(rows, TILE), 0)
+
+    def _kernel(self, view: torch.Tensor) -> BagKernel:
+        strides = view.stride(0), view.stride(1)
+        if strides not in self.kernels:
+            self.kernels[strides] = BagKernel(self.call, *strides)
+        return self.kernels[strides]
+
     def tile(self, first: int, last: int, view: torch.Tensor) -> None:
         if not BagKernel.fits(self.call):
             self.call.store(first, last, view)
             return
-        strides = view.stride(0), view.stride(1)
-        if strides not in self.kernels:
-            self.kernels[strides] = BagKernel(self.call, *strides)
-        self.kernels[strides].store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
+        self._kernel(view).store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
 
     def unfused(self, asked: Asked) -> torch.Tensor:
         return moved(asked, "bench_bags", self.out.shape, self.forward, self.compute(), self.own)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import ROOT, arguments, record, table, write
+from benchmarks.fused_constants import least_squares
 
 from shardplan.hardware.prices.fused import LEAST_GAIN, FusedConstants, FusedWork, fused_seconds, unfused_seconds
 
@@ -123,16 +124,7 @@ def fit(pairs: Sequence[Pair]) -> dict[str, float]:
         said = [math.log(a / b) for p in pairs for a, b in zip(p.predicted(constants), p.measured, strict=True)]
         return np.concatenate([said, HELD * (x - origin)])
 
-    best, damping = origin.copy(), 1.0
-    now = errors(best)
-    for _ in range(300):
-        slopes = np.stack([(errors(best + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(best))], axis=1)
-        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(best)), -slopes.T @ now)
-        then = errors(best + np.clip(step, -2, 2))
-        if then @ then < now @ now:
-            best, now, damping = best + np.clip(step, -2, 2), then, max(damping / 3, 1e-6)
-        else:
-            damping = min(damping * 4, 1e6)
+    best = least_squares(errors, origin)
     return dict(zip(names, np.exp(best).tolist(), strict=True))
 
 
