@@ -175,8 +175,8 @@ class GemmAllToAll(Fused):
 class GemvAllReduce(Fused):
     """A thin product over a factor that is sharded, summed over all devices: `[M,K@x] [K@x,C] -> [M,C]`, C up to 16.
 
-    In one shot (`shots` 1) every device gets all addends and sums them, in two the owner of a part does. Bytes are those
-    of the body, whichever a kernel takes.
+    In one shot (`shots` 1) every device gets all addends and sums them, in two the owner of a part does. Bytes are
+    those of the body, whichever a kernel takes.
     """
 
     name: ClassVar[str] = "gemv_all_reduce"
