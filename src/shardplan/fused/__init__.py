@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardplan.fused.calls.groups import bind, bound, unbind
+    from shardplan.fused.calls.moved import MovedTally, MovedTile, counted
     from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
     from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
     from shardplan.fused.library import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         embedding_bag_all_to_all,
         gemm_all_to_all,
         gemv_all_reduce,
-        torch_ops,
     )
     from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
     from shardplan.fused.tiles.schedule import TileSchedule
@@ -36,6 +36,8 @@ __all__ = [
     "BlockShape",
     "FusedTimeout",
     "HeapMismatch",
+    "MovedTally",
+    "MovedTile",
     "PeerLost",
     "RowShape",
     "SymmetricHeap",
@@ -46,18 +48,19 @@ __all__ = [
     "bind",
     "bind_group",
     "bound",
+    "counted",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
     "gemv_all_reduce",
-    "torch_ops",
     "unbind",
 ]
 
 _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
+    "calls.moved": ("MovedTally", "MovedTile", "counted"),
     "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
     "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
-    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce", "torch_ops"),
+    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce"),
     "tiles.events": ("TileProtocol", "TileScheduleError"),
     "tiles.schedule": ("TileSchedule",),
     "tiles.shapes": ("BlockShape", "RowShape"),
