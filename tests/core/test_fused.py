@@ -11,6 +11,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.fusing import decomposed, fusable, fused_with
 from shardplan.core.gradients import gradients
 from shardplan.core.ops import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce, ReduceDims
+from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
@@ -183,6 +184,7 @@ def test_random_products_are_fused_and_mean_the_same(data: st.DataObject) -> Non
         return
     assert found.op is not None
     form = found.op.form
+    assert isinstance(form, GemmForm)
     assert sorted(form.batch + form.rows + form.columns) == sorted(result)
     assert_alike(program, all_fused(program))
 
@@ -193,7 +195,8 @@ def test_the_gradient_is_that_of_the_steps() -> None:
         whole = ReduceDims(tuple(range(program.types["y"].ndim)))
         last = Step(whole, ("y",), ("loss",))
         both = [Program(p.inputs, (*p.steps, last), ("loss",)) for p in (program, all_fused(program))]
-        assert_alike(*(gradients(p, "loss", wanted).program for p in both))
+        one, other = (gradients(p, "loss", wanted).program for p in both)
+        assert_alike(one, other)
 
 
 def test_bodies_that_are_none_are_refused() -> None:
