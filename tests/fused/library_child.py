@@ -1,4 +1,4 @@
-"""The operators as PyTorch's on real process groups of gloo: values, gradients, opcheck, compile, export; prints JSON."""
+"""The operators as PyTorch's on processes of gloo: opcheck, compile, export, out, bytes moved; prints JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.fused.forked import Exchange, forked
 
+import shardplan.fused.library as registered
 from shardplan import fused
 
 BATCH = 6
@@ -74,13 +76,15 @@ def cases(
         tables = (torch.randn(7, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True))
         return (*tables, torch.randint(0, 5, (n,)), offsets, torch.rand(n, requires_grad=True))
 
-    ops = fused.torch_ops()
+    ops = torch.ops.shardplan
     return [
         ("gemm rows", Gemm(group, 0), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, c, group, "gelu", 0))),
-        ("gemm columns", Gemm(group, 1), product, lambda a, b, c: (ops.gemm_all_to_all, (a, b, None, group, "none", 1))),
+        ("gemm columns", Gemm(group, 1), product,
+         lambda a, b, c: (ops.gemm_all_to_all, (a, b, None, group, "none", 1))),
         ("gemv", Gemv(group), thin, lambda a, x: (ops.gemv_all_reduce, (a, x, group))),
         ("bags", Bags(group, "mean"), bags,
-         lambda p, q, i, o, s: (ops.embedding_bag_all_to_all, ([p, q], i, o, s, group, "sum", [2] * ranks, _even(ranks)))),
+         lambda p, q, i, o, s: (ops.embedding_bag_all_to_all,
+                                ([p, q], i, o, s, group, "sum", [2] * ranks, _even(ranks)))),
     ]  # fmt: skip
 
 
@@ -141,8 +145,68 @@ def work(rank: int, exchange: Exchange, ranks: int, path: str) -> Any:
     return said
 
 
+def into(ranks: int, rank: int, exchange: Exchange) -> dict[str, Any]:
+    """Five epochs into a tensor of the heap, each read late; tensors elsewhere; what puts moved."""
+    said: dict[str, Any] = {}
+    ops = registered.torch.ops.shardplan
+    with fused.SymmetricHeap.create(1 << 22, "shm", exchange, "into") as heap:
+        fused.bind("into", heap)
+        whole = heap.alloc((ranks * 3, 4), "f32", "out")
+        bags = heap.alloc((3, 2 * ranks, 4), "f32", "bags")
+        splits = [2] + [1] * (ranks - 1)
+        out, spread = whole.local, bags.local[: splits[rank]]
+        held: list[tuple[torch.Tensor, ...]] = []
+        ids = torch.arange(2 * sum(splits)) % 7
+        for epoch in range(5):
+            torch.manual_seed(epoch)
+            a, b = torch.randn(ranks, ranks * 3, 5)[rank], torch.randn(5, 4)
+            ops.gemm_all_to_all_out(out, a, b, None, "into", "relu")
+            tables = [torch.randn(7, 4), torch.randn(7, 4)]
+            given = (tables, ids, torch.arange(len(ids) + 1), None, "into", "sum", [2] * ranks, splits)
+            ops.embedding_bag_all_to_all_out(spread, *given)
+            time.sleep(0.05 * (rank == 0))  # the others are ahead
+            held.append((out.clone(), spread.clone(), a, b, *tables))
+        late = True
+        for x, y, a, b, *tables in held:
+            late &= torch.equal(x, fused.gemm_all_to_all(a, b, group="into", activation="relu"))
+            late &= torch.equal(y, ops.embedding_bag_all_to_all(tables, *given[1:]))
+        said["late"] = late
+        vector = torch.full((6,), torch.nan)
+        a, x = torch.randn(6, 3), torch.randn(3)
+        ops.gemv_all_reduce_out(vector, a, x, "into", "auto")
+        said["vector"] = bool(torch.equal(vector, fused.gemv_all_reduce(a, x, group="into")))
+        for name, wrong in (("elsewhere", torch.empty(ranks * 3, 4)), ("middle", whole.local[1:])):
+            operands = (torch.randn(ranks * 3, 5), torch.randn(5, 4), None, "into")
+            said[name] = refused(lambda o=wrong, x=operands: ops.gemm_all_to_all_out(o, *x))
+        heap.barrier()
+        with fused.counted(heap) as tally:
+            fused.gemm_all_to_all(torch.randn(ranks * 3, 5), torch.randn(5, 4), group="into", tiles=2)
+            fused.gemv_all_reduce(torch.randn(600, 3), torch.randn(3), group="into", algorithm="two_shot")
+            ops.embedding_bag_all_to_all(*given)
+            tally.check()
+        said["moved"] = [tally.nbytes, len(tally.tiles)]
+        with fused.counted(heap) as tally:
+            real = torch.mm
+            torch.mm = (lambda *o, out: out) if rank == 0 else real  # type: ignore[assignment]  # puts nothing
+            fused.gemm_all_to_all(torch.randn(ranks * 3, 5), torch.randn(5, 4), group="into", tiles=2)
+            torch.mm = real
+        said["nothing"] = refused(tally.check)
+    return said
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def main() -> None:
     ranks = int(sys.argv[1])
+    if sys.argv[2:] == ["into"]:
+        print(json.dumps(forked(ranks, lambda rank, exchange: into(ranks, rank, exchange), 100)))
+        return
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(forked(ranks, lambda rank, exchange: work(rank, exchange, ranks, f"{folder}/store"), 240)))
 

@@ -7,6 +7,7 @@ Reading order:
 - `kernels/`    tiles on CPUs, by torch or by one C++ file
 - `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
 - `operators/`  the three operators on a rank's local tensors, forward and backward
+- `deciding/`   where fusing pays: the pass over programs, jobs and graphs of torch
 - `library`     the same as operators of PyTorch, traced and differentiated
 
 This room imports the rooms below it and numpy; torch only inside functions.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardplan.fused.calls.groups import bind, bound, unbind
+    from shardplan.fused.calls.moved import MovedTally, MovedTile, counted
     from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
     from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
     from shardplan.fused.library import (
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
         embedding_bag_all_to_all,
         gemm_all_to_all,
         gemv_all_reduce,
-        torch_ops,
     )
     from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
     from shardplan.fused.tiles.schedule import TileSchedule
@@ -36,6 +37,8 @@ __all__ = [
     "BlockShape",
     "FusedTimeout",
     "HeapMismatch",
+    "MovedTally",
+    "MovedTile",
     "PeerLost",
     "RowShape",
     "SymmetricHeap",
@@ -46,18 +49,19 @@ __all__ = [
     "bind",
     "bind_group",
     "bound",
+    "counted",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
     "gemv_all_reduce",
-    "torch_ops",
     "unbind",
 ]
 
 _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
+    "calls.moved": ("MovedTally", "MovedTile", "counted"),
     "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
     "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
-    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce", "torch_ops"),
+    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce"),
     "tiles.events": ("TileProtocol", "TileScheduleError"),
     "tiles.schedule": ("TileSchedule",),
     "tiles.shapes": ("BlockShape", "RowShape"),

@@ -1,13 +1,13 @@
 """The operators as PyTorch's: `torch.ops.shardplan.gemm_all_to_all` and so on, with shapes for tracing, and gradients.
 
-They are registered when they are first asked for. A group's name says which heap serves them: see `calls.groups`. Each
-gradient is an operator, too, so that a backward graph can be traced; results never share memory with the heap.
+They are registered when this module is imported, which needs torch. `..._out` write into a tensor of the heap. A
+group's name says which heap serves them: see `calls.groups`. Each gradient is an operator, too, so that a backward
+graph can be traced; results of the others never share memory with the heap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, optional
@@ -18,6 +18,8 @@ from shardplan.fused.operators.asked import Asked, even
 
 if TYPE_CHECKING:
     import torch
+else:
+    torch = optional("torch", "torch")
 
 ORDER = "remote_first"
 _GEMM = (
@@ -81,12 +83,12 @@ def gemm_all_to_all(
     See `operators.gemm.forward`. With `scatter` 1 ranks of different rows say so in `recv_splits`.
     """
     splits = (_ints(send_splits), _ints(recv_splits))
-    return torch_ops().gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
+    return torch.ops.shardplan.gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
 
 
 def gemv_all_reduce(a: torch.Tensor, x: torch.Tensor, *, group: str, algorithm: str = "auto") -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], the same bits on each: `operators.gemv`."""
-    return torch_ops().gemv_all_reduce(a, x, group, algorithm)
+    return torch.ops.shardplan.gemv_all_reduce(a, x, group, algorithm)
 
 
 def embedding_bag_all_to_all(
@@ -111,42 +113,45 @@ def embedding_bag_all_to_all(
     counts = [len(weights)] * ranks if table_counts is None else [int(n) for n in table_counts]
     if batch_splits is None:
         batch_splits = even((offsets.shape[0] - 1) // len(weights), ranks)
-    op = torch_ops().embedding_bag_all_to_all
+    op = torch.ops.shardplan.embedding_bag_all_to_all
     return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits))
+
+
+_check: Any = getattr(torch, "_check")  # noqa: B009, what fakes must call: no public name
 
 
 def _ints(sizes: Sequence[int] | None) -> list[int] | None:
     return None if sizes is None else list(sizes)
 
 
-@cache
-def torch_ops() -> Any:
-    """Return `torch.ops.shardplan`, with the operators registered."""
-    torch = optional("torch", "torch")
-    _gemm(torch)
-    _gemv(torch)
-    _bags(torch)
-    return torch.ops.shardplan
-
-
-def _custom(torch: Any, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    made = torch.library.custom_op(f"shardplan::{name}", run, mutates_args=(), schema=schema)
+def _custom(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    written = ("out",) if name.endswith("_out") else ()
+    made = torch.library.custom_op(f"shardplan::{name}", run, mutates_args=written, schema=schema)
     made.register_fake(fake)
     return made
 
 
-def _gemm(torch: Any) -> None:
+def _into(schema: str) -> str:
+    """The schema of an operator that writes its result into `out`."""
+    return schema.replace("(", "(Tensor(a!) out, ", 1).replace("-> Tensor", "-> ()")
+
+
+def _nothing(*operands: Any) -> None:
+    """The fake of an operator without results."""
+
+
+def _gemm() -> None:
     def run(
         a: Any,
         b: Any,
         bias: Any,
         group: str,
-        activation: str,
-        scatter: int,
-        send: Any,
-        receive: Any,
-        tiles: int,
-        order: str,
+        activation: str = "none",
+        scatter: int = 0,
+        send: Any = None,
+        receive: Any = None,
+        tiles: int = 0,
+        order: str = ORDER,
     ) -> Any:
         asked = _asked(group, tiles, order)
         out = gemm.forward(asked, a, b, bias, activation, scatter, send, receive)
@@ -160,21 +165,21 @@ def _gemm(torch: Any) -> None:
         b: Any,
         bias: Any,
         group: str,
-        activation: str,
-        scatter: int,
-        send: Any,
-        receive: Any,
-        tiles: int,
-        order: str,
+        activation: str = "none",
+        scatter: int = 0,
+        send: Any = None,
+        receive: Any = None,
+        tiles: int = 0,
+        order: str = ORDER,
     ) -> Any:
         heap = bound(group)
-        torch._check(a.dim() == 2 and b.dim() == 2)
-        torch._check(a.shape[1] == b.shape[0])
+        _check(a.dim() == 2 and b.dim() == 2)
+        _check(a.shape[1] == b.shape[0])
         if scatter == 0:
-            rows = sum(receive) if receive is not None else heap.ranks * _share(torch, a.shape[0], heap)
+            rows = sum(receive) if receive is not None else heap.ranks * _share(a.shape[0], heap)
             return a.new_empty(rows, b.shape[1])
         rows = sum(receive) if receive is not None else heap.ranks * a.shape[0]
-        return a.new_empty(rows, send[heap.rank] if send is not None else _share(torch, b.shape[1], heap))
+        return a.new_empty(rows, send[heap.rank] if send is not None else _share(b.shape[1], heap))
 
     def back(
         g: Any,
@@ -196,8 +201,24 @@ def _gemm(torch: Any) -> None:
     def fake_back(g: Any, a: Any, b: Any, bias: Any, *rest: Any) -> Any:
         return torch.empty_like(a), torch.empty_like(b), g.new_empty(0) if bias is None else torch.empty_like(bias)
 
-    op = _custom(torch, gemm.NAME, _GEMM, run, fake)
-    op_back = _custom(torch, f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
+    def write(
+        out: Any,
+        a: Any,
+        b: Any,
+        bias: Any,
+        group: str,
+        activation: str = "none",
+        scatter: int = 0,
+        send: Any = None,
+        receive: Any = None,
+        tiles: int = 0,
+        order: str = ORDER,
+    ) -> None:
+        gemm.forward(_asked(group, tiles, order), a, b, bias, activation, scatter, send, receive, out)
+
+    _custom(f"{gemm.NAME}_out", _into(_GEMM), write, _nothing)
+    op = _custom(gemm.NAME, _GEMM, run, fake)
+    op_back = _custom(f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         a, b, bias, *ctx.rest = inputs
@@ -211,19 +232,19 @@ def _gemm(torch: Any) -> None:
     op.register_autograd(gradient, setup_context=setup)
 
 
-def _share(torch: Any, n: Any, heap: SymmetricHeap) -> Any:
+def _share(n: Any, heap: SymmetricHeap) -> Any:
     """This rank's part of n by the tiling rule, n perhaps a symbol."""
     size = -(-n // heap.ranks)
     return torch.sym_min(n, (heap.rank + 1) * size) - torch.sym_min(n, heap.rank * size)
 
 
-def _gemv(torch: Any) -> None:
-    def run(a: Any, x: Any, group: str, algorithm: str) -> Any:
+def _gemv() -> None:
+    def run(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
         return gemv.forward(_asked(group), a, x, algorithm).contiguous()
 
-    def fake(a: Any, x: Any, group: str, algorithm: str) -> Any:
+    def fake(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
         bound(group)
-        torch._check(a.dim() == 2 and a.shape[1] == x.shape[0])
+        _check(a.dim() == 2 and a.shape[1] == x.shape[0])
         return a.new_empty(a.shape[0], *x.shape[1:])
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -232,10 +253,17 @@ def _gemv(torch: Any) -> None:
     def gradient(ctx: Any, g: Any) -> Any:
         return *gemv.backward(g, *ctx.saved_tensors), None, None
 
-    _custom(torch, gemv.NAME, _GEMV, run, fake).register_autograd(gradient, setup_context=setup)
+    def write(out: Any, a: Any, x: Any, group: str, algorithm: str = "auto") -> None:
+        found = run(a, x, group, algorithm)
+        if out.shape != found.shape or out.dtype != found.dtype:
+            raise TypingError(f"{gemv.NAME}: out is {list(out.shape)}; legal is {list(found.shape)} of its dtype")
+        out.copy_(found)
+
+    _custom(f"{gemv.NAME}_out", _into(_GEMV), write, _nothing)
+    _custom(gemv.NAME, _GEMV, run, fake).register_autograd(gradient, setup_context=setup)
 
 
-def _bags(torch: Any) -> None:
+def _bags() -> None:
     def run(tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any) -> Any:
         return embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
 
@@ -255,8 +283,14 @@ def _bags(torch: Any) -> None:
     def fake_back(g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, *rest: Any) -> Any:
         return [*map(torch.empty_like, tables), g.new_empty(0) if scale is None else torch.empty_like(scale)]
 
-    op = _custom(torch, embedding.NAME, _BAG, run, fake)
-    op_back = _custom(torch, f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
+    def write(
+        out: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
+    ) -> None:
+        embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
+
+    _custom(f"{embedding.NAME}_out", _into(_BAG), write, _nothing)
+    op = _custom(embedding.NAME, _BAG, run, fake)
+    op_back = _custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         tables, ids, offsets, scale, *ctx.rest = inputs
@@ -266,8 +300,11 @@ def _bags(torch: Any) -> None:
     def gradient(ctx: Any, g: Any) -> Any:
         *tables, ids, offsets, scale = ctx.saved_tensors
         *found, each = op_back(g, tables, ids, offsets, scale, *ctx.rest)
-        _, _, counts, splits = ctx.rest
-        nothing = [None] * len(counts), [None] * len(splits)
-        return found, None, None, None if scale is None else each, None, None, *nothing
+        return found, None, None, None if scale is None else each, *[None] * len(ctx.rest)
 
     op.register_autograd(gradient, setup_context=setup)
+
+
+_gemm()
+_gemv()
+_bags()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardplan.errors import BackendError, ShardplanError
+from shardplan.errors import BackendError, ShardplanError, TypingError
 from shardplan.fused.heap.failures import FusedTimeout
 from shardplan.fused.heap.header import Words, reached, wrapped
 from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
@@ -74,14 +74,18 @@ class TileCall:
 
     steps: tuple[tuple[TileStep, ...], ...]
     views: tuple[dict[str, torch.Tensor], ...]
+    protocol: TileProtocol
     facts: dict[str, Any]  # what kernels keep beside it
+    owed: tuple[SignalStep, ...] = ()  # acks of a result that outlives the call: sent when the next one begins
 
 
 class FusedInstance:
     """An operator with a schedule on a heap; its epoch counts the calls."""
 
-    def __init__(self, heap: SymmetricHeap, op: str, schedule: TileSchedule, seconds: float) -> None:
-        """Begin without memory; `seconds` bounds every wait."""
+    def __init__(
+        self, heap: SymmetricHeap, op: str, schedule: TileSchedule, seconds: float, out: SymmetricTensor | None = None
+    ) -> None:
+        """Begin without memory, or with `out` for the result; `seconds` bounds every wait."""
         if why := why_not():
             raise BackendError(f"{op}: {why}")
         self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
@@ -89,7 +93,9 @@ class FusedInstance:
         self.failed = ""
         self.flags: Flags | None = None
         self.proved = False
-        self.data: dict[str, SymmetricTensor] = {}
+        self.out = out
+        self.data: dict[str, SymmetricTensor] = {} if out is None else {"result": out}
+        self.owed: list[tuple[SignalStep, int]] = []
         self.calls: dict[Any, TileCall] = {}
 
     def call(
@@ -124,6 +130,13 @@ class FusedInstance:
         """Have memory for the largest result of any rank in every slot; calls made before keep what they have."""
         for name, buffer in protocol.buffers.items():
             need = max(math.prod(e) for e in buffer.extents) * trailing * dtypes[name].itemsize
+            if self.out is not None:
+                if need > self.out.nbytes:
+                    raise TypingError(
+                        f"{self.op}: out {self.out.label} of {self.out.nbytes} bytes; legal are at least {need}, "
+                        "for the largest result of any rank"
+                    )
+                continue
             need = -(-max(need, 1) // 256) * 256
             if name not in self.data or self.data[name].shape[1] < need:
                 self.data[name] = self.heap.alloc((buffer.slots, need), "u8", f"{self.op} {name}")
@@ -133,7 +146,8 @@ class FusedInstance:
     ) -> torch.Tensor:
         """A whole buffer of a rank in a slot."""
         shape = (*protocol.buffers[name].extents[rank], *more)
-        raw = self.data[name].peer(rank)[slot].view(dtype)
+        memory = self.data[name].peer(rank)
+        raw = memory.view(-1).view(dtype) if self.out is not None else memory[slot].view(dtype)
         return raw[: math.prod(shape)].view(shape)
 
     def _compiled(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], more: tuple[int, ...]) -> TileCall:
@@ -150,7 +164,12 @@ class FusedInstance:
             }
             steps.append(tuple(self._steps(protocol, whole, senders)))
             views.append({name: whole[name, heap.rank] for name in protocol.buffers})
-        return TileCall(tuple(steps), tuple(views), {})
+        if self.out is None:
+            return TileCall(tuple(steps), tuple(views), protocol, {})
+        first = next((k for k, step in enumerate(steps[0]) if isinstance(step, ReadStep)), len(steps[0]))
+        owed = tuple(step for step in steps[0][first:] if isinstance(step, SignalStep))
+        rest = tuple(step for k, step in enumerate(steps[0]) if k < first or not isinstance(step, SignalStep))
+        return TileCall((rest,), tuple(views), protocol, {}, owed)
 
     def _steps(
         self, protocol: TileProtocol, whole: dict[tuple[str, int], torch.Tensor], senders: dict[int, tuple[int, int]]
@@ -184,35 +203,39 @@ class FusedInstance:
         call: TileCall,
         put: Callable[[PutStep], None],
         read: Callable[[ReadStep], None] | None = None,
-        begun: int = 0,
+        ahead: Callable[[Sequence[TileStep]], int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run an epoch, and return the own buffers, whose contents last until the next one.
 
-        `put` stores a tile, `read` takes what is complete; the first `begun` steps were done by the caller. Raises
+        `put` stores a tile, `read` takes what is complete, `ahead` does first steps at once and says how many. Raises
         `FusedTimeout` with rank, source and tile, and `PeerLost`; then the instance is of no use until a `reset`.
         """
         slot = self.epoch % len(call.steps)
-        kernels = native()
+        steps, tally = call.steps[slot], self.heap.tally
         try:
             self.heap.header.check(self.op)
-            for step in call.steps[slot][begun:]:
+            for step, epoch in self.owed:
+                _signal(step, epoch)
+            self.owed = []
+            if tally is not None:
+                tally.poison(self.heap, call.views[slot])
+            for step in steps[0 if ahead is None else ahead(steps) :]:
                 match step:
                     case PutStep():
                         put(step)
                     case SignalStep():
-                        count = wrapped(step.first + step.step * self.epoch)
-                        if kernels is None:
-                            step.word[0] = count
-                        else:
-                            kernels.signal(step.address, count)
+                        _signal(step, self.epoch)
                     case WaitStep():
                         self._wait(step)
                     case _:
                         if read is not None:
                             read(step)
+            if tally is not None:
+                tally.count(self.op, self.heap.rank, call.protocol, call.views[slot])
         except BaseException as error:
             self.fail(error)
             raise
+        self.owed = [(step, self.epoch) for step in call.owed]
         self.epoch += 1
         return call.views[slot]
 
@@ -250,6 +273,14 @@ class FusedInstance:
             header.wait(step.word, want, self.seconds if kernels is None else 0.0, late, self.op)
 
 
+def _signal(step: SignalStep, epoch: int) -> None:
+    kernels, count = native(), wrapped(step.first + step.step * epoch)
+    if kernels is None:
+        step.word[0] = count
+    else:
+        kernels.signal(step.address, count)
+
+
 def _index(box: TileBox) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
@@ -280,15 +311,21 @@ def _senders(protocol: TileProtocol, rank: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def instance(heap: SymmetricHeap, op: str, schedule: TileSchedule, kind: str, seconds: float) -> FusedInstance:
+def instance(
+    heap: SymmetricHeap, op: str, schedule: TileSchedule, kind: str, seconds: float, out: SymmetricTensor | None = None
+) -> FusedInstance:
     """Return the instance of an operator with a schedule on a heap, new where there is none, or after a reset.
 
-    Raises `FusedTimeout` where it failed before, until the heap is reset.
+    With `out` the result lies there, and lasts until the next call that writes it: there is one slot, and a reader
+    acknowledges an epoch when its next one begins. Raises `FusedTimeout` where it failed before, until the heap is
+    reset.
     """
-    key = f"{op} {schedule} {kind}"
+    if out is not None:
+        schedule = replace(schedule, slots=1, acks=True)
+    key = f"{op} {schedule} {kind} {'' if out is None else out.offset}"
     found: FusedInstance | None = heap.kept.get(key)
     if found is None:
-        found = heap.kept[key] = FusedInstance(heap, op, schedule, seconds)
+        found = heap.kept[key] = FusedInstance(heap, op, schedule, seconds, out)
     found.ready()
     found.seconds = seconds
     return found

@@ -103,6 +103,8 @@ class SymmetricHeap:
         self._exchange: GatherBytes | None = None
         self._close: Callable[[], None] | None = None
         self.seconds = SECONDS  # that an operator waits
+        self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved`
+        self.tensors: dict[int, SymmetricTensor] = {}  # by offset
         self.kept: dict[Any, Any] = {}  # what operators keep beside it, until it is reset or closed
 
     @classmethod
@@ -202,7 +204,14 @@ class SymmetricHeap:
                 f"alloc {asked}: {made.nbytes} bytes of symmetric heap {self.name}, of which {left} are left"
             )
         self.used = end
+        self.tensors[made.offset] = made
         return made
+
+    def holding(self, x: torch.Tensor) -> SymmetricTensor | None:
+        """Return the tensor at whose begin in this rank's memory a contiguous torch tensor lies, None for others."""
+        if not x.is_contiguous() or x.device.type != "cpu":
+            return None
+        return self.tensors.get(x.data_ptr() - self.memory[self.rank].ctypes.data)
 
     def flags(self, count: int, label: str) -> Flags:
         """Return `count` counters on every rank, each on a line of its own; collective."""
@@ -220,7 +229,7 @@ class SymmetricHeap:
         self.header.clear()
         self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
         self.kept.clear()
-        self.resets += 1
+        self.tensors.clear()
         self._exchange(b"cleared")
 
     def close(self) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 
 from shardplan.errors import TypingError
 from shardplan.fused.calls.agreement import agreed
-from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, WaitStep, instance
+from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, TileStep, WaitStep, instance
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.operators.asked import Asked, even, splits, starts
 from shardplan.fused.operators.moving import moved
+from shardplan.fused.operators.out import placed, stored
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
 
@@ -65,6 +66,7 @@ class BagOperands:
         batch: int,
         table_counts: Sequence[int] | None,
         batch_splits: Sequence[int] | None,
+        out: torch.Tensor | None = None,
     ) -> None:
         """Check and agree; collective where the shapes are new."""
         heap = asked.heap
@@ -83,13 +85,14 @@ class BagOperands:
             raise
         tiles = asked.many(max(1, batch // heap.ranks), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds)
+        into = placed(NAME, heap, out)
+        self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds, into)
         key = (len(tables), batch, self.dim, str(self.dtype), tuple(given or ()), tuple(counts or ()))
         known = self.made.calls.get(key)
         if known is None:
             facts: dict[str, Any] = {"tables": len(tables), "batch": batch, "splits": given, "counts": counts}
-            facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles}
-            said = agreed(heap, NAME, facts, ("batch", "splits", "counts", "tiles"), asked.seconds)
+            facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles, "out": into and into.offset}
+            said = agreed(heap, NAME, facts, ("batch", "splits", "counts", "tiles", "out"), asked.seconds)
             self._types(said, first is None)
             held = [each["tables"] for each in said]
             if counts is not None and counts != held:
@@ -126,28 +129,35 @@ def forward(
     batch: int = 0,
     table_counts: Sequence[int] | None = None,
     batch_splits: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the bags of all tables for the batch of this rank: [B_r, tables of all ranks, D].
 
     `offsets` [T_r * B + 1] are table-major: bag k of table t is `indices[offsets[t * B + k] : offsets[t * B + k + 1]]`,
     of the `batch` B of all ranks. `mode` is `sum` or `mean`, by the bag's length; an empty bag is 0. A rank may have no
-    tables. Collective; raises `TypingError` where operands do not fit or an index is no row, `HeapMismatch` where ranks
-    differ, and as `FusedInstance.run`.
+    tables. With `out`, in a `SymmetricTensor` of the heap, the result is there, uncopied, until the next call that
+    writes it. Collective; raises `TypingError` where operands do not fit or an index is no row, `HeapMismatch` where
+    ranks differ, and as `FusedInstance.run`.
     """
-    got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits)
+    got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits, out)
     rank, bag = asked.heap.rank, starts([extents[0] for extents in got.forward.extents])
+
+    fits = BagKernel.fits(got.call)
 
     def put(step: PutStep) -> None:
         first, last = step.box[0]
-        if last > first and tables:
+        if last > first and tables and fits:
+            _all_at_once(got, [step], bag, rank)
+        elif last > first and tables:
             got.call.store(bag[step.to] + first, bag[step.to] + last, step.view)
 
-    steps = got.tiled.steps[got.made.epoch % len(got.tiled.steps)]
-    begun = 0
-    if BagKernel.fits(got.call):
+    def ahead(steps: Sequence[TileStep]) -> int:
         begun = next((k for k, step in enumerate(steps) if isinstance(step, WaitStep)), len(steps))
         _all_at_once(got, steps[:begun], bag, rank)
-    return got.made.run(got.tiled, put, begun=begun)["result"].clone()
+        return begun
+
+    found = got.made.run(got.tiled, put, ahead=ahead if fits else None)["result"]
+    return stored(NAME, found, out)
 
 
 def _all_at_once(got: BagOperands, steps: Sequence[Any], bag: Sequence[int], rank: int) -> None:

@@ -18,6 +18,7 @@ from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.activation import activated, deactivated
 from shardplan.fused.operators.asked import Asked, even, splits, starts
 from shardplan.fused.operators.moving import moved
+from shardplan.fused.operators.out import placed, stored
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
@@ -72,15 +73,16 @@ def agree(
     send: Sequence[int] | None,
     receive: Sequence[int] | None,
     dtype: str,
+    out: int | None = None,
 ) -> GemmBlocks:
     """Return who sends what, told by all ranks to all; collective.
 
     Raises `HeapMismatch` where a rank's `send_splits` and another's `recv_splits` differ.
     """
     heap = asked.heap
-    facts = {"N": columns, "scatter": scatter, "tiles": asked.tiles, "order": asked.order, "dtype": dtype}
+    facts = {"N": columns, "scatter": scatter, "tiles": asked.tiles, "order": asked.order, "dtype": dtype, "out": out}
     facts |= {"rows": rows, "sends": send, "receives": receive}
-    alike = ("N", "dtype", "scatter", "tiles", "order", *(("sends",) if scatter else ()))
+    alike = ("N", "dtype", "scatter", "tiles", "order", "out", *(("sends",) if scatter else ()))
     said = agreed(heap, NAME, facts, alike, asked.seconds)
     if scatter == 0:
         counts = tuple(tuple(each["sends"] or even(each["rows"], heap.ranks)) for each in said)
@@ -126,15 +128,17 @@ def forward(
     scatter: int = 0,
     send_splits: Sequence[int] | None = None,
     recv_splits: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what all ranks computed for this one: of a [M, K] and b [K, N] the activation of a @ b + bias, in blocks.
 
     With `scatter` 0 the result is [sum(recv_splits), N], with 1 [rows of all ranks, N of this rank]. Splits are by the
-    tiling rule where they are not given. A product is rounded once, at its store. Collective; raises `TypingError`
-    where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
+    tiling rule where they are not given. A product is rounded once, at its store. With `out`, in a
+    `SymmetricTensor` of the heap, the result is there, uncopied, until the next call that writes it. Collective;
+    raises `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
-    found = _call(asked, a, b, scatter, sent, received)
+    found = _call(asked, a, b, scatter, sent, received, out)
     who = found.blocks
     exact = a.dtype.itemsize >= 4
     mine = who.forward.boxes[asked.heap.rank]
@@ -155,7 +159,7 @@ def forward(
         step.view.copy_(activated(z, activation))
 
     activated(a[:0], activation)  # an unknown one is refused before anything is sent
-    return found.made.run(found.call, put)["result"].clone()
+    return stored(NAME, found.made.run(found.call, put)["result"], out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +178,20 @@ def _call(
     scatter: int,
     sent: list[int] | None,
     received: list[int] | None,
+    out: torch.Tensor | None = None,
 ) -> GemmCall:
     """What is to be done: agreed upon where the shapes are new, and always where splits are given, as data has them."""
     rows, columns, heap = a.shape[0], b.shape[1], asked.heap
     dtype = str(a.dtype)
-    key = (NAME, rows, columns, scatter, dtype, asked.tiles, asked.order)
+    into = placed(NAME, heap, out)
+    key = (NAME, rows, columns, scatter, dtype, asked.tiles, asked.order, into and into.offset)
     found: GemmCall | None = None if sent or received else heap.kept.get(key)
     if found is None:
-        who = agree(asked, rows, columns, scatter, sent, received, dtype)
+        who = agree(asked, rows, columns, scatter, sent, received, dtype, into and into.offset)
         sizes = [box[0][1] - box[0][0] for row in who.forward.boxes for box in row]
         tiles = asked.many(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        made = instance(heap, NAME, schedule, dtype, asked.seconds)
+        made = instance(heap, NAME, schedule, dtype, asked.seconds, into)
         found = GemmCall(
             made, made.call(who.forward, who.forward, {"result": a.dtype}, varying=bool(sent or received)), who
         )
