@@ -82,14 +82,23 @@ class EmulatedRank:
                 port.put((time.thread_time_ns() - started) * 1e-9, len(own) * self.row_bytes)
         return (time.thread_time_ns() - started) * 1e-9
 
-    def fused(self, port: EgressPort, puts: Sequence[TilePut]) -> float:
-        started = time.thread_time_ns()
-        before = [self.rank * (self.cuts[to + 1] - self.cuts[to]) for to in range(RANKS)]
+    def tiles(self, puts: Sequence[TilePut]) -> list[tuple[Callable[[], Any], int]]:
+        """Per put what computes and stores it, and the bytes that leave the rank."""
+        found: list[tuple[Callable[[], Any], int]] = []
         for put in puts:
-            first, last = (x - before[put.to] for x in put.box[0])
-            self.pair.tile(self.cuts[put.to] + first, self.cuts[put.to] + last, self.view(put.to, first, last))
-            if put.to != self.rank:
-                port.put((time.thread_time_ns() - started) * 1e-9, (last - first) * self.row_bytes)
+            begin = self.rank * (self.cuts[put.to + 1] - self.cuts[put.to])
+            first, last = (x - begin for x in put.box[0])
+            at = self.cuts[put.to]
+            run = self.pair.ready(at + first, at + last, self.view(put.to, first, last))
+            found.append((run, (last - first) * self.row_bytes if put.to != self.rank else 0))
+        return found
+
+    def fused(self, port: EgressPort, tiles: Sequence[tuple[Callable[[], Any], int]]) -> float:
+        started = time.thread_time_ns()
+        for run, nbytes in tiles:
+            run()
+            if nbytes:
+                port.put((time.thread_time_ns() - started) * 1e-9, nbytes)
         return (time.thread_time_ns() - started) * 1e-9
 
     def right(self) -> float:
@@ -106,10 +115,10 @@ def measured(rank: int, exchange: Exchange, sizes: Sizes, count: int) -> dict[st
     with SymmetricHeap.create(nbytes, "shm", exchange, "emulated") as heap:
         one = EmulatedRank(sizes, heap)
         shape = shape_of(one.pair, RANKS)
-        puts: dict[Any, list[TilePut]] = {}
+        tiles: dict[Any, Any] = {}
         for order, n in WAYS:
             found = TileSchedule(order=order, tiles=n).check(RANKS, shape)  # type: ignore[arg-type]
-            puts[order, n] = [e for e in found.of(rank) if isinstance(e, TilePut)]
+            tiles[order, n] = one.tiles([e for e in found.of(rank) if isinstance(e, TilePut)])
         compute = statistics.median(spent(one.pair.compute) for _ in range(max(5, count)))
         remote = one.pair.rows() * one.row_bytes * (RANKS - 1) // RANKS
         times: dict[str, list[float]] = {}
@@ -119,7 +128,7 @@ def measured(rank: int, exchange: Exchange, sizes: Sizes, count: int) -> dict[st
             random.Random(repetition).shuffle(order)
             for ratio, way in order:
                 port = EgressPort(remote / (ratio * compute))
-                end = one.unfused(port) if way == "unfused" else one.fused(port, puts[way])
+                end = one.unfused(port) if way == "unfused" else one.fused(port, tiles[way])
                 if repetition:
                     name = way if isinstance(way, str) else f"{way[0]} {way[1]}"
                     times.setdefault(f"{ratio} {name}", []).append(max(end, port.last))

@@ -8,7 +8,7 @@ is modelled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,6 +88,10 @@ class RankPair(Protocol):
         """Compute rows into a view, of the memory of whomever."""
         ...
 
+    def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
+        """The same as a call that has everything at hand, as a compiled schedule has."""
+        ...
+
     def unfused(self, asked: Asked) -> torch.Tensor:
         """Compute all, then send it on the heap."""
         ...
@@ -117,6 +121,10 @@ class GemmPair:
 
     def tile(self, first: int, last: int, view: torch.Tensor) -> None:
         torch.mm(self.a[first:last], self.b, out=view)
+
+    def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
+        rows = self.a[first:last]
+        return lambda: torch.mm(rows, self.b, out=view)
 
     def tiles(self, cuts: Sequence[tuple[int, int]]) -> None:
         for first, last in cuts:
@@ -168,6 +176,12 @@ class BagsPair:
         rows = [(first, last, self.out[first:last].data_ptr(), 0, 0, 0) for first, last in cuts]
         self._kernel(self.out).store(np.array(rows, TILE), 0)
 
+    def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
+        if not BagKernel.fits(self.call):
+            return lambda: self.call.store(first, last, view)
+        kernel, rows = self._kernel(view), np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE)
+        return lambda: kernel.store(rows, 0)
+
     def _kernel(self, view: torch.Tensor) -> BagKernel:
         strides = view.stride(0), view.stride(1)
         if strides not in self.kernels:
@@ -208,6 +222,9 @@ class VectorPair:
 
     def tile(self, first: int, last: int, view: torch.Tensor) -> None:
         rows_times(self.a[first:last], self.thin, view)
+
+    def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
+        return lambda: self.tile(first, last, view)
 
     def unfused(self, asked: Asked) -> torch.Tensor:
         addends = self.compute()[None]
