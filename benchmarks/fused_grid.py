@@ -6,7 +6,8 @@ its median and 20th percentile are told. Results are compared with what each ran
 
 - `gloo`: compute all, then torch's `all_to_all_single` or `all_reduce`
 - `gloo_chunked`: four parts, each sent asynchronously while the next is computed
-- `unfused`: compute all, then put the parts into the peers' memory on the same heap and wait
+- `unfused`: compute all, then put the parts into the peers' memory on the same heap, signal, and wait for theirs
+- `unfused_barrier`: the same with a barrier of all ranks in place of signals, as the spec has it
 - `fused n`: the operator with n tiles a destination; of the vector's product `one_shot`, and `two_shot` with n tiles
 - `compute_only`
 
@@ -65,7 +66,7 @@ def variants(kind: str) -> tuple[str, ...]:
         fused = ("one_shot", *(f"two_shot {n}" for n in COUNTS[:3]))
     else:
         fused = tuple(f"fused {n}" for n in COUNTS)
-    return ("gloo", "gloo_chunked", "unfused", *fused, "compute_only")
+    return ("gloo", "gloo_chunked", "unfused_barrier", "unfused", *fused, "compute_only")
 
 
 class GridRank:
@@ -80,12 +81,30 @@ class GridRank:
             if name.split()[0] in ("fused", "one_shot", "two_shot")
         }
         self.run |= {"unfused": lambda: self.pair.unfused(Asked(heap)), "compute_only": self.pair.compute}
+        self.run["unfused_barrier"] = self._barrier
+        whole = self.pair.out[None] if sizes.kind == "gemv" else self.pair.out[: len(self.pair.out) // heap.ranks]
+        self.memory = heap.alloc((2, heap.ranks, *whole.shape), "f32", "barrier")
+        self.epoch = 0
         self.run |= {"gloo": self._gloo, "gloo_chunked": self._chunked}
 
     def _fused(self, name: str) -> Callable[[], torch.Tensor]:
         variant, _, n = name.partition(" ")
         asked = Asked(self.heap, int(n or 1))
         return lambda: self.pair.fused(asked, variant)
+
+    def _barrier(self) -> torch.Tensor:
+        """Slots in turn: who passes a barrier has read what was put before the one ahead of it."""
+        out, ranks, slot = self.pair.compute(), self.heap.ranks, self.epoch % 2
+        self.epoch += 1
+        rows = len(out) // ranks
+        for d in range(ranks):
+            part = out[None] if isinstance(self.pair, VectorPair) else out[d * rows : (d + 1) * rows]
+            self.memory.peer(d)[slot, self.heap.rank].copy_(part)
+        self.heap.barrier()
+        came = self.memory.local[slot]
+        if isinstance(self.pair, VectorPair):
+            return came.sum(0)[0, :, 0]
+        return torch.cat(list(came), 0 if isinstance(self.pair, GemmPair) else 1)
 
     def _gloo(self) -> torch.Tensor:
         out = self.pair.compute()
@@ -160,9 +179,9 @@ def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, 
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     found: list[dict[str, Any]] = []
     for k, sizes in enumerate(shapes):
-        with SymmetricHeap.create(heap_bytes([sizes], 8), "shm", exchange, f"grid {k}") as heap:
+        with SymmetricHeap.create(heap_bytes([sizes], 10), "shm", exchange, f"grid {k}") as heap:
             one = GridRank(sizes, heap)
-            names = [n for n in variants(sizes.kind) if all_ or not n.startswith("gloo")]
+            names = [n for n in variants(sizes.kind) if all_ or not n.startswith(("gloo", "unfused_"))]
             worst = one.checked()
             one.times(names, 2, -1)
             found.append({"times": one.times(names, count, k), "away": worst})
@@ -206,6 +225,7 @@ def row(sizes: Sizes, times: dict[str, list[float]], constants: KindConstants) -
     told |= {"seconds": median, "predicted": said, "chosen": choice}
     told["regret"] = max(0.0, ratio(times, choice, fastest)[0] - 1)
     pairs = {"transport gain": ("unfused", "gloo"), "fusion gain": (best, "unfused"), "decided": (choice, "unfused")}
+    pairs["beside a barrier"] = best, "unfused_barrier"
     pairs |= {"best/gloo": (best, "gloo"), "gloo_chunked/gloo": ("gloo_chunked", "gloo")}
     pairs["compute/gloo"] = "compute_only", "gloo"
     for name, (a, b) in pairs.items():
@@ -218,6 +238,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     bold = [r for r in rows if r["bold"]]
     return {
         "fusion gain, communication-heavy (asked 0.75)": {r["kind"]: r["fusion gain"] for r in bold},
+        "the same beside copy and barrier": {r["kind"]: r["beside a barrier"] for r in bold},
         "fused / gloo, communication-heavy (asked 0.6)": {r["kind"]: r["best/gloo"] for r in bold},
         "decided / unfused, all shapes (asked 1.05)": geomean(r["decided"] for r in rows),
         "worst decided / unfused (asked 1.15)": max(r["decided"] for r in rows),
@@ -248,12 +269,12 @@ def main() -> None:
     taxes = tile_taxes()
     seconds = time.monotonic() - started
     heads = ("shape", "gloo us", "chunked", "unfused", "fused", "compute", "best", "transport gain", "p20")
-    heads = (*heads, "fusion gain", "p20", "chosen", "regret %")
+    heads = (*heads, "fusion gain", "p20", "to barrier", "chosen", "regret %")
     for kind in KINDS:
         lines = [
             [r["shape"] + " *" * r["bold"], r["seconds"]["gloo"] * 1e6, r["gloo_chunked/gloo"], r["transport gain"],
              r["best/gloo"], r["compute/gloo"], r["best"], r["transport gain"], r["transport gain p20"],
-             r["fusion gain"], r["fusion gain p20"], r["chosen"], 100 * r["regret"]]
+             r["fusion gain"], r["fusion gain p20"], r["beside a barrier"], r["chosen"], 100 * r["regret"]]
             for r in rows if r["kind"] == kind
         ]  # fmt: skip
         print(table(heads, lines, f"{kind}: beside gloo = 1 (load {load:.1f})"))
