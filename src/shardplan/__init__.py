@@ -13,6 +13,7 @@ Rooms, each of which imports from those above it only:
 - `movement`    the verbs redistribute, reduce and place
 - `strategy`    models, as programs with names of their dims and parameters
 - `launches`    where a job that exists put its mesh, and whether that is placed well
+- `fused`       a collective fused into the kernel that feeds it: operators, and where they pay
 - `simulation`  timelines: predicted from a program, measured, compared
 - `execution`   programs run for real on torch, JAX and MPI, and on an emulated cluster
 - `interop`     drop-ins for torch and JAX, checkpoints, exports
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TypingError,
     )
     from shardplan.execution.run import run
+    from shardplan.fused.deciding.fuse import fuse
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.topology import Topology
     from shardplan.interop.importers import load
@@ -94,6 +96,7 @@ __all__ = [
     "audit",
     "collect",
     "distribute",
+    "fuse",
     "load",
     "partition",
     "place",
@@ -116,6 +119,7 @@ _ROOMS = {
     "core.tensor": ("TensorType", "same"),
     "errors": tuple(name for name in __all__ if name.endswith("Error") or name in ("Infeasible", "TimedOut")),
     "execution.run": ("run",),
+    "fused.deciding.fuse": ("fuse",),
     "hardware.placement": ("Placement", "placements"),
     "hardware.topology": ("Topology",),
     "interop.importers": ("load",),

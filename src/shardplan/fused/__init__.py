@@ -7,6 +7,7 @@ Reading order:
 - `kernels/`    tiles on CPUs, by torch or by one C++ file
 - `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
 - `operators/`  the three operators on a rank's local tensors, forward and backward
+- `deciding/`   where fusing pays: the pass over programs, jobs and graphs of torch
 - `library`     the same as operators of PyTorch, traced and differentiated
 
 This room imports the rooms below it and numpy; torch only inside functions.
