@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.fused.calls.groups import bind, bound, unbind
     from shardplan.fused.calls.moved import MovedTally, MovedTile, counted
+    from shardplan.fused.deciding.calibrate import calibrate
     from shardplan.fused.deciding.fuse import fuse
     from shardplan.fused.deciding.graphs import GraphGroup, fuse_graph
     from shardplan.fused.deciding.rows import Fusion, FusionRow
@@ -57,6 +58,7 @@ __all__ = [
     "bind",
     "bind_group",
     "bound",
+    "calibrate",
     "counted",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
@@ -67,6 +69,7 @@ __all__ = [
 _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
     "calls.moved": ("MovedTally", "MovedTile", "counted"),
+    "deciding.calibrate": ("calibrate",),
     "deciding.fuse": ("fuse",),
     "deciding.graphs": ("GraphGroup", "fuse_graph"),
     "deciding.rows": ("Fusion", "FusionRow"),
