@@ -332,7 +332,8 @@ def main() -> None:
         most = f"no amount does (at most {100 * each['most']:.1f} %, at {each['most at']:g} times)"
         times = f"{each['times']:.3g} times the table work gives 21 %" if each["times"] else most
         print(f"{each['device']}, torus, {under}: {100 * each['reduction']:.2f} %; {times}")
-    head = {"assumed": assumed}
+    measured = json.loads((RESULTS / facts["costs"]).read_text(encoding="utf-8"))
+    head = {"assumed": assumed, "costs of": {k: measured[k] for k in ("date", "commit", "constants", "tile_tax")}}
     write(options.out, record(head, {"steps": steps, "sensitivity": rows, "what would give it": asked}))
 
 
