@@ -48,7 +48,9 @@ def work(rank: int, exchange: Exchange) -> list[float]:
             found = torch.autograd.grad(got, [la, lb], g[mine])
             errors.append(float((got - whole[mine]).detach().abs().max()))
             errors += [float((x - y).abs().max()) for x, y in zip(found, wanted, strict=True)]
-        torch.library.opcheck(torch.ops.mine.gemm_reduce_scatter, (la, lb, "page"), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.mine.gemm_reduce_scatter, (la, lb, "page"), test_utils=("test_schema", "test_faketensor")
+        )
     return errors
 
 

@@ -109,7 +109,7 @@ class Fusion(Generic[Subject]):
             )
         found = Counter(row.reason for row in self.rows)
         words = ", ".join(f"{found[reason]} {reason}" for reason in REASONS if found[reason])
-        return f"{len(self.rows)} candidates: {words}; constants: {self.source}"
+        return f"{len(self.rows)} candidate{'s' * (len(self.rows) != 1)}: {words}; constants: {self.source}"
 
     def __str__(self) -> str:
         """The summary, then a line a row."""
