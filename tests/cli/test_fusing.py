@@ -29,7 +29,7 @@ def test_a_program_is_fused_and_written(program: Path, capsys: pytest.CaptureFix
     asked = ["fuse", str(program), "--on", "dgx-a100", "--nodes", "1", "--calibration", str(constants)]
     assert run_command([*asked, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines()[0] == "1 candidates: 1 fused; constants: made up"
+    assert said.splitlines()[0] == "1 candidate: 1 fused; constants: made up"
     assert "1      gemm_all_to_all  f32[2@x, 4, 3] f32[2@x, 3, 5] -> f32[2, 4@x, 5]  40 B   440 ms  40 ms" in said
     (step,) = Program.parse(out.read_text()).steps
     assert op_text(step.op, ("a", "b")) == "gemm_all_to_all(%a, %b; tiles=16)"

@@ -105,7 +105,7 @@ def test_rows_are_printed_and_are_json(tmp_path: Path) -> None:
     assert said["rows"][0]["seconds"]["unfused"] == pytest.approx(0.44, rel=1e-3)
     assert said["saved_seconds"] == pytest.approx(0.4, rel=1e-3)
     assert "40 B  440 ms unfused, 40 ms fused  fused n=1 (fused)" in str(found)
-    assert found.summary == "1 candidates: 1 fused; constants: made up"
+    assert found.summary == "1 candidate: 1 fused; constants: made up"
 
 
 def test_other_values_are_refused() -> None:
