@@ -1,0 +1,71 @@
+"""Fused kernels by Triton: the three operators, and what users' own kernels are made of (arXiv 2305.06942).
+
+Reading order:
+
+- `words`      `put`, `signal`, `wait`, memory of peers, and the walk along a schedule's rows, as functions of Triton
+- `memory`     `TileMemory`: the heaps of all ranks, and the ranks that run in this process
+- `rows`       a proved protocol of tiles as the integers that a kernel reads
+- `launches`   `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
+- `options`    `KernelOptions`: programs, order, slices, seconds
+- `gemm`, `gemv`, `embedding`   the operators, each with its kernel in a module of its own
+- `ahead`      kernels compiled without a GPU
+
+One source of a kernel runs in Triton's interpreter (TRITON_INTERPRET=1 before the first import), on NVIDIA and on AMD.
+Names here are imported when they are first used: this needs `pip install 'shardplan[triton]'`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardplan.errors import optional
+
+if TYPE_CHECKING:
+    from shardplan.fused.triton.ahead import compiled, source_hash
+    from shardplan.fused.triton.embedding import embedding_bag_all_to_all
+    from shardplan.fused.triton.gemm import gemm_all_to_all
+    from shardplan.fused.triton.gemv import gemv_all_reduce
+    from shardplan.fused.triton.launches import FusedKernel
+    from shardplan.fused.triton.memory import TileMemory
+    from shardplan.fused.triton.options import KernelOptions
+    from shardplan.fused.triton.words import PUT, READ, WIDE, enter, peer, place, put, signal, turn, wait
+
+__all__ = [
+    "put",
+    "signal",
+    "wait",
+    "peer",
+    "enter",
+    "place",
+    "turn",
+    "PUT",
+    "READ",
+    "WIDE",
+    "FusedKernel",
+    "KernelOptions",
+    "TileMemory",
+    "compiled",
+    "source_hash",
+    "embedding_bag_all_to_all",
+    "gemm_all_to_all",
+    "gemv_all_reduce",
+]
+
+_WHERE = {
+    "words": ("PUT", "READ", "WIDE", "enter", "peer", "place", "put", "signal", "turn", "wait"),
+    "ahead": ("compiled", "source_hash"),
+    "launches": ("FusedKernel",),
+    "memory": ("TileMemory",),
+    "options": ("KernelOptions",),
+    "embedding": ("embedding_bag_all_to_all",),
+    "gemm": ("gemm_all_to_all",),
+    "gemv": ("gemv_all_reduce",),
+}
+_HOME = {name: f"shardplan.fused.triton.{module}" for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardplan.fused.triton' has no attribute {name!r}")
+    optional("triton", "triton")
+    return getattr(optional(_HOME[name], "triton"), name)

@@ -1,0 +1,88 @@
+"""The memory that a kernel puts into: every rank's heap as this process sees it, and the ranks that run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardplan.errors import BackendError, optional
+from shardplan.fused.heap.symmetric import SymmetricHeap
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN = 256
+
+
+class TileMemory:
+    """Heaps of `ranks` ranks, uint8 tensors of one size; ranks `rank0` to `rank0 + here - 1` run in this process.
+
+    The int32 at offset 0 of each says that a rank failed. A process has one rank; `virtual` ranks are all here.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], rank0: int, here: int, alloc: Callable[[int, str], int]) -> None:
+        """Take the heaps, and what reserves bytes in all of them and returns their offset, a multiple of 256."""
+        torch = optional("torch", "torch")
+        self.parts, self.rank0, self.here, self.alloc = list(parts), rank0, here, alloc
+        self.ranks, self.device = len(self.parts), self.parts[rank0].device
+        addresses = [part.data_ptr() for part in self.parts]
+        if any(address % ALIGN for address in addresses):
+            raise BackendError(f"tile memory: heaps at {addresses}; legal are multiples of {ALIGN}")
+        self.table: torch.Tensor = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self.heap: SymmetricHeap | None = None
+        self.kept: dict[Any, Any] = {}  # what operators keep beside memory that is no heap
+
+    @classmethod
+    def of(cls, heap: SymmetricHeap) -> TileMemory:
+        """Return the memory of a symmetric heap, this process being one rank of it."""
+        torch = optional("torch", "torch")
+
+        def alloc(nbytes: int, label: str) -> int:
+            return heap.alloc((nbytes,), "u8", label).offset
+
+        found = cls([torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc)
+        found.heap = heap
+        return found
+
+    @classmethod
+    def virtual(cls, ranks: int, nbytes: int, device: str = "cpu") -> TileMemory:
+        """Return memory of `nbytes` for each of some ranks that all run in this process, in one launch."""
+        torch = optional("torch", "torch")
+        parts: list[torch.Tensor] = []
+        for _ in range(ranks):
+            raw = torch.zeros(nbytes + 2 * ALIGN, dtype=torch.uint8, device=device)
+            skip = -raw.data_ptr() % ALIGN
+            parts.append(raw[skip : skip + nbytes + ALIGN])
+        return cls(parts, 0, ranks, counted(nbytes + ALIGN))
+
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor on a rank's heap."""
+        torch = optional("torch", "torch")
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return self.parts[rank][offset : offset + nbytes].view(dtype).view(tuple(shape))
+
+
+def counted(nbytes: int) -> Callable[[int, str], int]:
+    """Return what reserves bytes one after another, from `ALIGN` on, in heaps of so many.
+
+    >>> alloc = counted(1024)
+    >>> alloc(10, "a"), alloc(500, "b")
+    (256, 512)
+    """
+    used = [ALIGN]
+
+    def alloc(size: int, label: str) -> int:
+        at = used[0]
+        if at + size > nbytes:
+            raise BackendError(f"alloc {label}: {size} bytes of tile memory, of which {nbytes - at} are left")
+        used[0] = at + -(-size // ALIGN) * ALIGN
+        return at
+
+    return alloc
+
+
+def interpreted(kernel: Any) -> bool:
+    """Return whether Triton's interpreter runs a kernel, because TRITON_INTERPRET was set when it was imported."""
+    return "Interpret" in type(kernel).__name__

@@ -1,0 +1,81 @@
+"""Triton's operators in its interpreter, on processes and on virtual ranks; and their text, compiled without a GPU."""
+
+import os
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tests.fused.forked import run, segments
+
+from shardplan.errors import TypingError
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: shardplan[triton]")
+OP = "gemm_all_to_all"
+CASES = ("words:3", "silent:3", "values:2", "values:3", "values:4", "virtual:8")
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    found = run("triton_child", *CASES, seconds=400)
+    assert [name for name in segments() if f"-{os.getuid()}-" in name] == []
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_values_on_processes(said: dict[str, Any], ranks: int) -> None:
+    assert len(said[f"values:{ranks}"]) == ranks
+    for each in said[f"values:{ranks}"]:
+        assert each["wrong"] == [] and each["count"] == 24 and each["same"]
+        assert 0 < each["error"] <= 1.4e-5
+
+
+def test_values_on_virtual_ranks(said: dict[str, Any]) -> None:
+    each = said["virtual:8"]
+    assert each["wrong"] == [] and each["count"] == 8 * 24 and each["same"]
+
+
+def test_a_signal_left_out_is_named(said: dict[str, Any]) -> None:
+    first, second, third = said["silent:3"]
+    text = rf"{OP}: rank 1 waited \d\.\d s for tile 1 of rank 0 \(epoch 3: want 6, seen 5\)"
+    assert re.fullmatch(f"FusedTimeout: {text}", second[0][0])
+    assert second[0][1].startswith(f"FusedTimeout: {OP}: failed before: ")
+    for rank, each in ((0, first), (2, third)):
+        assert re.fullmatch(rf"PeerLost: {OP}: rank {rank} ended: {text}", each[0][1])
+    assert all(each[1:] == [True, True] for each in (first, second, third)), "a reset makes it good again"
+
+
+def test_words_of_users_kernels(said: dict[str, Any]) -> None:
+    for rank, (adds, passed) in enumerate(said["words:3"]):
+        assert adds == 300, "no contended add is lost"
+        assert passed == [k + (rank - 1) % 3 + 1 for k in range(16)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    os.environ.pop("TRITON_INTERPRET", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        from benchmarks.fused_text import everything
+
+        return everything()
+
+
+def test_text_of_both_targets(text: dict[str, Any], said: dict[str, Any]) -> None:
+    assert len(text["rows"]) == 6
+    assert [row for row in text["rows"] if not all(row[key] for key in ("signal", "barrier", "wait", "wide"))] == []
+    hashes = {row["source"] for row in text["rows"] if row["kernel"] == "gemm"}
+    assert hashes == {said["values:2"][0]["source"]}, "the interpreter ran what was compiled"
+
+
+def test_text_of_altered_kernels_fails(text: dict[str, Any]) -> None:
+    assert len(text["controls"]) == 10
+    assert [row for row in text["controls"] if row["fails"] != sorted(row["must"].split())] == []
+
+
+def test_targets_are_named() -> None:
+    from shardplan.fused.triton.ahead import compiled
+    from shardplan.fused.triton.gemv_kernel import gemv_kernel
+
+    with pytest.raises(TypingError, match="kernel gemv_kernel for sm_70; legal are sm_90, gfx942, without"):
+        compiled(gemv_kernel, {}, {}, "sm_70")
