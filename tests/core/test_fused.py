@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.fusing import decomposed, fusable, fused_with
 from shardplan.core.gradients import gradients
-from shardplan.core.ops import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce, ReduceDims
+from shardplan.core.ops import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce, ReduceDims, Repeat
 from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
@@ -187,6 +187,31 @@ def test_random_products_are_fused_and_mean_the_same(data: st.DataObject) -> Non
     assert isinstance(form, GemmForm)
     assert sorted(form.batch + form.rows + form.columns) == sorted(result)
     assert_alike(program, all_fused(program))
+
+
+def test_steps_that_run_ahead_are_counted_again() -> None:
+    """The product and the move of a repeat's row run ahead, and are one step then."""
+    text = """program
+  mesh x=2
+  input %h: f32[4, 6@x]
+  input %v: f32[3, 4@x, 6]
+  input %w: f32[6, 6]
+  %r = repeat(%h, %w, %v; n=3, carried=1, sliced=1, ahead=2) {
+    input %h: f32[4, 6@x]
+    input %w: f32[6, 6]
+    input %v: f32[4@x, 6]
+    %z = einsum(%v, %w; spec="mk,kn->mn"): f32[4@x, 6]
+    %y = all_to_all(%z; src_dim=0, dst_dim=1, axes=(x)): f32[4, 6@x]
+    %s = elementwise(%h, %y; expr="a + b"): f32[4, 6@x]
+    output %s
+  }: f32[4, 6@x]
+  output %r"""
+    program = Program.parse(text)
+    found = all_fused(program)
+    op = found.steps[0].op
+    assert isinstance(op, Repeat)
+    assert (op.ahead, len(op.body.steps)) == (1, 2)
+    assert_alike(program, found)
 
 
 def test_the_gradient_is_that_of_the_steps() -> None:

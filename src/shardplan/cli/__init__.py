@@ -7,6 +7,7 @@ failure while running. What the commands print is made in `report`. Reading orde
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
 - `searching`     the command plan
+- `fusing`        the command fuse
 - `placing`       the commands about placements: place, reduce, audit
 - `audit`         what `audit` does: a launch read from texts and files, and audited
 - `topologies`    the command that lists topologies
@@ -26,6 +27,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.fusing import fuse
 from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
@@ -101,6 +103,20 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, simulate, plan, place, reduce, audit, topologies, validate, calibrate):
+for _command in (
+    redistribute,
+    check,
+    show,
+    run,
+    simulate,
+    plan,
+    fuse,
+    place,
+    reduce,
+    audit,
+    topologies,
+    validate,
+    calibrate,
+):
     app.command()(_command)
 app.add_typer(lab_commands.app)

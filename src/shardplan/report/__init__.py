@@ -11,6 +11,7 @@ name for. Reading order:
 - `placement_svg`      the same as a standalone SVG file
 - `timeline`           timelines as tables, predicted beside measured
 - `compared`           a predicted timeline beside a measured one, step by step and kind by kind
+- `fusion`             which collectives were fused, and why not the others
 - `place`              rankings of placements, and reduction programs
 - `audit`              what a launch's audit says
 - `measured`           what `validate` and `calibrate` print

@@ -5,6 +5,6 @@ Reading order:
 - `rows`       `Fusion` and its rows: what was found, what each way takes, what was chosen and why
 - `fuse`       `fuse`: the pass over programs and jobs
 - `kernels`    a fused op of a program on the shards of a rank: the operators, and the layouts around them
-- `graphs`     the same pass on graphs of torch.fx
+- `graphs`     the same pass on graphs of torch.fx, whose nodes `graph_nodes` reads and `graph_patterns` matches
 - `calibrate`  the constants of this machine, in seconds
 """
