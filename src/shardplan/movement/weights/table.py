@@ -1,7 +1,7 @@
 """`WeightTable`: how a framework stores a family of models, as data: families of parameters, and no names.
 
 A table is a TOML file with a family file beside it; both may stand on another (`base`), and what a file says wins over
-what it stands on. A family says the logical tensors: their dims, as products of atoms, whose sizes are arithmetic over
+what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as products of atoms, whose sizes are arithmetic over
 the config. A table says `mesh` (and `meshes`, by name, on the same devices), `degrees` with defaults, `numbers` (axes
 that stand in the name), `atoms`, `split` (this side's own digits of an atom), `holes` (what stands in the name), and
 `parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`, `plus`.
@@ -27,7 +27,7 @@ Pairs = tuple[tuple[str, str], ...]
 On = tuple[tuple[str, str | int], ...]
 _KEYS = {
     "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
-              "holes", "parameters"),
+              "holes", "parameters", "without"),
     "family": ("version", "base", "source", "atoms", "tensors", "same", "scales"),
 }  # fmt: skip
 _MOST_BASES = 8
@@ -162,7 +162,7 @@ def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
             raise LayoutError(f"{line(path)}: unknown key {key!r}; legal: {', '.join(_KEYS[kind])}")
     if data.get("version", 1) != 1:
         raise LayoutError(f"{line(path)}: version {shown(data['version'])}; legal is 1")
-    base = data.pop("base", None)
+    base, without = data.pop("base", None), data.pop("without", [])
     if base is None:
         return data
     if depth == _MOST_BASES or not isinstance(base, str):
@@ -171,7 +171,7 @@ def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
     for key, value in data.items():
         old = below.get(key)
         if key == "parameters" and isinstance(old, list):
-            mine = {p.get("name") for p in value if isinstance(p, dict)}
+            mine = {p.get("name") for p in value if isinstance(p, dict)} | set(without)
             below[key] = [p for p in old if not isinstance(p, dict) or p.get("name") not in mine] + value
         elif isinstance(old, dict) and isinstance(value, dict):
             below[key] = old | value

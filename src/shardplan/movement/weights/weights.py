@@ -171,6 +171,10 @@ class Weights:
             if family.present[place]:
                 shape = family.local_shape(place)
                 out += [(name, shape, family.dtype) for name in family.device_names(place)]
+        if len({name for name, _, _ in out}) < len(out):
+            names = [name for name, _, _ in out]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise LayoutError(f"rank {rank} has two parameters called {twice}; legal is a name for each")
         return out
 
     def shape(self, name: str, rank: int) -> tuple[int, ...]:
