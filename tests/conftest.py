@@ -42,6 +42,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Launches(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0] if nodeid.startswith(("tests/execution/", "tests/interop/")) else nodeid
+            return (
+                nodeid.partition("::")[0]
+                if nodeid.startswith(("tests/execution/", "tests/fused/", "tests/interop/"))
+                else nodeid
+            )
 
     return Launches(config, log)

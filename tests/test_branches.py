@@ -59,6 +59,8 @@ FOREIGN = {
     "simulation/closed/form.py": {"attention"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},
+    "simulation/inference/answered.py": {"gather"},
+    "simulation/inference/space.py": {"gather", "attention"},
     "simulation/searching/space.py": {"attention"},
     "strategy/strategy.py": {"gather"},
     "interop/importers/jax_table.py": {"gather", "iota", "reshape", "slice", "split"},

@@ -9,7 +9,7 @@ FAULTS = listed()
 
 
 ROOMS = {
-    *("core", "hardware", "plans", "movement", "strategy", "simulation", "launches", "execution", "interop"),
+    *("core", "hardware", "plans", "movement", "strategy", "simulation", "fused", "launches", "execution", "interop"),
     *("report", "cli"),
 }
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from shardplan.movement.weights.weights import Weights
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
+    from shardplan.simulation.inference.requests import Requests
     from shardplan.simulation.searching.search import search
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.timeline import Timeline
@@ -81,6 +82,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "Requests",
     "Schedule",
     "ScheduleError",
     "ShardplanError",
@@ -130,6 +132,7 @@ _ROOMS = {
     "movement.weights.weights": ("Weights",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
+    "simulation.inference.requests": ("Requests",),
     "simulation.searching.search": ("search",),
     "simulation.simulate": ("simulate",),
     "simulation.timeline": ("Timeline",),

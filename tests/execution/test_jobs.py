@@ -17,7 +17,8 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand
-from shardplan.execution.jobs import JobRun, checked, order, parts
+from shardplan.execution.job_arrays import checked
+from shardplan.execution.jobs import JobRun, order, parts
 from strategy.jobs import arrays, model
 
 HERE = Path(__file__).parent

@@ -11,6 +11,7 @@ from shardplan.core.accounting import account
 from shardplan.core.ops import AllToAll
 from shardplan.core.program import Step
 from shardplan.core.walk import inside
+from shardplan.hardware.level import Level
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]
 
@@ -93,6 +94,21 @@ def stages(target: str, tensors: int, **axes: int) -> Batch:
     training = [sp.Mesh({"ep": 4}, devices=range(4 * k, 4 * k + 4)) for k in range(8)]
     sources = [sp.TensorType.parse("i32[48@ep, 4096]", mesh) for mesh in training for _ in range(tensors)]
     return sources, [sp.TensorType.parse(target, serving)] * len(sources)
+
+
+def test_addends_that_are_reduced_level_by_level_share_messages() -> None:
+    """What only names dims anew takes a tensor at a time; what sends takes all that are alike."""
+    levels = (Level("node", 2, "switch", 1e6, 3e-4), Level("rank", 4, "switch", 4e6, 3e-4))
+    mesh, topology = sp.Mesh(data=8), sp.Topology("slow", levels)
+    shapes = ("64", "64", "8, 8", "8, 8")
+    sources = [sp.TensorType.parse(f"i32[{shape}]{{+data}}", mesh) for shape in shapes]
+    destinations = [sp.TensorType.parse(f"i32[{shape.replace(', ', '@data, ', 1)}]", mesh) if "," in shape
+                    else sp.TensorType.parse(f"i32[{shape}@data]", mesh) for shape in shapes]  # fmt: skip
+    plan = sp.redistribute(sources, destinations, topology)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, destinations) is None
+    named = [step.op.name for step in plan.program.steps]
+    assert named.count("reshape") == 8 and "together" in named
 
 
 def test_different_moves_on_one_mesh_are_one_step() -> None:

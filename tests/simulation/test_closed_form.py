@@ -102,17 +102,17 @@ def test_rings_take_the_seconds_of_their_slowest_level() -> None:
     port = BOX.levels[1].delivered
     node = BOX.levels[0].delivered * BOX.levels[0].uplinks
     one = np.array([1.0])
-    inside = rates.seconds(False, True, 8 * one, one, 8e9 * one, p)[0]
+    inside = rates.seconds(False, True, [(8 * one, one)], 8e9 * one, p)[0]
     assert inside == pytest.approx(7e9 / port)
-    assert rates.seconds(True, True, 8 * one, one, 8e9 * one, p)[0] == pytest.approx(2 * inside)
+    assert rates.seconds(True, True, [(8 * one, one)], 8e9 * one, p)[0] == pytest.approx(2 * inside)
     # Four nodes: into each comes what its eight devices do not have, once.
-    across = rates.seconds(False, True, 32 * one, one, 32e9 * one, p)[0]
+    across = rates.seconds(False, True, [(32 * one, one)], 32e9 * one, p)[0]
     assert across == pytest.approx(24e9 / node)
     # Of groups of one device a node every device has its own, and eight share the node's ports.
-    apart = rates.seconds(False, True, 4 * one, 8 * one, 4e9 * one, p)[0]
+    apart = rates.seconds(False, True, [(4 * one, 8 * one)], 4e9 * one, p)[0]
     assert apart == pytest.approx(3e9 * 8 / node)
-    assert rates.seconds(False, False, 32 * one, one, 32e9 * one, p)[0] == pytest.approx(8e9 * 0.75 / node)
-    assert rates.seconds(True, True, one, one, 1e9 * one, Parameters())[0] == 0
+    assert rates.seconds(False, False, [(32 * one, one)], 32e9 * one, p)[0] == pytest.approx(8e9 * 0.75 / node)
+    assert rates.seconds(True, True, [(one, one)], 1e9 * one, Parameters())[0] == 0
 
 
 def test_what_no_column_has_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_activations_are_those_of_the_paper(name: str, said: dict[str, Any], wan
     model = Model.load("gpt", layers=4, hidden=1024, heads=16, seq=512, positions=512, vocab=1024, precision="bf16")
     columns = Configurations.of([Strategy(tensor=8, attention="unfused", **said)])
     one = form(model=model)
-    (_, _, cost), *_ = one._classes(columns)  # pyright: ignore[reportPrivateUsage]
+    (_, _, cost), *_ = one.classes(columns)
     layers, _ = saved(columns, cost)
     assert layers[0, 0] == pytest.approx(want(512, 1024, 16, 8), rel=0.01), name
 

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan import Infeasible, Model, ParseError, ShardplanError, Strategy, Topology
 from shardplan.cli import app
+from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.searching import ranges
@@ -29,6 +30,8 @@ from shardplan.simulation.searching import search as searching
 from shardplan.simulation.searching.bounds import frame_floors
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.step_events import StepEvents
+from shardplan.simulation.steps import simulate_step
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
 GPT = Model.load("gpt", positions=64, **SIZES)
@@ -67,30 +70,83 @@ def by_loops(model: Model, devices: int, batch: int, experts: int) -> set[tuple[
     return found
 
 
+def everything(space: StrategySpace, order: int | None = None) -> Configurations:
+    """Every strategy of a space, in its order; or all frames on one order."""
+    frames = np.arange(len(space.frames))
+    which, orders, places = space.pairs(frames)
+    if order is not None:
+        which, orders = frames, np.full(len(frames), order)
+    else:
+        assert places.tolist() == list(range(len(places)))
+    n = len(INSIDE)
+    return space.columns(np.repeat(which, n), np.repeat(orders, n), np.tile(np.arange(n), len(which)))
+
+
 @pytest.mark.parametrize(("devices", "batch"), [(1, 4), (4, 8), (6, 12), (8, 8)])
 @pytest.mark.parametrize(("model", "experts"), [(GPT, 1), (MOE, 4)], ids=["gpt", "moe"])
 def test_the_space_is_what_plain_loops_find(model: Model, experts: int, devices: int, batch: int) -> None:
     space = StrategySpace.of(model, devices, batch)
     names = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave",
              "sequence_parallel", "context_kind", "recompute", "zero", "fsdp")  # fmt: skip
-    every = space.columns(np.arange(len(space.frames)), range(len(INSIDE)))
+    every = everything(space)
     got = [tuple(getattr(every.strategy(k), name) for name in names) for k in range(len(every))]
     assert len(got) == len(set(got)) == space.count
     assert set(got) == by_loops(model, devices, batch, experts)
     assert space.one(space.count - 1).strategy(0) == every.strategy(len(every) - 1)
 
 
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_placements_are_the_ways_in_which_devices_lie(model: Model) -> None:
+    """As sets of who is next to whom: every order of the blocks on the ids, those that are alike once."""
+    space = StrategySpace.of(model, 8, 8, placements=True)
+    plain = StrategySpace.of(model, 8, 8)
+    wanted = 0
+    for k in range(len(plain.frames)):
+        s = plain.columns(np.array([k]), 0, 0).strategy(0)
+        sizes = {block: getattr(s, block) for block in ("pipeline", "data", "context", "tensor")}
+        ways: set[bytes] = set()
+        for order in itertools.permutations(sizes):
+            ids = np.arange(8).reshape([sizes[b] for b in order])
+            ways.add(ids.transpose([order.index(b) for b in sizes]).tobytes())
+        wanted += len(ways) * len(INSIDE)
+    assert space.count == wanted
+    got = everything(space)
+    seen: set[tuple[Any, ...]] = set()
+    for k in range(len(got)):
+        one = searching.RankedPlan(got.strategy(k), 0.0, 0.0, got.order(k))
+        seen.add((one.strategy, one.device_mesh().tobytes()))
+    assert len(seen) == len(got) == space.count
+    last = space.one(space.count - 1)
+    assert (last.strategy(0), last.order(0)) == (got.strategy(len(got) - 1), got.order(len(got) - 1))
+    assert space.one(0).order(0) == ("pipeline", "data", "context", "tensor")
+
+
+def test_an_order_lies_as_its_strides_say() -> None:
+    space = StrategySpace.of(GPT, 8, 8, placements=True)
+    every = everything(space)
+    strides = every.strides()
+    for k in range(0, len(every), 37):
+        ids = searching.RankedPlan(every.strategy(k), 0.0, 0.0, every.order(k)).device_mesh()
+        for axis, block in enumerate(("pipeline", "data", "context", "tensor")):
+            if ids.shape[axis] > 1:
+                assert set(np.diff(ids, axis=axis).reshape(-1).tolist()) == {int(strides[block][k])}
+
+
 @given(
     st.sampled_from((GPT, MOE)), st.sampled_from((4, 8)), st.sampled_from((8, 12)), st.floats(5e6, 4e8),
-    st.integers(1, 12),
+    st.integers(1, 12), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None)
-def test_pruning_changes_nothing(model: Model, devices: int, batch: int, memory: float, top: int) -> None:
-    topology = replace(small(memory), levels=(BOX.levels[0], replace(BOX.levels[1], size=devices)))
+@settings(max_examples=10, deadline=None)
+def test_pruning_changes_nothing(
+    model: Model, devices: int, batch: int, memory: float, top: int, placements: bool
+) -> None:
+    nodes = 2 if placements else 1  # where all are in one node, their order changes nothing
+    levels = replace(BOX.levels[0], size=nodes), replace(BOX.levels[1], size=devices // nodes)
+    topology = replace(small(memory), levels=levels)
     found: list[Any] = []
     for prune in (True, False):
         try:
-            one = sp.search(model, topology, batch, prune=prune, top=top)
+            one = sp.search(model, topology, batch, prune=prune, top=top, placements=placements)
             found.append((one.ranked, one.pareto))
             assert one.priced + sum(c.strategies for c in one.pruned[:2]) == one.counted
             assert prune or one.priced == one.counted
@@ -105,7 +161,7 @@ def test_no_strategy_is_below_its_frames_floors(model: Model) -> None:
     space = StrategySpace.of(model, 8, 16)
     form = ClosedForm(model, BOX, of_machine(BOX.name))
     frames = np.arange(len(space.frames))
-    out = form(space.columns(frames, range(len(INSIDE))))
+    out = form(everything(space))
     seconds, nbytes = frame_floors(form, space, frames)
     ratio = out.seconds.reshape(-1, len(INSIDE)) / seconds[:, None]
     assert ratio.min() >= 1 - 1e-12
@@ -113,6 +169,26 @@ def test_no_strategy_is_below_its_frames_floors(model: Model) -> None:
     ratio = out.peak_bytes.reshape(-1, len(INSIDE)) / nbytes[:, None]
     assert ratio.min() >= 1 - 1e-12
     assert np.median(ratio.min(axis=1)) < 1.5
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_no_order_is_below_all_blocks_inside(model: Model) -> None:
+    """And none holds other bytes; the floor of a frame is below that, too."""
+    space = StrategySpace.of(model, 16, 16, placements=True)
+    topology = replace(BOX, levels=(replace(BOX.levels[0], size=4), replace(BOX.levels[1], size=4)))
+    # Nothing is waited for but bytes and operations: launches would hide the others at this size.
+    form = ClosedForm(model, topology, replace(of_machine(BOX.name), launch=0.0, collective=0.0))
+    frames = np.arange(len(space.frames))
+    which, n = space.pairs(frames)[0], len(INSIDE)
+    out, least = form(everything(space)), form(everything(space, space.floor_order))
+    ratio = out.seconds.reshape(-1, n) / least.seconds.reshape(-1, n)[which]
+    assert ratio.min() >= 1 - 1e-12
+    assert ratio.max() > 1.5  # an order matters here
+    alone = (space.starts[1:] - space.starts[:-1])[which] == 1  # one block has all devices: nothing is inside of it
+    assert np.allclose(ratio[alone], 1, rtol=1e-12, atol=0)
+    assert (out.peak_bytes.reshape(-1, n) == least.peak_bytes.reshape(-1, n)[which]).all()
+    seconds, _ = frame_floors(form, space, frames)
+    assert (least.seconds.reshape(-1, n) >= seconds[:, None] * (1 - 1e-12)).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
@@ -125,7 +201,33 @@ def test_the_front_is_what_comparing_all_finds(points: list[tuple[int, int]]) ->
     assert len(front) == len(want)
     for s, b in itertools.product(range(8), range(8)):
         said = bool(front.better(np.array([float(s)]), np.array([float(b)]))[0])
-        assert said == any(p[0] < s and p[1] < b for p in points)
+        assert said == any(p[0] < s and p[1] <= b for p in points)
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_pruning_changes_nothing_by_events(model: Model) -> None:
+    found = [sp.search(model, small(2e7), 12, prune=prune, fidelity="events", top=4) for prune in (True, False)]
+    assert (found[0].ranked, found[0].pareto) == (found[1].ranked, found[1].pareto)
+    assert found[0].priced < found[1].priced == found[1].counted
+    best = found[0].best
+    assert best.seconds == pytest.approx(simulate_step(model, best.strategy, BOX, "events").seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("fidelity", ["closed", "events"])
+def test_all_are_ranked_as_each_is_priced(fidelity: str) -> None:
+    """Orders that are priced alike are priced once: their seconds are those of each by itself, on three levels, too."""
+    levels = (
+        replace(BOX.levels[0], name="rack", size=2),
+        replace(BOX.levels[0], size=2),
+        replace(BOX.levels[1], size=2),
+    )
+    topology = replace(BOX, levels=levels)
+    space = StrategySpace.of(GPT, 8, 8, precision="bf16", placements=True)
+    form: Any = ClosedForm(GPT, topology, of_machine(BOX.name))
+    out = (StepEvents(form) if fidelity == "events" else form)(everything(space))
+    found = sp.search(GPT, topology, 8, placements=True, prune=False, top=space.count, fidelity=fidelity)
+    assert [p.seconds for p in found.ranked] == pytest.approx(sorted(out.seconds.tolist()), rel=1e-12)
+    assert len({p.seconds for p in found.ranked}) > space.count / 20
 
 
 def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_machine_delivers_parts() -> None:
         ((MODEL, Strategy(data=4), BOX), "a strategy of 4 devices on a topology of 8; legal is one of 4"),
         ((MODEL, BOX), "legal are a Strategy and a topology"),
         ((MODEL.program, Strategy()), "legal is a Model with it"),
-        ((MODEL.program, BOX, BOX), "topology, fidelity and params are of a model"),
+        ((MODEL.program, BOX, BOX), "topology, fidelity, params and requests are of a model"),
         ((MODEL, Strategy(data=8), BOX, "guess"), "legal: closed, events, ops"),
         ((MODEL, Strategy(pipeline=2, data=4, cuts=(3,), global_batch=8), BOX), "legal is None"),
     ],

@@ -12,7 +12,8 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.execution.hand import Hand
-from shardplan.execution.jobs import JobRun, checked
+from shardplan.execution.job_arrays import checked
+from shardplan.execution.jobs import JobRun
 
 # Key biases have gradients that are zero but for rounding, which adamw makes as large as any: so sgd for gpt.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {

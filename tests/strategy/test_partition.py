@@ -258,6 +258,13 @@ def test_prefill_and_decode_are_the_whole_sequence(said: dict[str, Any]) -> None
     assert apart(np.concatenate(got, 1), want) < 1e-9
 
 
+def test_a_cache_of_several_microbatches_is_refused() -> None:
+    """They would all write into one."""
+    found = model("llama", cache=6, training=False, batch=4, seq=4)
+    with pytest.raises(LayoutError, match=r"microbatches=4 of a model that keeps layers\.key_cache of its sequences"):
+        partition(found, Strategy(pipeline=2, global_batch=4))
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "kind", "text"),
     [

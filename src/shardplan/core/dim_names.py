@@ -35,11 +35,15 @@ Names = tuple[str, ...]  # of a dim or a factor, of which there is one for each 
 
 
 class Links(NamedTuple):
-    """Which dims of an op are one: per dim its factors, as in a `FactorRule`, but of any op without a body."""
+    """Which dims of an op are one: per dim its factors, as in a `FactorRule`, but of any op without a body.
+
+    `fixed` are those that a rule lets no axis cut.
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
+    fixed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,8 @@ def links(op: Op, operands: tuple[TensorType, ...]) -> Links:
     compute = computing(op)
     if isinstance(op, FactorTyped):
         rule = op.rule(*operands)
-        return Links(rule.operands, rule.results, {f.name: f.size for f in rule.factors})
+        fixed = frozenset(f.name for f in rule.factors if f.kind == "replicate")
+        return Links(rule.operands, rule.results, {f.name: f.size for f in rule.factors}, fixed)
     results = results_of(op, operands)
     body = compute.decomposition(*operands) if compute else None
     types = {str(k): t for k, t in enumerate(operands)}

@@ -24,13 +24,14 @@ from shardplan.core.program import Program
 from shardplan.core.reference import collect
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.job_order import Action, order, way
+from shardplan.execution.job_arrays import batch_dim
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
+from shardplan.strategy.partition.job_order import Action, order, way
 from shardplan.strategy.partition.programs import NEXT, TOTAL
 from shardplan.strategy.schedules.action import RECEIVES, SENDS
 
@@ -185,7 +186,12 @@ class JobRun:
 
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
-        job, end = self.job, len(self.parts.order)
+        self.begin()
+        return self.collected(self.actions())
+
+    def begin(self) -> None:
+        """Lay out state."""
+        job = self.job
         for key, t in job.state.items():
             stage, name, rows = job.parts[key]
             if name.startswith(TOTAL):
@@ -193,6 +199,10 @@ class JobRun:
             elif name not in job.batch:
                 array = self.arrays[name.partition(".copy")[0]]
                 self.values[stage, name] = self.put(array if rows is None else array[slice(*rows)], t)
+
+    def actions(self) -> int:
+        """Run all actions, and behind them the optimizers; return the place in the order behind them."""
+        job, end = self.job, len(self.parts.order)
         for place, action in enumerate(self.parts.order):
             self.acted(place, *action)
         self.taken(end)
@@ -201,7 +211,7 @@ class JobRun:
             if (stage, "OPT") in job.programs:
                 self.action(end + 1 + stage, stage, "OPT", 0)
         self.send(end + 1 + job.stages, "OPT", range(job.stages), 0)
-        return self.collected(end + 2 + job.stages)
+        return end + 2 + job.stages
 
     def collected(self, place: int) -> dict[str, np.ndarray]:
         """Return results over all microbatches, and state; stacks over stages."""
@@ -349,47 +359,3 @@ class JobRun:
             return self.put(self.arrays[name][rows], t)
         found = self.own[microbatch, stage].get(name)
         return self.values[stage, name] if found is None else found
-
-
-def batch_dim(job: Job, name: str) -> int:
-    """Return which dim of an input is the batch."""
-    return job.model.dims[name].index("batch") if name in job.model.dims else 0
-
-
-def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another type."""
-    if not isinstance(arrays, Mapping):
-        raise LayoutError(f"run of a job: {shown(arrays)}; legal are global arrays by name")
-    given: Mapping[str, Any] = arrays
-    types = job.model.program.types
-    wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}
-    whole, rows = job.strategy.sequences, job.strategy.microbatches * job.strategy.data * job.strategy.microbatch
-    for name in job.batch:
-        if name in wanted:
-            wanted[name][batch_dim(job, name)] = whole
-    found: dict[str, np.ndarray] = {}
-    dims, order = job.model.dims, job.order
-    for name, shape in wanted.items():
-        if name not in given:
-            raise LayoutError(f"run of a job: no array {name}, {types[name]}; legal are arrays of {', '.join(wanted)}")
-        x, dtype = np.asarray(given[name]), numpy_dtype(types[name].dtype)
-        if x.shape != tuple(shape) or x.dtype != dtype:
-            raise LayoutError(
-                f"run of a job: {name} is of dtype {x.dtype} and shape {x.shape}; legal is {dtype} and {tuple(shape)}"
-            )
-        found[name] = (
-            x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))
-        )
-    for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
-        more = (
-            [
-                (0, rows - whole if name not in found or d == batch_dim(job, name) else 0)
-                for d in range(found[name].ndim)
-            ]
-            if name in found
-            else []
-        )
-        found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
-    if strange := sorted(map(str, given.keys() - wanted.keys())):
-        raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")
-    return found

@@ -16,7 +16,8 @@ from shardplan.core.program import Program
 from shardplan.core.reference import run_program as reference
 from shardplan.errors import BackendError, LayoutError, optional, shown
 from shardplan.execution.hand import Hand, Offer
-from shardplan.execution.jobs import JobRun, checked, offer
+from shardplan.execution.job_arrays import checked
+from shardplan.execution.jobs import JobRun, offer
 from shardplan.execution.record import Record
 from shardplan.plans.plan import Plan
 from shardplan.strategy.partition.job import Job

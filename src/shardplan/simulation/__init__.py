@@ -16,7 +16,9 @@ Reading order:
 - `tree`        `Tree`: a topology of switches as the lab builds it, link by link
 - `sweep/`      a pipeline's schedule for many configurations at once: events of its stages, closed forms, bounds
 - `closed/`     the closed form of a model's step: seconds and bytes under many strategies at once, from one reading
+- `inference/`  requests to a model that serves, at the closed form: prompts, tokens, caches
 - `steps`       a model's step under a strategy: the closed form, and events of its stages
+- `step_events` the steps of many strategies by the events of their stages
 - `simulate`    the verb: programs, jobs, and models under a strategy
 - `searching/`  the search for the best strategy of a model on a topology
 - `accuracy/`   measured steps beside predictions: rows, errors, intervals, parameters fitted

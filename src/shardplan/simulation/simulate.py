@@ -11,6 +11,8 @@ from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.pricing import Where
 from shardplan.simulation import events
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.inference.answered import simulate_requests
+from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.steps import delivered, simulate_step
 from shardplan.simulation.timeline import Timeline
@@ -34,6 +36,7 @@ def simulate(
     fidelity: str = "events",
     params: Parameters | None = None,
     algorithm: str = "auto",
+    requests: Requests | None = None,
 ) -> Timeline | JobTimeline: ...
 
 
@@ -44,6 +47,7 @@ def simulate(
     fidelity: str | None = None,
     params: Parameters | None = None,
     algorithm: str = "auto",
+    requests: Requests | None = None,
 ) -> Timeline | JobTimeline:
     """Return the timeline of a program, of a job's step, or of a model's step under a strategy.
 
@@ -55,6 +59,7 @@ def simulate(
             (the ops of the job that `partition` makes, on what the machine delivers).
         params: Of a model: parameters of the machine, by default those that ship.
         algorithm: Of programs, jobs and ops: `auto`, or an algorithm of the topology's library.
+        requests: Of a model that serves: its requests, instead of a training step, at the fidelity `closed`.
 
     Raises `ShardplanError` for what does not go together, and what each of them raises.
 
@@ -68,6 +73,9 @@ def simulate(
             raise ShardplanError(
                 f"simulate of a model: {shown(placement)} and {shown(topology)}; legal are a Strategy and a topology"
             )
+        if requests is not None:
+            border.choice("simulate: fidelity of requests", fidelity or "closed", FIDELITIES[:1], ShardplanError)
+            return simulate_requests(program, placement, topology, requests, params)
         said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
         if said == "ops":
             where = delivered(topology_of("the topology", topology), params)
@@ -75,8 +83,10 @@ def simulate(
         return simulate_step(program, placement, topology, said, params)
     if isinstance(topology, str) and algorithm == "auto":  # of a program the third is the algorithm
         topology, algorithm = None, topology
-    if topology is not None or fidelity is not None or params is not None:
-        raise ShardplanError("simulate: topology, fidelity and params are of a model; legal is a program's placement")
+    if any(x is not None for x in (topology, fidelity, params, requests)):
+        raise ShardplanError(
+            "simulate: topology, fidelity, params and requests are of a model; legal is a program's placement"
+        )
     if isinstance(placement, Strategy):
         raise ShardplanError(f"simulate: a strategy with {shown(program)}; legal is a Model with it")
     if isinstance(program, Job):

@@ -14,6 +14,7 @@ Reading order:
 - `repeats`    layers that are written out, as the body of a `repeat`
 - `other_sizes` a model's program with other sizes of its dims
 - `model`      `Model`: a program with names, from a preset of `presets/*.toml` or a family
+- `strategy`   `Strategy`, and `strategy_text`: one as a line of text; `partition/`, `schedules/`: what is made of it
 
 This room imports `core` and the errors, and numpy.
 """

@@ -11,7 +11,6 @@ import pytest
 
 import shardplan as sp
 from shardplan.errors import ShardplanError
-from shardplan.simulation.events import simulate
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.timeline import load_timelines
 from shardplan.strategy.partition.memory import certify
@@ -175,7 +174,7 @@ def test_the_trace_is_what_the_format_requires(tmp_path: Path) -> None:
 def test_simulate_takes_a_job() -> None:
     found = sp.simulate(job("1f1b"), CLUSTER)
     assert isinstance(found, JobTimeline)
-    assert found.seconds == simulate(job("1f1b"), CLUSTER).seconds
+    assert found.seconds == simulate_job(job("1f1b"), CLUSTER).seconds
     with pytest.raises(ShardplanError, match=r"^simulate: the job is 3; legal is a Job"):
         simulate_job(3, CLUSTER)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShardplanError, match=r"^the placement is None"):

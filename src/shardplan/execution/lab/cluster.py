@@ -50,6 +50,7 @@ class Cluster:
 
     topology: Topology  # levels that are switches; a rank for every device
     leaf: Leaf = "ns"  # what a leaf is: see the module
+    bucket: int = BUCKET  # bytes that a link lets pass at once after a pause: few where messages are small
     tree: Tree = field(init=False, repr=False)  # the links, as the simulation has them
 
     def __post_init__(self) -> None:
@@ -58,6 +59,8 @@ class Cluster:
             raise TopologyError(f"leaf={self.leaf!r}; legal are {', '.join(get_args(Leaf))}")
         if self.topology.size > MOST_RANKS:
             raise TopologyError(f"{self.topology.size} ranks; the lab runs a process for each, at most {MOST_RANKS}")
+        if not MTU * 2 <= self.bucket <= LIMIT:
+            raise TopologyError(f"bucket={self.bucket}; legal are {MTU * 2} to {LIMIT} bytes")
         object.__setattr__(self, "tree", Tree(self.topology, shared=self.leaf == "lo"))
 
     @staticmethod
@@ -84,6 +87,11 @@ class Cluster:
         for name, count, (uplinks, rate) in zip(names, counts, map(_uplinks, rates), strict=True):
             levels.append(Level(name, count, "switch", rate * 1e6 / BITS, 0.0, uplinks=uplinks))
         return Cluster(Topology(f"lab {sizes}", tuple(levels)), leaf)
+
+    @property
+    def largest_packet(self) -> int:
+        """Bytes that the kernel may hand to a shaper at once: four fifths of the bucket, at most 64 KiB."""
+        return min(LARGEST_PACKET, self.bucket * 4 // 5)
 
     @property
     def rates(self) -> tuple[Rate, ...]:
@@ -147,13 +155,15 @@ class Cluster:
         for edge, (space, device) in zip(self.tree.edges, self.meters(), strict=True):
             rate = max(1, round(edge.bandwidth * BITS))
             shapers.setdefault(space, []).append(
-                f"qdisc add dev {device} root tbf rate {rate}bit burst {BUCKET} limit {LIMIT}"
+                f"qdisc add dev {device} root tbf rate {rate}bit burst {self.bucket} limit {LIMIT}"
             )
             if edge.way == "local":
-                inner.setdefault(space, []).append(f"link set dev lo mtu {LOOPBACK_MTU} gso_max_size {LARGEST_PACKET}")
+                inner.setdefault(space, []).append(
+                    f"link set dev lo mtu {LOOPBACK_MTU} gso_max_size {self.largest_packet}"
+                )
                 continue
             inner.setdefault(space, []).append(
-                f"link set dev {device} addrgenmode none mtu {MTU} gso_max_size {LARGEST_PACKET} arp off up"
+                f"link set dev {device} addrgenmode none mtu {MTU} gso_max_size {self.largest_packet} arp off up"
             )
             if edge.way == "up":
                 there, other = self._ends(edge.level, edge.unit, edge.port)["down"]

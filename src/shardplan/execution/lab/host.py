@@ -104,7 +104,7 @@ class Host:
 
     def _prepare(self, key: int, item: Item, verify: bool) -> list[Order]:
         """The orders that give every rank of an item its inputs, and what it must find where that is to be verified."""
-        if item.script is not None or not verify:
+        if not item.program or not verify:
             return [Order("prepare", (key, None, None)) for _ in item.ranks]
         program = Program.parse(item.program)
         shards = [distribute(integers(t, k), t) for k, t in enumerate(program.input_types)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, ParseError, ShardplanError, TimedOut, TopologyError
 from shardplan.execution.record import NativeCall, StepSpan
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.script import Script
 from shardplan.simulation.scripts import Engine
 
@@ -46,14 +47,16 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A program, or a script, to run."""
+    """A program, a script, or a step of a job, to run."""
 
     title: str
     engine: Engine
     ranks: dict[int, int]  # by device id, the rank that stands in for it
     names: tuple[str, ...]  # of the steps, for messages
-    program: str = ""  # its text; empty for a script
+    program: str = ""  # its text; empty for what is none
     script: Script | None = None
+    job: bytes = b""  # packed; its compute is slept as the devices of `topology` need
+    topology: Topology | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Outcome:
     spans: tuple[StepSpan, ...] = ()
     payload: dict[int, int] = field(default_factory=dict[int, int])  # bytes sent, by the receiver's device id
     calls: tuple[NativeCall, ...] = ()  # of gloo's own collectives
+    slept: float = 0.0  # seconds of compute that the rank slept
 
 
 @dataclass(frozen=True, slots=True)

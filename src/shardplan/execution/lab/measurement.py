@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import dataclass
 
+from shardplan.execution.lab.item import Run
 from shardplan.execution.record import NativeCall
 from shardplan.simulation.timeline import Timeline
 
@@ -86,3 +88,16 @@ class Measurement:
 def variation(seconds: list[float]) -> float:
     """Return the coefficient of variation: sample standard deviation over mean."""
     return statistics.stdev(seconds) / statistics.fmean(seconds) if len(seconds) > 1 else 0.0
+
+
+def run_seconds(run: Run) -> float:
+    """Return the seconds of a run: from the agreed instant to the last finish."""
+    return max((o.end for o in run.outcomes), default=run.instant) - run.instant
+
+
+def repetition_of(run: Run) -> Repetition:
+    """Return what is kept of a run."""
+    busy = sum(o.busy for o in run.outcomes) + run.softirq
+    late = max((o.lateness for o in run.outcomes), default=0.0)
+    share = busy / (run.elapsed * (os.cpu_count() or 1))
+    return Repetition(run_seconds(run), late, share, run.drops, run.edge_bytes)

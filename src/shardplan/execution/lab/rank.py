@@ -2,7 +2,8 @@
 
 Forked from the host after torch is imported. It answers every order of the host by one message, what was asked for or a
 `Failure`. The orders: `load` (bind a program or a script under a key), `prepare` (make the inputs), `go`
-(run at an instant of CLOCK_MONOTONIC), `forget`.
+(run at an instant of CLOCK_MONOTONIC), `forget`. A step whose
+compute is slept is agreed on, and its state laid out, when it is prepared.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
+from shardplan.execution.lab.packed import unpacked
 from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
@@ -33,6 +35,7 @@ from shardplan.execution.record import Record
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
+from shardplan.execution.torch.slept import SleptStep
 from shardplan.execution.torch.steps import bind
 from shardplan.simulation.scripts import algorithm_of
 
@@ -45,7 +48,7 @@ class Loaded:
 
     item: Item
     device: int | None  # the device id that this rank stands in for; None where the item has none for it
-    bound: TorchExecutable | Replay | None = None  # None where the device takes no part
+    bound: TorchExecutable | Replay | SleptStep | None = None  # None where the device takes no part
     inputs: Values = field(default_factory=dict)
     expected: list[np.ndarray | None] | None = None  # by result, None off its root; None: nothing is compared
 
@@ -93,7 +96,10 @@ class Worker:
         """Bind an item."""
         device = next((d for d, r in item.ranks.items() if r == self.rank), None)
         found = Loaded(item, device)
-        if item.script is not None:
+        if item.topology is not None:
+            job, algorithm = unpacked(item.job), algorithm_of(item.engine)
+            found.bound = None if device is None else SleptStep(job, item.topology, self.timeout, algorithm)
+        elif item.script is not None:
             found.bound = None if device is None else Replay(item.script, device)
         else:
             program = Program.parse(item.program)
@@ -112,6 +118,8 @@ class Worker:
         found = self.items[key]
         found.expected = expected
         bound, device = found.bound, found.device
+        if isinstance(bound, SleptStep):
+            bound.ready()
         if not isinstance(bound, TorchExecutable) or device is None:
             return
         found.inputs = {}
@@ -128,14 +136,15 @@ class Worker:
         record = Record()
         if bound is None or device is None:
             return Outcome(device, 0.0, instant, 0.0)
+        if isinstance(bound, SleptStep):
+            return _slept(bound, device, instant)
         ranks = found.item.ranks
         texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
         watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
         native = found.item.engine == "gloo"
         wire = LabWire(watch.state.group, watch, torch.device("cpu"), native=native, ranks=ranks)
-        while (start := time.monotonic()) < instant:  # asleep: ranks that spin would keep each other from the cores
-            time.sleep(instant - start)
+        start = _started(instant)
         busy = time.process_time()
         results: list[torch.Tensor] = []
         if isinstance(bound, TorchExecutable):
@@ -157,6 +166,22 @@ class Worker:
             _compare(results, found.expected, found.item, device)
             found.expected = None
         return outcome
+
+
+def _started(instant: float) -> float:
+    """Sleep until an instant, since ranks that spin would keep each other from the cores; return when it was over."""
+    while (start := time.monotonic()) < instant:
+        time.sleep(instant - start)
+    return start
+
+
+def _slept(step: SleptStep, device: int, instant: float) -> Outcome:
+    """Run a step whose compute is slept, from an instant on."""
+    start = _started(instant)
+    busy = time.process_time()
+    step.go()
+    end = time.monotonic()
+    return Outcome(device, start - instant, end, time.process_time() - busy, slept=step.clock.busy)
 
 
 def _compare(results: list[torch.Tensor], expected: list[np.ndarray | None], item: Item, device: int) -> None:

@@ -24,7 +24,7 @@ from shardplan.errors import BackendError, TimedOut, TopologyError
 from shardplan.execution.lab import needs
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Run
-from shardplan.execution.lab.measurement import Measurement, Repetition, variation
+from shardplan.execution.lab.measurement import Measurement, repetition_of, run_seconds, variation
 from shardplan.execution.measure import timeline_of
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -190,11 +190,10 @@ class Lab:
 
         try:
             for cell in cells:
-                self._keys += 1
-                cell.key = self._keys
-                self._call("load", cell.key, cell.item)
+                cell.key = self.new_key()
+                self.call("load", cell.key, cell.item)
                 cell.verified = cell.item.script is None
-                self._call("run", cell.key, True)
+                self.call("run", cell.key, True)
                 tell()
             self._repeat(cells, repetitions, tell)
             for cell in cells:
@@ -204,14 +203,14 @@ class Lab:
                         f"{cell.item.title}: in all of {cell.voided} runs a rank started late, in the last by "
                         f"{cell.latest * 1e3:.1f} ms (legal are {self.most_late * 1e3:g} ms); the machine is too busy"
                     )
-            restless = [c for c in cells if variation([_seconds(r) for r in c.first]) > MOST_VARIATION]
+            restless = [c for c in cells if variation([run_seconds(r) for r in c.first]) > MOST_VARIATION]
             total += len(restless) * repetitions
             self._repeat(restless, repetitions, tell)
         finally:
             if self._pipe is not None:
                 for cell in cells:
                     if cell.key:
-                        self._call("forget", cell.key)
+                        self.call("forget", cell.key)
         return [self._measurement(cell) for cell in cells]
 
     def _repeat(self, cells: Sequence[_Cell], repetitions: int, tell: Callable[[], None]) -> None:
@@ -224,7 +223,7 @@ class Lab:
     def _once(self, cell: _Cell) -> None:
         """Add one run to a cell; after `MOST_VOID` in which a rank started late, none."""
         for attempt in range(MOST_VOID):
-            run: Run = self._call("run", cell.key, False)
+            run: Run = self.call("run", cell.key, False)
             cell.latest = max((o.lateness for o in run.outcomes), default=0.0)
             if cell.latest <= self.most_late:
                 cell.runs.append(run)
@@ -257,9 +256,9 @@ class Lab:
 
     def _measurement(self, cell: _Cell) -> Measurement:
         sets = [s for s in (cell.first, cell.runs) if s]
-        runs = min(sets, key=lambda s: variation([_seconds(r) for r in s]))
+        runs = min(sets, key=lambda s: variation([run_seconds(r) for r in s]))
         item, tree = cell.item, self.cluster.tree
-        middle = sorted(runs, key=_seconds)[(len(runs) - 1) // 2]
+        middle = sorted(runs, key=run_seconds)[(len(runs) - 1) // 2]
         payload: Counter[tuple[int, int]] = Counter()
         for outcome in middle.outcomes:
             payload.update({(outcome.device or 0, peer): n for peer, n in outcome.payload.items()})
@@ -274,7 +273,7 @@ class Lab:
             item.title,
             "replay" if isinstance(what, Script) else item.engine,
             tuple(e.name for e in tree.edges),
-            tuple(_repetition(r) for r in runs),
+            tuple(repetition_of(r) for r in runs),
             len(sets) > 1,
             cell.voided,
             cell.verified,
@@ -287,8 +286,13 @@ class Lab:
             _timeline(what, middle, item),
         )
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Return what a method of the host returns."""
+    def new_key(self) -> int:
+        """Return a key for an item, which no other has."""
+        self._keys += 1
+        return self._keys
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Return what a method of the host returns; raises `BackendError` where the lab does not run."""
         if self._pipe is None:
             raise BackendError("the lab is not running; use it as a context manager: with Lab(...) as lab: ...")
         self._pipe.send(Order(name, arguments))
@@ -363,17 +367,6 @@ def measure(
 def _known(engine: str) -> None:
     if engine not in ENGINES:
         raise BackendError(f"engine={engine!r}; legal are {', '.join(ENGINES)}")
-
-
-def _seconds(run: Run) -> float:
-    return max((o.end for o in run.outcomes), default=run.instant) - run.instant
-
-
-def _repetition(run: Run) -> Repetition:
-    busy = sum(o.busy for o in run.outcomes) + run.softirq
-    late = max((o.lateness for o in run.outcomes), default=0.0)
-    share = busy / (run.elapsed * (os.cpu_count() or 1))
-    return Repetition(_seconds(run), late, share, run.drops, run.edge_bytes)
 
 
 def _timeline(what: Program | Script, run: Run, item: Item) -> Timeline:

@@ -325,8 +325,10 @@ def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[
     return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 
 
-def hand(offered: Offer, timeout: float) -> Hand | None:
+def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchExecutable] = executable) -> Hand | None:
     """Agree with the other ranks on a step of a job: its programs run under one watch, each with a tag of its own.
+
+    `bound` binds a program to a device.
 
     Raises as `launch`, and `BackendError` where messages have no tags and would meet in another order.
     """
@@ -341,9 +343,8 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
     watch.state.agreed.discard(offered.digest)  # each step is agreed on: a rank may come with wrong arrays
 
     def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
-        bound = executable(program, rank)
         values = {name: x.to(device) for name, x in own_values(program, inputs, rank).items()}
-        results = yield from launch(bound, values, timeout, record=record, of_job=JobTurn(watch, turn))
+        results = yield from launch(bound(program, rank), values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
     return Hand(start, frozenset((rank,)), to_numpy)

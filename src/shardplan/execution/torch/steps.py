@@ -14,7 +14,7 @@ messages go in batches, which end as a whole, a round posts its own receives and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -24,20 +24,29 @@ import torch
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running
-from shardplan.execution.rank_rounds import RankRound, rank_rounds
+from shardplan.execution.rank_rounds import RankKernel, RankRound, rank_rounds
 from shardplan.execution.torch.compute import bind_compute, work
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.native import bind_native
 from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
 from shardplan.execution.torch.wire import Pending, TorchWire
 
+KernelRun = Callable[[Mapping[str, torch.Tensor], RankKernel, torch.device], None]
 MOST_KEPT = 256  # stages of a step that are worked out in advance; of more, each is made when its turn comes
 
 
 def bind(
-    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int, algorithm: str = ""
+    op: Op,
+    operands: Sequence[TensorType],
+    results: Sequence[TensorType],
+    device: int,
+    algorithm: str = "",
+    kernel: KernelRun = work,
 ) -> Bound[TorchWire]:
-    """Return the step of the device of that id, a movement op by that algorithm where it has it."""
+    """Return the step of the device of that id, a movement op by that algorithm where it has it.
+
+    `kernel` runs what is computed between messages.
+    """
     found = rank_rounds(op, operands, results, device, algorithm)
     if found is None:
         return bind_compute(op, operands, results, device)
@@ -77,8 +86,8 @@ def bind(
                 ins += posted[0]
                 outs += posted[1]
                 copy(held, one.meanwhile)
-                for kernel in one.kernels:
-                    work(held, kernel, wire.device)
+                for computed in one.kernels:
+                    kernel(held, computed, wire.device)
                 if not started and (ins or outs):
                     started = True
                     yield  # the first messages are under way in both directions; next they are waited for

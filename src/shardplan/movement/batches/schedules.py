@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardplan.core.ops import Together
 from shardplan.core.ops.collective import moving
+from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -86,7 +87,10 @@ def _in_waves(packs: Sequence[Pack], count: int) -> list[Slot]:
 
 
 def assembled(slots: Iterable[Slot], items: Sequence[BatchItem]) -> Program:
-    """One program: in every slot each pack runs one of its ops on all of its tensors."""
+    """One program: in every slot each pack runs one of its ops on all of its tensors.
+
+    What computes takes a tensor each; it sends nothing, so that it stands before what the slot sends.
+    """
     current = {i.index: f"in{i.index}" for i in items}
     types = {f"in{i.index}": i.source for i in items}
     steps: list[Step] = []
@@ -95,12 +99,14 @@ def assembled(slots: Iterable[Slot], items: Sequence[BatchItem]) -> Program:
     for slot in slots:
         found: list[Step] = []
         for pack, number in slot:
-            results = tuple(f"t{i.index}.{number}" for i in pack)
-            step = Step(pack[0].ops[number], tuple(current[i.index] for i in pack), results)
-            found.append(step)
-            if several:
-                types |= zip(results, step.op.infer(*(types[o] for o in step.operands)), strict=True)
-            current |= zip((i.index for i in pack), results, strict=True)
+            op, apart = pack[0].ops[number], computing(pack[0].ops[number]) is not None
+            for part in [[i] for i in pack] if apart else [pack]:
+                results = tuple(f"t{i.index}.{number}" for i in part)
+                step = Step(op, tuple(current[i.index] for i in part), results)
+                (steps if apart else found).append(step)
+                if several:
+                    types |= zip(results, op.infer(*(types[o] for o in step.operands)), strict=True)
+                current |= zip((i.index for i in part), results, strict=True)
         steps += found if len(found) == 1 else _together(found, types)
     order = sorted(items, key=lambda i: i.index)
     program = Program([(f"in{i.index}", i.source) for i in order], steps, [current[i.index] for i in order])

@@ -142,7 +142,9 @@ class Space:
         inside = (y >= 0) & (y < np.reshape(x_size, (-1, 1)))
         bits = 1 << np.arange(len(self.sizes))
         code = (~forth) * _NOT_FORTH | (~back) * _NOT_BACK | ~(forth | back) * _APART | (y_size % x_size != 0) * _COARSE
-        for k, mask in enumerate(((x >= 0) & (x != y), inside, inside & (x != y))):
+        # A run decides which tiles a box meets where what stands before it makes no multiple of them.
+        decides = (y >= 0) & (y % np.reshape(x_size, (-1, 1)) != 0)
+        for k, mask in enumerate(((x >= 0) & (x != y), decides, inside & (x != y))):
             code = code | (mask @ bits) << (_FLAGS + k * len(self.sizes))
         # Equal tiles meet by their numbers alone.
         sizes, at = np.unique(self.list_product, return_inverse=True)

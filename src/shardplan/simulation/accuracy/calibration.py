@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from shardplan.simulation.accuracy.metrics import errors
-from shardplan.simulation.accuracy.step_fitting import Bench, StepFit, fit_steps, held_out, usable
+from shardplan.simulation.accuracy.step_fitting import FREE, Bench, StepFit, fit_steps, held_out, usable
 from shardplan.simulation.accuracy.step_rows import StepRow
-from shardplan.simulation.closed.machines import fit_text, of_machine
+from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_fit
 from shardplan.simulation.closed.parameters import Parameters
+
+DIFFERS = ("network",)  # what a machine with a base has of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +44,18 @@ class Calibrated:
 def calibrated(rows: Sequence[StepRow], machine: str, seed: int) -> Calibrated:
     """Fit a machine's rows; what is of memory alone stays as it ships.
 
-    Raises `ShardplanError` where no row may be fitted to.
+    A machine with a base gets its network from its rows, all else from the base's file. Raises `ShardplanError` where
+    no row may be fitted to.
     """
     mine = [row for row in rows if row.cluster.preset == machine and usable(row)]
     apart = [row for row in mine if held_out(row, seed)]
     rest = [row for row in mine if not held_out(row, seed)]
-    shipped = of_machine(machine)
-    start = Parameters(context=shipped.context, fragmentation=shipped.fragmentation)
+    base = machine_fit(machine_fit(machine).base)
     judged: dict[str, float] | None = None
     if apart and rest:
         bench = Bench(apart)
-        judged = errors(bench.seconds(fit_steps(rest, start=start).machine.parameters), bench.measured)
-    found = fit_steps(mine, start=start)
+        judged = errors(bench.seconds(_fit(rest, machine, base).machine.parameters), bench.measured)
+    found = _fit(mine, machine, base)
     notes: dict[str, object] = {"rows": len(mine), "held_out": len(apart), "seed": seed}
     notes["residual"] = round(found.residual, 4)
     if judged is not None:
@@ -59,3 +63,33 @@ def calibrated(rows: Sequence[StepRow], machine: str, seed: int) -> Calibrated:
         notes["held_out_median_error_percent"] = round(judged["median_error_percent"], 2)
     source = "steps of " + ", ".join(sorted({row.table for row in mine}))
     return Calibrated(machine, found, len(apart), judged, fit_text(machine, source, found.machine, notes))
+
+
+def fit_machines(rows: Sequence[StepRow], machines: Sequence[str] = ()) -> Mapping[str, MachineFit]:
+    """Fit every machine that rows are of, or some of them; a base before those that have it.
+
+    A machine none of whose rows may be fitted to is left out.
+    """
+    every = machines or sorted({row.cluster.preset for row in rows})
+    found: dict[str, MachineFit] = {}
+    for machine in sorted(every, key=lambda name: bool(machine_fit(name).base)):
+        mine = [row for row in rows if row.cluster.preset == machine and usable(row)]
+        base = machine_fit(machine).base
+        if mine:
+            found[machine] = _fit(mine, machine, found.get(base) or machine_fit(base)).machine
+    return found
+
+
+def _fit(rows: Sequence[StepRow], machine: str, base: MachineFit) -> StepFit:
+    """Fit the rows of a machine, from what is usual, or from its base's parameters."""
+    shipped = machine_fit(machine)
+    start = Parameters(context=shipped.parameters.context, fragmentation=shipped.parameters.fragmentation)
+    if not shipped.base:
+        return fit_steps(rows, FREE, start)
+    found = fit_steps(rows, DIFFERS, base.parameters)
+    covariance = np.array(base.covariance)
+    for name, variance in zip(DIFFERS, np.diag(found.machine.covariance), strict=True):
+        at = base.names.index(name)
+        covariance[at], covariance[:, at] = 0, 0
+        covariance[at, at] = variance
+    return replace(found, machine=MachineFit(found.machine.parameters, base.names, covariance, shipped.base))

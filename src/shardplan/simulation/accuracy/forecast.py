@@ -10,16 +10,17 @@ import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
-from shardplan.simulation.accuracy.subject import model_of, strategies_of, topology_of_row
+from shardplan.simulation.accuracy.subject import form_of, strategies_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit, machine_fit
 from shardplan.strategy.strategy import Strategy
 
 Floats = np.ndarray
-# Of the logarithm of a prediction, what no parameter explains: one number for every machine and source, the spread of
-# the residuals of all fits (`benchmarks.step_accuracy` prints it).
-RESIDUAL = 0.055
+# Of the logarithm of a prediction, what no parameter explains: one number for every machine and source.
+RESIDUAL = 0.05
+# Deviations of the logarithms of parameters that all machines have alike: products alone say 86 to 150 of `half`.
+OPEN = {"half": 0.7, "order": 0.35}
 MEMORY_RESIDUAL = 0.1  # nine predictions in ten of bytes are off by less: what is not, does not fit
 NORMAL_90 = 1.645  # half of a normal distribution's 90 %
 STEP = 1e-3  # of a parameter's logarithm, in a derivative
@@ -51,7 +52,6 @@ def forecast(
         fit_of: By the preset of a topology the parameters of its machine.
         done: Called with every row.
     """
-    forms: dict[RowModel, ClosedForm] = {}
     groups: dict[tuple[RowModel, RowCluster], list[tuple[int, StepRow, list[Strategy]]]] = {}
     found: dict[int, Forecast] = {}
     skipped: list[tuple[str, str]] = []
@@ -63,9 +63,8 @@ def forecast(
             done(row)
     for (model, cluster), members in groups.items():
         try:
-            topology, machine = topology_of_row(cluster), fit_of(cluster.preset)
-            form = forms.setdefault(model, ClosedForm(model_of(model), topology))
-            made = _together(form.on(topology, machine.parameters), machine, members)
+            form, machine = form_of(model, cluster), fit_of(cluster.preset)
+            made = _together(form.on(form.topology, machine.parameters), machine, members)
             found |= zip((number for number, _, _ in members), made, strict=True)
         except ShardplanError as error:
             skipped += [(row.id, str(error)) for _, row, _ in members]
@@ -111,13 +110,15 @@ def _together(
 def spread(form: ClosedForm, columns: Configurations, machine: MachineFit) -> Floats:
     """Return the standard deviation of the logarithms of predictions that the parameters leave open, [n].
 
-    The joint covariance of their logarithms, through the derivatives of the predictions.
+    The joint covariance of their logarithms, and what is open of those that all machines have alike, through the
+    derivatives of the predictions.
     """
-    if not machine.names:
-        return np.zeros(len(columns))
-    at = np.log(form(columns).seconds)
-    slopes = np.stack([(np.log(_moved(form, name)(columns).seconds) - at) / STEP for name in machine.names])
-    return np.sqrt(np.maximum(np.einsum("kn,kl,ln->n", slopes, machine.covariance, slopes), 0.0))
+    at = np.log(form.seconds(columns))
+    names = (*machine.names, *(name for name in OPEN if name not in machine.names))
+    joint = np.diag([OPEN.get(name, 0.0) ** 2 for name in names])
+    joint[: len(machine.names), : len(machine.names)] = machine.covariance
+    slopes = np.stack([(np.log(_moved(form, name).seconds(columns)) - at) / STEP for name in names])
+    return np.sqrt(np.maximum(np.einsum("kn,kl,ln->n", slopes, joint, slopes), 0.0))
 
 
 def _moved(form: ClosedForm, name: str) -> ClosedForm:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
-from shardplan.simulation.accuracy.subject import model_of, strategies_of, topology_of_row
+from shardplan.simulation.accuracy.subject import form_of, strategies_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit
@@ -32,6 +32,7 @@ WIDTH = 0.05  # of a residual in logarithms, beyond which it counts less
 PRIOR = 3.0  # how many times e a parameter may be away from what is usual, at one width of a residual
 MOST = 40  # rows of a table that count whole; those of a larger one share their weight
 ROUNDS = 40
+ENOUGH = 1e-5  # part of a sum of squares, less than which a round may win at the end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,19 +55,16 @@ class Bench:
         groups: dict[tuple[RowModel, RowCluster], list[int]] = {}
         for k, row in enumerate(rows):
             groups.setdefault((row.model, row.cluster), []).append(k)
-        forms: dict[RowModel, ClosedForm] = {}
         self.parts: list[tuple[list[int], ClosedForm, Configurations]] = []
         for (model, cluster), places in groups.items():
-            topology = topology_of_row(cluster)
-            form = forms.setdefault(model, ClosedForm(model_of(model), topology)).on(topology, Parameters())
             columns = Configurations.of([strategies_of(rows[k])[0] for k in places])
-            self.parts.append((places, form, columns))
+            self.parts.append((places, form_of(model, cluster), columns))
 
     def seconds(self, p: Parameters) -> Floats:
         """Predict them."""
         out = np.zeros(len(self.rows))
         for places, form, columns in self.parts:
-            out[places] = form.on(form.topology, p)(columns).seconds
+            out[places] = form.on(form.topology, p).seconds(columns)
         return out
 
 
@@ -137,16 +135,21 @@ def minimized(
         w = weights / np.sqrt(1 + (r / WIDTH) ** 2) / WIDTH**2
         normal = jacobian.T @ (w[:, None] * jacobian) + np.eye(len(x)) / PRIOR**2
         slope = jacobian.T @ (w * r) + (x - usual) / PRIOR**2
-        better = False
-        while damping < 1e6:
-            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope)
+        # What is at a bound and would go further stays there; the others go where they would without it.
+        inside = ~((x <= low) & (slope > 0) | (x >= high) & (slope < 0))
+        damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(inside, inside)]
+        before = now
+        while damping < 1e6 and inside.any():
+            step = np.zeros(len(x))
+            step[inside] = np.linalg.solve(damped, -slope[inside])
             tried = np.clip(x + step, low, high)
             found = residuals(tried)
-            if (total := cost(found, tried)) < now - 1e-9 * abs(now):
-                better, x, r, now, damping = True, tried, found, total, damping / 5
+            if (total := cost(found, tried)) < now:
+                x, r, now, damping = tried, found, total, damping / 5
                 break
             damping *= 4
-        if not better:
+            damped += np.diag(np.diag(normal))[np.ix_(inside, inside)] * damping
+        if before - now <= ENOUGH * abs(before):
             break
     return x, normal
 

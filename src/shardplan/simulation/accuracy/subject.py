@@ -10,6 +10,8 @@ from typing import Any
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.parameters import Parameters
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
 
@@ -39,6 +41,17 @@ def model_of(row: RowModel) -> Model:
         fields |= {"experts": row.experts, "experts_per_token": row.experts_per_token}
         fields.setdefault("dense_layers", 0)
     return Model.load(row.family, batch=2, precision="bf16", **fields)
+
+
+@lru_cache(maxsize=256)
+def form_of(row: RowModel, cluster: RowCluster) -> ClosedForm:
+    """Return the closed form of a model on a row's cluster; what was read of a model is read once for all clusters."""
+    return _read_form(row).on(topology_of_row(cluster), Parameters())
+
+
+@lru_cache(maxsize=256)
+def _read_form(row: RowModel) -> ClosedForm:
+    return ClosedForm(model_of(row), Topology.load("nominal"))
 
 
 def strategies_of(row: StepRow) -> list[Strategy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,11 @@ from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import RECOMPUTE, Strategy
 
 Ints = np.ndarray
+Floats = np.ndarray
+# Blocks of axes, outermost on the hardware first: who of a strategy's devices lie next to each other. `together` is no
+# order: what no order is below, each block with nothing inside of it.
+ORDERS = tuple(itertools.permutations(("pipeline", "data", "context", "tensor")))
+TOGETHER = ("together",)
 # Columns whose numbers are places in a tuple of names; None is what a strategy leaves to the model.
 CODES: Mapping[str, tuple[Any, ...]] = {
     "schedule": tuple(GENERATORS),
@@ -21,6 +27,7 @@ CODES: Mapping[str, tuple[Any, ...]] = {
     "precision": (None, "fp32", "bf16", "fp16", "fp8", "nvfp4"),
     "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
     "attention": (None, "unfused", "flash1", "flash2", "cudnn"),
+    "order": (*ORDERS, TOGETHER),
 }
 NUMBERS = (
     "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
@@ -61,7 +68,7 @@ class Configurations:
             said = [getattr(s, name, DEFAULTS[name]) for s in rows]
             columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
         for name, legal in CODES.items():
-            columns[name] = np.asarray([_code(name, legal, getattr(s, name, None)) for s in rows], dtype=np.int64)
+            columns[name] = np.asarray([_code(name, legal, getattr(s, name, legal[0])) for s in rows], dtype=np.int64)
         return Configurations(columns)
 
     def __len__(self) -> int:
@@ -84,10 +91,27 @@ class Configurations:
         c = self.columns
         return c["data"] * c["tensor"] * c["pipeline"] * c["context"]
 
+    def order(self, k: int) -> tuple[str, ...]:
+        """Return how the axes of one lie on the hardware, outermost first."""
+        return CODES["order"][int(self.columns["order"][k])]
+
+    def strides(self) -> dict[str, Floats]:
+        """Return by block of axes how many devices lie between neighbours, float64 [n]."""
+        col = self.columns
+        found: dict[str, Floats] = {block: np.ones(len(self)) for block in ORDERS[0]}
+        orders = col["order"]
+        for code in np.flatnonzero(np.bincount(orders)):
+            at = slice(None) if (orders == code).all() else np.flatnonzero(orders == code)
+            inside: Floats | float = 1.0
+            for block in reversed(CODES["order"][code] if code < len(ORDERS) else ()):
+                found[block][at] = inside
+                inside = inside * col[block][at]
+        return found
+
     def strategy(self, k: int) -> Strategy:
-        """Return one of them."""
+        """Return one of them; how its axes lie on the hardware is no part of it."""
         said: dict[str, Any] = {name: self.columns[name][k].item() for name in (*NUMBERS, *FLAGS)}
-        said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items()}
+        said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items() if name != "order"}
         plain = {name: DEFAULTS[name] for name in ("offload_layers", "tensor_overlap")} | {"attention": None}
         fields = Strategy.__dataclass_fields__
         for name in [name for name, value in plain.items() if name not in fields and said[name] == value]:
@@ -96,6 +120,6 @@ class Configurations:
 
 
 def _code(name: str, legal: tuple[Any, ...], said: object) -> int:
-    if isinstance(said, tuple) or said not in legal:
+    if said not in legal:
         raise LayoutError(f"many strategies at once: {name}={said!r}; legal are {', '.join(map(str, legal))}")
     return legal.index(said)

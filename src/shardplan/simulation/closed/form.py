@@ -6,16 +6,17 @@ that are alike in it; a stage is a sum of layers, and a schedule a formula of st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.links import LevelRates
-from shardplan.simulation.closed.memory import least_memory, memory, of_layers
+from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
@@ -29,12 +30,9 @@ Floats = np.ndarray
 Ints = np.ndarray
 # Schedules whose step is that of its busiest rank, and of what the others do before and behind it; others are asked.
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
-INNER = (
-    "group",
-    "tensor",
-    "context",
-    "data",
-)  # axes, innermost on the hardware first; experts have the inner part of each
+# Axes of each block, innermost first; experts have the inner part of each.
+INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
+MOST = 2**62  # of a code that 64 bits hold
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
 
 
@@ -65,6 +63,8 @@ class StageTimes(NamedTuple):
 class ClosedForm:
     """The closed form of a model on a topology.
 
+    `bounded` is of kernels (see `KernelPrice`), `captured` of collectives (see `LevelRates`): forward steps have them.
+
     >>> from shardplan.simulation.closed.configurations import Configurations
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
     >>> form = ClosedForm(model, Topology.load("dgx-a100-80g", nodes=1))
@@ -78,29 +78,42 @@ class ClosedForm:
     parameters: Parameters = field(default_factory=Parameters)
     _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
+    _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
+    bounded: bool = False
+    captured: bool = False
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
-        return ClosedForm(self.model, topology, parameters, self._readings, self._bases)
+        known = self._readings, self._bases, self._names
+        return ClosedForm(self.model, topology, parameters, *known, self.bounded, self.captured)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
         n = len(c)
         out = {name: np.zeros(n) for name in ("seconds", "peak", "floor", "least")}
         parts: dict[str, Floats] = {}
-        for reading, where, cost in self._classes(c):
+        for reading, where, cost in self.classes(c):
             one = c[where]
             found = self._steps(reading, one, cost)
             for name, values in found.items():
                 (out[name] if name in out else parts.setdefault(name, np.zeros(n)))[where] = values
         return PricedSteps(out["seconds"], out["peak"], out["floor"], out["least"], parts)
 
+    def seconds(self, c: Configurations) -> Floats:
+        """Return the seconds alone, [n]."""
+        out = np.zeros(len(c))
+        for reading, where, cost in self.classes(c):
+            for at, one, mine, counts in by_chunks(reading, c[where], cost):
+                stages = self._stages(reading, one, mine, counts)
+                out[where[at]] = _formula(one, stages)[0] + stages.after
+        return out
+
     def stages(self, c: Configurations) -> StageTimes:
         """Return what chunks take, without messages; all of `c` have one number of ranks and of chunks a rank."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
         made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
-        for reading, where, cost in self._classes(c):
+        for reading, where, cost in self.classes(c):
             one = c[where]
             found = self._stages(reading, one, cost, layers_of(reading.layers, chunks), waiting=False)
             for whole, part in zip(made, found, strict=True):
@@ -110,31 +123,48 @@ class ClosedForm:
     def layers(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self._classes(c):
-            for at, one, mine, counts in _groups(reading, c[where], cost):
+        for reading, where, cost in self.classes(c):
+            for at, one, mine, counts in by_chunks(reading, c[where], cost):
                 out[:, where[at]] = of_layers(one, mine, counts)
         return out[0], out[1]
 
-    def floors(self, c: Configurations) -> tuple[Floats, Floats]:
+    def holdings(self, c: Configurations) -> dict[str, Floats]:
+        """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
+        one = c[:1]
+        reading, _, cost = next(iter(self.classes(one)))
+        _, _, mine, counts = next(iter(by_chunks(reading, one, cost)))
+        return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
+
+    def alike(self, c: Configurations) -> list[Ints]:
+        """Return numbers, [n] each: strategies that differ in the order of axes, and not in these, are priced alike.
+
+        How far apart devices of a group are matters up to the largest child of a level: beyond, each is in another.
+        """
+        most = self.rates().unit[-1]
+        return [np.minimum(x, most).astype(np.int64) for x in c.strides().values()]
+
+    def floors(self, c: Configurations, events: bool = False) -> tuple[Floats, Floats]:
         """Return seconds and bytes, [n] each, that none is below, however it recomputes and deals out state.
 
-        Seconds are of layers computed once, parameters at hand, nothing accumulated and nothing once a step; bytes of
-        state dealt out to all replicas, of layers the inputs that wait, and a layer at work.
+        Seconds are of layers computed once, parameters at hand, nothing accumulated and nothing once a step; with
+        `events` of the busiest rank alone, which no order of passes is below. Bytes are of state dealt out to all
+        replicas, of layers the inputs that wait, and a layer at work.
         """
         plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
         bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self._classes(bare):
-            for at, one, mine, counts in _groups(reading, bare[where], cost):
-                stages = self._stages(reading, one, mine, counts, bare=True)
-                out[0, where[at]] = _formula(one, stages)[0]
+        for reading, where, cost in self.classes(bare):
+            for at, one, mine, counts in by_chunks(reading, bare[where], cost):
+                stages = self._stages(reading, one, mine, counts, waiting=not events, bare=True)
+                step, busiest, _ = _formula(one, stages)
+                out[0, where[at]] = one.microbatches * busiest if events else step
                 out[1, where[at]] = least_memory(one, mine, counts, self.parameters)
         return out[0], out[1]
 
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
         """Every group of one number of chunks."""
         found: dict[str, Floats] = {}
-        for at, one, mine, counts in _groups(reading, c, cost):
+        for at, one, mine, counts in by_chunks(reading, c, cost):
             stages = self._stages(reading, one, mine, counts)
             step, busiest, whole = _formula(one, stages)
             m = one.microbatches
@@ -161,7 +191,7 @@ class ClosedForm:
     ) -> StageTimes:
         """What the chunks of configurations with one number of them take."""
         p, col = self.parameters, c.columns
-        rates = LevelRates.of(self.topology, p)
+        rates = self.rates()
         dealt = Dealt.of(c, cost, rates, p)
         nothing: Floats = np.zeros((1, len(c)))
         stream = self.topology.device.memory_bandwidth * p.stream
@@ -173,21 +203,19 @@ class ClosedForm:
                 made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
         send = np.zeros(len(c))
         if col["pipeline"][0] > 1:
-            # Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
-            parts = np.where(col["sequence_parallel"], 1, col["tensor"])
-            stage = c.devices // col["pipeline"]
-            send = rates.message(stage, cost.carried / parts, p)
-            send = send + rates.seconds(False, True, parts, np.ones(len(c)), cost.carried, p)
-            # Interleaved ones have other chunks meanwhile.
-            waits = waiting * np.where(col["interleave"] == 1, send, 0.0)[:, None]
-            made[0][:, 1:] += waits
-            made[1][:, :-1] += waits
+            send = sent(c, cost, rates, p)
+            # Interleaved ones have other chunks meanwhile, and take no less than a message does.
+            for chunks in (made[0][:, 1:], made[1][:, :-1]):
+                if col["interleave"][0] == 1:
+                    chunks += waiting * send[:, None]
+                elif waiting:
+                    np.maximum(chunks, send[:, None], out=chunks)
         return StageTimes(
             made[0], made[1], made[2], send, dealt.once(counts, self.topology.device, made[1].max(axis=1))
         )
 
-    def _classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
-        """Yield configurations that a reading serves, with what their layers cost."""
+    def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
+        """Yield readings, the places of the configurations that each serves, and what their layers cost."""
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
         degrees = self.degrees(c)
@@ -237,7 +265,9 @@ class ClosedForm:
                 sequence_parallel=s.sequence_parallel,
                 context_kind=s.context_kind,
             )
-            self._readings[key] = read(base, plain.layouts(base), axes)
+            if s.precision not in self._names:
+                self._names[s.precision] = dim_names(base.program, base.dims, base.origins)
+            self._readings[key] = read(base, plain.layouts(base), axes, self._names[s.precision])
         return self._readings[key]
 
     def _base(self, precision: str | None) -> Model:
@@ -255,28 +285,53 @@ class ClosedForm:
 
     def _cost(self, reading: Reading, c: Configurations, degrees: Mapping[str, Ints]) -> LayerCost:
         """What layers cost: worked out for those that differ in it."""
-        columns = {**degrees, "microbatch": c.columns["microbatch"]}
-        code = np.zeros(len(c), dtype=np.int64)
-        for values in columns.values():
-            code = code * (int(values.max()) + 1) + values
-        _, places, back = np.unique(code, return_index=True, return_inverse=True)
+        blocks = c.strides()
+        apart = [blocks[b].astype(np.int64) for b in INNER]
+        places, back = distinct([*degrees.values(), c.columns["microbatch"], *apart])
         few = {a: d[places].astype(float) for a, d in degrees.items()}
         strides: dict[str, Floats] = {}
-        inside: Floats = np.ones(len(places))
-        for axis in INNER:
-            for a in (SHARING[axis], axis):
+        for block, axes in INNER.items():
+            inside = blocks[block][places]
+            for a in (part for axis in axes for part in (SHARING[axis], axis)):
                 strides[a] = inside
                 inside = inside * few.get(a, 1.0)
         sizes = LocalSizes(few, c.columns["microbatch"][places].astype(float), reading.batch, SPREAD)
         attention = CODES["attention"][int(c.columns["attention"][0])] or "flash2"
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
-        price = KernelPrice(self.topology.device, self.parameters, dtype, attention)
-        rates = LevelRates.of(self.topology, self.parameters)
-        return layer_costs(reading, price, rates, sizes, strides).at(back)
+        price = KernelPrice(self.topology.device, self.parameters, dtype, attention, self.bounded)
+        return layer_costs(reading, price, self.rates(), sizes, strides).at(back)
+
+    def rates(self) -> LevelRates:
+        """Return what collectives are priced by."""
+        return LevelRates.of(self.topology, self.parameters, self.captured)
 
 
-def _groups(
+def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return a place of every distinct row of some columns of numbers from 0, and which of them each row is."""
+    code, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for values in columns:
+        width = int(values.max()) + 1
+        if most * width > MOST:
+            code = np.unique(code, return_inverse=True)[1]
+            most = int(code.max()) + 1
+        code, most = code * width + values, most * width
+    _, places, back = np.unique(code, return_index=True, return_inverse=True)
+    return places, back
+
+
+def sent(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Floats:
+    """Return the seconds of a message from a stage to the next, [n].
+
+    Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
+    """
+    strides = c.strides()
+    parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
+    send = rates.message(strides["pipeline"], cost.carried / parts, p)
+    return send + rates.seconds(False, True, [(parts, strides["tensor"])], cost.carried, p)
+
+
+def by_chunks(
     reading: Reading, c: Configurations, cost: LayerCost
 ) -> Iterator[tuple[Ints, Configurations, LayerCost, Floats]]:
     """Configurations of one number of ranks and chunks: their places, columns and cost, and who has which layers."""

@@ -26,11 +26,15 @@ def shipped() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MachineFit:
-    """Parameters of a machine, and the joint covariance of the logarithms of those in `names` that were fitted."""
+    """Parameters of a machine, and the joint covariance of the logarithms of those in `names` that were fitted.
+
+    Where there is a `base`, that is the same machine but for its network: all else is as fitted there.
+    """
 
     parameters: Parameters
     names: tuple[str, ...] = ()
     covariance: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    base: str = ""
 
 
 @cache
@@ -58,7 +62,7 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise ParseError(f"{what} is no TOML: {error}") from error
-    known(what, data, ("machine", "source", "parameters", "fit"))
+    known(what, data, ("machine", "base", "source", "parameters", "fit"))
     said = data.get("parameters")
     if not isinstance(said, dict):
         raise ShardplanError(
@@ -73,12 +77,15 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
         raise ShardplanError(
             f"{what}: fit has {len(names)} names and a covariance of {covariance.shape}; legal are alike"
         )
-    return MachineFit(Parameters(**values), names, covariance)
+    base = border.text(f"{what}: base", data.get("base", ""), ShardplanError)
+    return MachineFit(Parameters(**values), names, covariance, base)
 
 
 def fit_text(machine: str, source: str, fit: MachineFit, notes: Mapping[str, object]) -> str:
     """Print a fit as a file that `parse_fit` reads back; `notes` are rows, errors and the like."""
     lines = [f"machine = {basic_string(machine)}", f"source = {basic_string(source)}", "[parameters]"]
+    if fit.base:
+        lines.insert(1, f"base = {basic_string(fit.base)}")
     plain = Parameters()
     for name in Parameters.names():
         value = getattr(fit.parameters, name)

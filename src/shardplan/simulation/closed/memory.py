@@ -15,9 +15,9 @@ Floats = np.ndarray
 # residual sums has a mask of dropout, a byte an element (arXiv 2205.05198, section 4.1).
 SCORE, MASKS = 5.0, 2.0
 # Bytes of a logit at the loss: the logits, and their softmax in f32, in whose place the gradient is written.
-# PyTorch's loss holds them in 16 bits, in f32, their softmax and its gradient; software of the days of the first fused
-# attention has its fused loss, too.
-LOGIT = {False: 6.0, True: 14.0}
+# PyTorch's loss holds them in 16 bits, in f32, and their softmax; once that is made, its gradient is in the place of
+# the second. Software of the days of the first fused attention has its fused loss, too.
+LOGIT = {False: 6.0, True: 10.0}
 FULL, SELECTIVE = (CODES["recompute"].index(name) for name in ("full", "selective"))
 FLASH1 = CODES["attention"].index("flash1")
 UNFUSED = CODES["attention"].index("unfused")
@@ -25,17 +25,38 @@ UNFUSED = CODES["attention"].index("unfused")
 
 def memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
     """Return the peak bytes, [n], of configurations with one number of chunks."""
+    waiting, busy = _coming_and_going(c, cost, counts)
+    return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
+
+
+def holdings(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> dict[str, Floats]:
+    """Return what `memory` is the sum of on its largest rank: bytes on each rank by what they are, [ranks, n]."""
+    waiting, busy = _coming_and_going(c, cost, counts)
+    found = {what + where: x for (what, where), x in _static(c, cost, counts).items()}
+    found |= {"kept for backward passes": waiting, "at work in one layer, or the loss": busy}
+    found["more that the allocator holds"] = (p.fragmentation - 1) * (waiting + busy)
+    found["driver and libraries"] = np.full_like(busy, p.context)
+    return found
+
+
+def _coming_and_going(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
+    """What waits for its backward pass, and what is at work: bytes [ranks, n]."""
     layers, whole = saved(c, cost)
     pipeline = int(c.columns["pipeline"][0])
     chunks = np.einsum("rc,rn->cn", counts[:-2], layers)
     ranks = chunks.reshape(-1, pipeline, len(c)).mean(axis=0)  # of a rank's chunks
-    waiting = ranks * in_flight(c)
+    waiting = ranks * in_flight(c) * _staying(c, counts)
     work = whole.max(axis=0)
     busy = np.broadcast_to(np.maximum(work, buffers(c, cost)), waiting.shape).copy()
     eager = c.columns["fsdp"] & (c.columns["attention"] != FLASH1)
     logit = np.where(eager, LOGIT[True], LOGIT[False])
     busy[-1] = np.maximum(busy[-1], cost.rows["logits"][-1] * logit)
-    return (static(c, cost, counts) + p.fragmentation * (waiting + busy)).max(axis=0) + p.context
+    return waiting, busy
+
+
+def _staying(c: Configurations, counts: Floats) -> Floats:
+    """Return the part of layers whose saved values are not offloaded to the host, [n]: each rank has as large a one."""
+    return 1 - np.minimum(c.columns["offload_layers"] / counts[:-2].sum(), 1)
 
 
 def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Parameters) -> Floats:
@@ -55,7 +76,7 @@ def least_memory(c: Configurations, cost: LayerCost, counts: Floats, p: Paramete
     chunks = np.einsum("rc,rn->cn", counts[:-2], inputs).reshape(-1, pipeline, len(c)).mean(axis=0)
     busy = np.broadcast_to(whole.max(axis=0), fixed.shape).copy()
     busy[-1] = np.maximum(busy[-1], rows["logits"][-1] * LOGIT[False])
-    return (fixed + p.fragmentation * (chunks * in_flight(c) + busy)).max(axis=0) + p.context
+    return (fixed + p.fragmentation * (chunks * in_flight(c) * _staying(c, counts) + busy)).max(axis=0) + p.context
 
 
 def of_layers(c: Configurations, cost: LayerCost, counts: Floats) -> tuple[Floats, Floats]:
@@ -112,6 +133,11 @@ def buffers(c: Configurations, cost: LayerCost) -> Floats:
 
 def static(c: Configurations, cost: LayerCost, counts: Floats) -> Floats:
     """Return parameters, gradients and state on each rank: bytes [ranks, n]."""
+    return sum(_static(c, cost, counts).values(), np.zeros((int(c.columns["pipeline"][0]), len(c))))
+
+
+def _static(c: Configurations, cost: LayerCost, counts: Floats) -> dict[tuple[str, str], Floats]:
+    """They by what they are and of what: bytes [ranks, n]."""
     col = c.columns
     weights, gradients, state = widths(c)
     pipeline = int(col["pipeline"][0])
@@ -122,9 +148,12 @@ def static(c: Configurations, cost: LayerCost, counts: Floats) -> Floats:
     # Before gradients were accumulated in the product, those of a microbatch had a place of their own.
     twice = (col["attention"] == UNFUSED) & (gradients != weights) & (col["zero"] > 0)
     gradients = gradients + weights * twice
-    out: Floats = np.zeros((pipeline, len(c)))
-    for kind, shares in (("parameters", replicas), ("experts", few)):
+    out: dict[tuple[str, str], Floats] = {}
+    rest = " of all but experts" if "experts" in cost.rows else ""
+    for kind, shares, where in (("parameters", replicas, rest), ("experts", few, " of experts")):
         if kind in cost.rows:
-            each = weights / np.where(zero >= 3, shares, 1) + gradients / np.where(zero >= 2, shares, 1)
-            out += np.einsum("rp,rn->pn", ranks, cost.rows[kind]) * (each + state / np.where(zero >= 1, shares, 1))
+            elements = np.einsum("rp,rn->pn", ranks, cost.rows[kind])
+            out["parameters", where] = elements * (weights / np.where(zero >= 3, shares, 1))
+            out["gradients", where] = elements * (gradients / np.where(zero >= 2, shares, 1))
+            out["optimizer state", where] = elements * (state / np.where(zero >= 1, shares, 1))
     return out

@@ -17,14 +17,20 @@ PHASES = ("forward", "backward")
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
+# Kernels of unfused attention: its products, softmax and dropout; back, two products for each.
+IN_STEPS = (4.0, 6.0)
 # Bytes that a loss in steps reads and writes for a logit: widened to f32, its largest subtracted, exponentials summed
 # and divided (Megatron's vocabulary-parallel loss), or one softmax in f32 (PyTorch's); in the forward pass, and back.
 LOSS_BYTES = {"unfused": (38.0, 14.0), "": (14.0, 14.0)}
 # How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward), and
 # fused attention of cuDNN 9 beside FlashAttention 2 on H100 (arXiv 2407.08608, figure 5).
 FASTER = {"flash1": 1.0, "flash2": 1.6, "cudnn": 2.2}
-# How much longer a product takes along a head whose size is no multiple of 8: another kernel.
-ODD_HEAD = 4.0
+# Rows of so many bytes are what tensor cores read; a product along a head of another size runs on other units.
+ALIGNED, ITEMSIZE = 16, 2
+# Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale,
+# mask, norm and narrow the scores (fused_softmax.py, `is_kernel_available`): more kernels, and more bytes a score,
+# forward and back.
+BLOCK, APART = 4, ((4.0, 32.0), (4.0, 30.0))
 
 
 @dataclass(slots=True, eq=False)
@@ -73,15 +79,26 @@ class LocalSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPrice:
-    """Prices kernels on a device, as arrays."""
+    """Prices kernels on a device, as arrays.
+
+    `bounded` says that none is sooner done than its values are read and written: so are products of few rows, which a
+    forward step has and a training step does not.
+    """
 
     device: DeviceSpec
     parameters: Parameters
     product_dtype: str
     attention: str
+    bounded: bool = False
 
     def seconds(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
         """Return the seconds of a kernel on a device."""
+        found = self._alone(k, sizes)
+        if not self.bounded or k.kind == "streamed":
+            return found
+        return np.maximum(found, self.streamed(sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched))
+
+    def _alone(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
         p = self.parameters
         whole = float(np.prod([float(e.size) for e in k.extents]))
         flops = k.flops * (sizes.volume(k.extents) / whole)
@@ -113,9 +130,17 @@ class KernelPrice:
         back = k.phase == 1
         scores = b * g * r * s * t
         flops = scores * (d + e) * 2 * (2 if back else 1)
-        odd = 1.0 if k.extents[4].size % 8 == 0 else ODD_HEAD
-        products = flops * odd / (peak * p.product) * (1 + p.half * (1 / s + 1 / t + 1 / d))
-        return products + self.streamed(scores * SCORE_BYTES[back])
+        if k.extents[4].size * ITEMSIZE % ALIGNED:
+            peak = min(peak, self.device.peak("f32"))
+        products = flops / (peak * p.product) * (1 + p.half * (1 / s + 1 / t + 1 / d))
+        return products + self.streamed(scores * (SCORE_BYTES[back] + APART[back][1] * ((b * g * r) % BLOCK > 0)))
+
+    def launches(self, k: LocalKernel, sizes: LocalSizes) -> Floats | float:
+        """Return how many kernels the host issues: one, but for attention in steps."""
+        if k.kind != "scores" or self.attention != "unfused":
+            return 1.0
+        b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)
+        return IN_STEPS[k.phase == 1] + APART[k.phase == 1][0] * ((b * g * r) % BLOCK > 0)
 
 
 def logits_of(k: LocalKernel, sizes: LocalSizes) -> Floats:
@@ -160,7 +185,7 @@ def layer_costs(
         seconds, phase = price.seconds(k, sizes), PHASES[k.phase]
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
-            add(f"launches {phase}", k.run, 1.0)
+            add(f"launches {phase}", k.run, price.launches(k, sizes))
         if k.gradient:
             add("gradients", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
@@ -170,15 +195,11 @@ def layer_costs(
             add("logits", k.run, logits_of(k, sizes))
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
-            add("again launches", k.run, 1.0)
+            add("again launches", k.run, price.launches(k, sizes))
     for m in reading.moves:
-        degree, stride = np.ones(n), np.full(n, np.inf)
-        for a in m.axes:
-            degree, stride = degree * sizes.degrees[a], np.minimum(stride, strides[a])
-        seconds, phase = (
-            rates.seconds(m.summed, m.whole, degree, stride, sizes.bytes(m.value), price.parameters),
-            PHASES[m.phase],
-        )
+        group = [(sizes.degrees[a], strides[a]) for a in m.axes]
+        seconds = rates.seconds(m.summed, m.whole, group, sizes.bytes(m.value), price.parameters)
+        phase = PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:

@@ -13,12 +13,15 @@ class Parameters:
         product: The part of the peak that large matrix products reach.
         stream: The part of the memory bandwidth that kernels reach which only read and write.
         launch: Seconds after which the host issues the next kernel; a device that is done sooner waits.
-        collective: Seconds of a collective of two devices, whatever its bytes; of n devices log2 n times as many.
+        collective: Seconds of a collective of two devices, whatever its bytes; a ring of n has n - 1 times as
+            many, an all-to-all log2 n times.
         network: The part of the bandwidth between nodes, as the topology delivers it, that a step's collectives reach.
         attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
             where it is.
         half: The size at which a dim of a product takes as long again: a product of m x k by k x n takes
-            1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. From products, not from steps.
+            1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. By hand: products say 86 to 150.
+        order: How sharply a device that waits for the host, and a host that waits for the device, exclude each other:
+            with infinity the longer of both counts, with 1 their sum.
         context: Bytes that the driver and libraries hold on a device, where those are counted.
         fragmentation: How many times the bytes of what comes and goes the allocator holds, where those are counted.
     """
@@ -30,6 +33,7 @@ class Parameters:
     network: float = 0.6
     attention: float = 0.25
     half: float = 60.0
+    order: float = 3.0
     context: float = 0.0
     fragmentation: float = 1.0
 

@@ -9,7 +9,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.nested import Nested, nested
@@ -17,6 +17,7 @@ from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.kept import kept_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -30,14 +31,19 @@ from shardplan.simulation.closed.work import (
     Reading,
     Saved,
     State,
+    work_of,
 )
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
+from shardplan.strategy.partition.tables import FREE, LAYER, Layouts, TableLine
 
 
-def read(model: Model, layouts: Layouts, axes: Sequence[str]) -> Reading:
-    """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter."""
-    return _Reader(model, layouts, tuple(axes)).read()
+def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
+    """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter.
+
+    `names` are those of the model's dims, where they are known already.
+    """
+    found = _Reader(model, layouts, tuple(axes), names).read()
+    return replace(found, kept=kept_values(model, layouts, axes))
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +66,12 @@ class _ReadBlock:
 class _Reader:
     """Reads a model."""
 
-    def __init__(self, model: Model, layouts: Layouts, axes: tuple[str, ...]) -> None:
+    def __init__(self, model: Model, layouts: Layouts, axes: tuple[str, ...], names: DimNames | None = None) -> None:
         self.model, self.axes = model, axes
         serve = dict(layouts.serve)
         self.serve = {a: [g for g in serve.get(a, ()) if FREE not in g] for a in axes}
         self.layouts = layouts
-        self.names = dim_names(model.program, model.dims, model.origins)
+        self.names = names or dim_names(model.program, model.dims, model.origins)
         self.kernels: list[LocalKernel] = []
         self.moves: list[LocalMove] = []
         self.saved: dict[tuple[int, str], Saved] = {}
@@ -88,11 +94,11 @@ class _Reader:
         for name, _ in program.inputs:
             dims = self.model.dims.get(name, ())
             if name in self.model.parameters:
-                held = self._held(name, dims)
+                held = self._laid(self.layouts.held, name, dims)
                 top.held[name] = name, held
                 top.state[name] = held
             else:
-                top.state[name] = self._stored(name, dims)
+                top.state[name] = self._laid(self.layouts.stored, name, dims)
             top.made[name] = [top.state[name]]
         top.held |= {value: top.held[name] for value, name in self.owners.items()}
         top.needed = _needed(program, self.forwards)
@@ -114,14 +120,8 @@ class _Reader:
             self.carried,
         )
 
-    def _held(self, name: str, dims: Sequence[str]) -> State:
-        for line in self.layouts.held:
-            if line.matches(name):
-                return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
-        return {}
-
-    def _stored(self, name: str, dims: Sequence[str]) -> State:
-        for line in self.layouts.stored:
+    def _laid(self, lines: Sequence[TableLine], name: str, dims: Sequence[str]) -> State:
+        for line in lines:
             if line.matches(name):
                 return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
         return {}
@@ -211,6 +211,7 @@ class _Reader:
             picked = (a & b & c, (a & c) - b, (b & c) - a, (a & b) - c)
             roles = tuple(tuple(sorted(places[f] for f in one)) for one in picked)
         whole = sum(t.local_bytes() for t in (*types, *results))
+        flops, touched = work_of(op, tuple(types))
         weighs = any(o in block.held for o in step.operands) or (
             self.phase == BACKWARD
             and not any(e.batch for r in link.results for fs in r for e in (extents[f] for f in fs))
@@ -221,11 +222,11 @@ class _Reader:
                 block.run if self.phase == FORWARD or block.run >= 0 else self._side(block, step),
                 op.kernel_class,
                 types[0].dtype,
-                op.flops(*types),
+                flops,
                 tuple(extents.values()),
                 roles,
                 values,
-                op.touched(*types) / whole if whole else 0.0,
+                touched / whole if whole else 0.0,
                 self.phase != FORWARD or any(r in block.needed for r in step.results),
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),

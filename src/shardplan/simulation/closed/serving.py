@@ -51,6 +51,7 @@ def serving(
     left: set[str] = set()  # factors that an axis was on, and is taken from
     for axis, groups in serve.items():
         forced, barred = _asked(axis, link, operands, gradients)
+        barred |= link.fixed
         there = [
             next((f for f in fs if link.sizes[f] > 1), fs[0])
             for one, dims in zip(operands, link.operands, strict=True)

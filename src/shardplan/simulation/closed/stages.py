@@ -9,11 +9,11 @@ import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.links import LevelRates
+from shardplan.simulation.closed.links import Group, LevelRates
 from shardplan.simulation.closed.numbers import PHASES, LayerCost
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD
-from shardplan.strategy.strategy import NARROW
+from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
 # Bytes of a parameter, of its accumulated gradient and of the optimizer's state; and the dtype of its products.
@@ -30,9 +30,6 @@ _GRADIENTS: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
-# How sharply a device that waits for the host, and a host that waits for the device, exclude each other: with infinity
-# the longer of both counts, with 1 their sum.
-ORDER = 3.0
 
 
 def recipe(name: str | None) -> tuple[float, float, float, str]:
@@ -50,11 +47,14 @@ def widths(c: Configurations) -> tuple[Floats, Floats, Floats]:
 def layers_of(runs: tuple[int, ...], chunks: int) -> Floats:
     """Return how many layers of each run a chunk has, and who has what is before and behind them: [runs + 2, chunks].
 
-    As many layers each, where they divide; else the last have fewer.
+    As many layers each, where they divide. What is before and behind them counts as a layer each where that makes them
+    divide; else the last have fewer.
     """
     total = sum(runs)
     most = -(-total // chunks)
-    ends = np.minimum(np.arange(1, chunks + 1) * most, total) if total % chunks else np.arange(1, chunks + 1) * most
+    ends = np.minimum(np.arange(1, chunks + 1) * most, total)
+    if total % chunks and (total + 2) % chunks == 0:
+        ends = np.minimum(np.arange(1, chunks + 1) * most - 1, total)
     starts = np.concatenate([[0], ends[:-1]])
     counts = np.zeros((len(runs) + 2, chunks))
     first = 0
@@ -107,7 +107,7 @@ def layer_rows(
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
         busy = busy + elements * (weights + 2 * gradients) * alone / stream
-    return np.maximum((busy**ORDER + (launches * p.launch) ** ORDER) ** (1 / ORDER), gathered)
+    return np.maximum((busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order), gathered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,26 +120,29 @@ class Dealt:
     p: Parameters
     replicas: Floats  # over which gradients are summed
     few: Floats  # of experts' parameters
-    stride: Floats
+    alike: Group
+    apart: Group  # the same, of experts' parameters
 
     @staticmethod
     def of(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Dealt:
         """Read who has copies."""
         col = c.columns
-        replicas = (col["data"] * col["context"]).astype(float)
-        experts: Floats = np.ones(len(c))
-        for axis in ("expert", "expert_context"):
-            experts = experts * cost.degrees.get(axis, 1.0)
-        return Dealt(c, cost, rates, p, replicas, replicas / experts, col["tensor"].astype(float))
+        strides = c.strides()
+        alike: list[tuple[Floats, Floats]] = []
+        apart: list[tuple[Floats, Floats]] = []
+        for axis in ("context", "data"):
+            size, experts = col[axis].astype(float), cost.degrees.get(SHARING[axis], 1.0)
+            alike.append((size, strides[axis]))
+            apart.append((size / experts, strides[axis] * experts))
+        replicas, few = (x[0][0] * x[1][0] for x in (alike, apart))
+        return Dealt(c, cost, rates, p, replicas, few, alike, apart)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have."""
         zero: Floats = np.zeros((1, len(self.c)))
         alike, experts = rows.get("parameters", zero), rows.get("experts", zero)
-        out = self.rates.seconds(summed, whole, self.replicas, self.stride, alike * width, self.p)
-        apart = self.rates.seconds(
-            summed, whole, self.few, self.stride * self.replicas / self.few, experts * width, self.p
-        )
+        out = self.rates.seconds(summed, whole, self.alike, alike * width, self.p)
+        apart = self.rates.seconds(summed, whole, self.apart, experts * width, self.p)
         return np.where(alike > 0, out, 0.0) + np.where(experts > 0, apart, 0.0)
 
     def gathered(self, phase: int) -> Floats:
@@ -166,10 +169,12 @@ class Dealt:
         }
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
         whole = self._collective(True, True, owned, gradients)
-        dealt = self._collective(True, False, owned, gradients) + self._collective(False, True, owned, weights)
-        reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
-        # Software that has fused attention also reduces gradients while the last backward pass goes on.
+        # Software that has fused attention also deals out gradients as it sums them, and does so while the last
+        # backward pass goes on; before, with state alone dealt out, they were summed whole.
         early = col["attention"] != CODES["attention"].index("unfused")
+        summed = np.where(early, self._collective(True, False, owned, gradients), whole)
+        dealt = summed + self._collective(False, True, owned, weights)
+        reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
         reduced = np.maximum(0.0, reduced - early * backward)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+from shardplan.core.ops.compute import Compute
+from shardplan.core.tensor import TensorType
 
 PARTIAL = -1  # in place of a dim: an axis over which a value is a sum
 State = Mapping[str, int]  # by axis the dim that it cuts, or PARTIAL; whole over all others
 FORWARD, BACKWARD, UPDATE = range(3)  # phases
+
+
+@lru_cache(maxsize=1 << 14)
+def work_of(op: Compute, types: tuple[TensorType, ...]) -> tuple[float, float]:
+    """Return the operations of an op on whole operands, and the bytes that it touches."""
+    return op.flops(*types), op.touched(*types)
 
 
 class Extent(NamedTuple):
@@ -88,3 +98,4 @@ class Reading:
     layers: tuple[int, ...]
     batch: int
     carried: LocalValue  # what goes from layer to layer
+    kept: tuple[HeldParameter, ...] = ()  # what layers keep between steps beside parameters: caches

@@ -4,6 +4,10 @@ It stands on the engine: an op of compute is a task of each device, a collective
 movement one for all that take part; a task starts when all before it on its streams, what it reads, and its host's
 issue are done. With `shared`, transfers load the resources of the fabric by max-min fairness, whatever stage or stream
 they are of; without, each takes its price. What is folded is held against this.
+
+Where messages are met (`rendezvous`), one begins once its receiver has done all before the action that takes it, and
+waits for it. A rank that stands, in the order in which one process may run all actions, behind the action that takes
+what it sent, waits until that has begun; the rest is in a buffer. Behind the last action both ends wait to the end.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ from shardplan.simulation.jobs.streams import OpSpan, StreamRun
 from shardplan.simulation.jobs.sweep import JobSweep, RankRun
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, OpCost, TimedOp
 from shardplan.simulation.trace import HOST
+from shardplan.strategy.partition.job_order import order
+from shardplan.strategy.partition.job_order import way as passes
 
+ENDS = 1 << 62  # a place behind all actions
 MOST_TASKS = 1 << 19  # that are followed: some minutes
 Waits = tuple[Ints, ...]  # by device the tasks waited for, -1 for none: each int64 [devices]
 
@@ -54,6 +61,17 @@ class TaskList:
                 "legal is a fold of ranks, and links that are not shared"
             )
         return np.arange(first, len(self.delay))
+
+    def one(self, before: Sequence[int]) -> int:
+        """Add a task that takes no time, and is done when others are."""
+        [made] = self.add([0.0], [0.0], [-1]).tolist()
+        self.after(made, before)
+        return made
+
+    def after(self, task: int, before: Sequence[int]) -> None:
+        """Let a task wait for others."""
+        if before:
+            self.before.append((np.array(before), np.full(len(before), task)))
 
     def wait(self, tasks: Ints, others: Waits) -> None:
         """Let tasks wait, one for each device, for those of others."""
@@ -170,6 +188,11 @@ class _Every:
         self.done: dict[tuple[int, int], Waits] = {}
         self.mail: dict[tuple[int, int], Waits] = {}
         self.line: dict[int, int] = {}
+        self.begun: dict[tuple[int, int], int] = {}  # by message and microbatch the task with which it begins
+        self.away: list[list[tuple[int, int]]] = [
+            [] for _ in laid.rows
+        ]  # sent: where in the order it is taken, its begin
+        self.places = {(s, passes(kind), k): at for at, (s, kind, k) in enumerate(order(laid.job))}
         self.log: list[list[tuple[tuple[int, str, int], _TaskRun, Waits, list[tuple[int, int]]]]] = [
             [] for _ in laid.rows
         ]
@@ -226,6 +249,8 @@ class _Every:
             values[name] = self.mail[into[name], k]
         earlier = self._all(r) if kind == "OPT" else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
+        if laid.settings.rendezvous and kind != "OPT":  # behind the last action both ends have met
+            self._meet(r, [into[name] for name in one.taken], k, self.places.get((stage, passes(kind), k), ENDS))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)
         if one.copy is not None:
@@ -247,29 +272,56 @@ class _Every:
     def _all(self, r: int) -> Waits:
         return tuple(wait for name, waits in self.free[r].items() if name != HOST for wait in waits)
 
+    def _meet(self, r: int, numbers: Sequence[int], k: int, place: int) -> None:
+        """Let a rank that has come to a place of the order wait until what it sent to earlier ones has begun.
+
+        Then it waits for messages: each begins once it is made, and the rank has come to it behind the one before.
+        """
+        begins = [begin for taken, begin in self.away[r] if taken < place]
+        self.away[r] = [(taken, begin) for taken, begin in self.away[r] if taken >= place]
+        self._behind(r, begins)
+        for number in sorted(n for n in numbers if self.laid.messages[n].seconds):
+            self.tasks.after(self.begun[number, k], _tasks(self._all(r)))
+            self._behind(r, _tasks(self.mail[number, k]))
+
+    def _behind(self, r: int, ends: Sequence[int]) -> None:
+        """Let all that a rank does from now on wait for tasks."""
+        if ends:
+            last = self.tasks.one(ends)
+            for name, waits in self.free[r].items():
+                if name != HOST:
+                    more = np.full(len(waits[0]) if waits else len(self.devices[0]), last)
+                    self.free[r][name] = (*waits, more)
+
     def _send(self, number: int, k: int, made: Waits) -> tuple[int, int]:
         """Add a message: its steps one after another, behind the one before it."""
         m = self.laid.messages[number]
         tasks = self.tasks
-        before = [*(int(t) for wait in made for t in np.unique(wait) if t >= 0)]
-        before += [self.line[number]] if number in self.line else []
-        gate = int(tasks.add([0.0], [0.0], [-1])[0])
-        if before:
-            tasks.before.append((np.array(before), np.full(len(before), gate)))
-        last = gate
+        gate = tasks.one([*_tasks(made), *([self.line[number]] if number in self.line else [])])
+        last = self.begun[number, k] = gate
         for cost in m.steps if m.seconds else ():
             mine = int(tasks.moving(cost, self.laid.fabric, self.none)[0])
             tasks.before.append((np.array([last]), np.array([mine])))
             last = mine
         self.line[number] = last
-        target = m.transfer.target[0]
+        (source, _), (target, _) = m.transfer.source, m.transfer.target
+        if m.seconds and k >= 0:
+            taken = self.places[target, passes(m.transfer.kind), k]
+            self.away[self.laid.job.schedule.owners[source]].append((taken, gate))
         self.mail[number, k] = (np.full(len(self.devices[target]), last),)
         return gate, last
 
     def _send_all(self, kind: str, owners: Sequence[int]) -> None:
         for number, m in enumerate(self.laid.messages):
             if m.transfer.kind == kind:
-                self.last.append((number, *self._send(number, -1, self._all(owners[m.transfer.source[0]]))))
+                ends = {owners[m.transfer.source[0]]: None, owners[m.transfer.target[0]]: None}
+                self.last.append((number, *self._send(number, -1, self._all(next(iter(ends))))))
+                if self.laid.settings.rendezvous and m.seconds:  # both ends are there, and wait for it
+                    for r in ends:
+                        self._meet(r, (), -1, ENDS)
+                        self.tasks.after(self.begun[number, -1], _tasks(self._all(r)))
+                    for r in ends:
+                        self._behind(r, [self.last[-1][2]])
 
     def _timed(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
         ended = self.tasks.ended()
@@ -308,6 +360,11 @@ class _Every:
             )
         last = tuple((n, float(ended[a]), float(ended[b])) for n, a, b in self.last)
         return JobSweep(tuple(runs), last, float(ended.max(initial=0.0)), 0), spans
+
+
+def _tasks(waits: Waits) -> list[int]:
+    """The tasks that any device waits for, each once."""
+    return sorted({int(t) for wait in waits for t in np.unique(wait) if t >= 0})
 
 
 def every_device(laid: LaidJob, shared: bool) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:

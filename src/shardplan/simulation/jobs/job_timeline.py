@@ -334,6 +334,7 @@ def simulate_job(
     overlap: bool = True,
     launch: float | None = None,
     contention: bool = False,
+    rendezvous: bool = False,
     algorithm: str = "auto",
 ) -> JobTimeline:
     """Return the timeline of a step of a job: every stage's ops on streams, in the order of the schedule.
@@ -348,6 +349,8 @@ def simulate_job(
         contention: Whether stages and streams share links fairly; then every device and op is followed, and the time
             that takes grows with their number. Without, groups of one collective share them, and nothing else does;
             `shared` says which levels that leaves out.
+        rendezvous: Whether a message between stages goes once its receiver waits for it, as gloo and NCCL send; every
+            device and op is followed then. Else it goes as soon as it is made, into a buffer of the receiver.
         algorithm: `auto` for the library's cheapest row of every collective, or an algorithm of the library.
 
     Raises:
@@ -365,7 +368,11 @@ def simulate_job(
     if extrapolate is not None:
         fold = replace(fold, microbatches=border.flag("simulate: extrapolate", extrapolate))
     settings = JobSettings(
-        overlap, launch, algorithm=algorithm, contention=border.flag("simulate: contention", contention)
+        overlap,
+        launch,
+        algorithm=algorithm,
+        contention=border.flag("simulate: contention", contention),
+        rendezvous=border.flag("simulate: rendezvous", rendezvous),
     )
     return _simulated(job, found, settings, fold)
 
@@ -373,7 +380,7 @@ def simulate_job(
 def _simulated(job: Job, where: Where, settings: JobSettings, fold: Fold) -> JobTimeline:
     fabric = fabric_of(where, job.programs.meshes)
     title = f"ops, {fabric.topology.name or 'topology'}"
-    if fold.ranks and not settings.contention:
+    if fold.ranks and not (settings.contention or settings.rendezvous):
         found = laid(job, fabric, settings, fold)
         swept = sweep(found)
         return JobTimeline(job, where, found, swept, OpenedOps(found, swept), title)

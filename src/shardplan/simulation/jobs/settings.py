@@ -43,6 +43,8 @@ class JobSettings:
         host_bytes_per_second: Of the link over which a device offloads; by default that of PCIe 4 x16, as delivered.
         contention: Whether what is under way at once shares links, whatever stage and stream it is of.
         free: What costs nothing: names of ops, of axes (`tensor`), of levels (`node`), or `messages`.
+        rendezvous: Whether a message between stages goes once its receiver has come to it, and waits for it; else it
+            goes as soon as it is made.
         algorithm: As `hardware.prices.cost.price` takes it.
 
     Raises `ShardplanError` for what is none.
@@ -54,6 +56,7 @@ class JobSettings:
     free: tuple[str, ...] = ()
     algorithm: str = "auto"
     contention: bool = False
+    rendezvous: bool = False
 
     def __post_init__(self) -> None:
         border.flag("simulate: overlap", self.overlap)

@@ -48,9 +48,9 @@ class Points:
         return sorted_.at(np.flatnonzero(sorted_.nbytes < before))
 
     def better(self, seconds: Floats, nbytes: Floats) -> np.ndarray:
-        """Say for seconds and bytes whether a point of this front is below both, bool [n]."""
+        """Say for seconds and bytes whether a point of this front is quicker and has no more bytes, bool [n]."""
         if not len(self):
             return np.zeros(len(seconds), dtype=bool)
         # The front is in order of seconds, and its bytes fall: the last that is quicker has the fewest.
         last = np.searchsorted(self.seconds, seconds, side="left") - 1
-        return (last >= 0) & (self.nbytes[np.maximum(last, 0)] < nbytes)
+        return (last >= 0) & (self.nbytes[np.maximum(last, 0)] <= nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import numpy as np
 from shardplan.errors import ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.plans.plan_file import write_atomic
-from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.form import ClosedForm, distinct
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.searching.bounds import frame_floors
+from shardplan.simulation.searching.bounds import FlooredForm, FramedSpace, frame_floors
 from shardplan.simulation.searching.front import Points
-from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.step_events import StepEvents
 from shardplan.strategy.model import Model
 
+Floats = np.ndarray
+Ints = np.ndarray
 BLOCK = 4096  # frames that are expanded together
 FIRST = 128  # and of those with the least floors, to have something to compare with
 
@@ -31,14 +34,24 @@ class SearchTask:
     load: tuple[str, tuple[tuple[str, Any], ...]]
     topology: Topology
     parameters: Parameters
-    space: StrategySpace
+    space: FramedSpace
     most: int
     prune: bool
+    fidelity: str
 
-    def form(self, model: Model | None = None) -> ClosedForm:
+    def form(self, model: Model | None = None) -> FlooredForm:
         """Return what prices."""
+        form = ClosedForm(model or self.model(), self.topology, self.parameters)
+        return StepEvents(form) if self.fidelity == "events" else form
+
+    def model(self) -> Model:
+        """Load the model."""
         name, fields = self.load
-        return ClosedForm(model or Model.load(name, **dict(fields)), self.topology, self.parameters)
+        return Model.load(name, **dict(fields))
+
+    def words(self) -> str:
+        """Return what is searched, but for the space."""
+        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune, self.fidelity))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,45 +79,84 @@ class Found:
         )
 
 
-def searched(task: SearchTask, start: int, stop: int, form: ClosedForm | None = None) -> Found:
+def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None = None) -> Found:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
-    form = form or task.form()
+    form, space = form or task.form(), task.space
     memory, frames = task.topology.device.memory, np.arange(start, stop)
     found = Found(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
-            found = found.and_(_priced(task, form, frames[at : at + BLOCK], memory), task.most)
+            found = found.and_(_priced(task, form, *_every(space, frames[at : at + BLOCK])), task.most)
         return found
-    floors = [frame_floors(form, task.space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
+    floors = [frame_floors(form, space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
-    large = nbytes > memory
-    least = float(nbytes[large].min()) if large.any() else float("inf")
-    found = Found(found.best, found.front, large=int(large.sum()) * len(INSIDE), least=least)
-    order = np.flatnonzero(~large)[np.argsort(seconds[~large], kind="stable")]
-    at, width = 0, FIRST
-    while at < len(order):
-        some = order[at : at + width]
-        at, width = at + width, min(2 * width, BLOCK)
-        full = len(found.best) == task.most
-        late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
-        slow = late & found.front.better(seconds[some], nbytes[some])
-        keep = some[~slow]
-        found = found.and_(Found(Points.none(), Points.none(), slow=int(slow.sum()) * len(INSIDE)), task.most)
+    orders = space.starts[frames + 1] - space.starts[frames]
+    found = found.and_(_large(nbytes > memory, nbytes, orders * space.inside), task.most)
+    for some in _in_order(seconds, nbytes <= memory, FIRST, BLOCK):
+        keep, found = _kept(task, found, some, seconds, nbytes, orders * space.inside)
         if len(keep):
-            found = found.and_(_priced(task, form, frames[keep], memory), task.most)
+            found = _inside(task, form, frames[keep], found)
     return found
 
 
-def _priced(task: SearchTask, form: ClosedForm, frames: np.ndarray, memory: float) -> Found:
-    """Every strategy of some frames."""
-    inside = len(INSIDE)
-    out = form(task.space.columns(frames, range(inside)))
-    index = (frames[:, None] * inside + np.arange(inside)).reshape(-1)
-    fits = out.peak_bytes <= memory
-    points = Points(index, out.seconds, out.peak_bytes)
+def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: Found) -> Found:
+    """Search what is inside of some frames: where they have several orders, first by what none is below."""
+    space, (frame, inner) = task.space, _every(task.space, frames)
+    if not space.floor_order:
+        return found.and_(_priced(task, form, frame, inner), task.most)
+    out = form(space.columns(frame, space.floor_order, inner))
+    large, orders = out.peak_bytes > task.topology.device.memory, space.starts[frame + 1] - space.starts[frame]
+    found = found.and_(_large(large, out.peak_bytes, orders), task.most)
+    for some in _in_order(out.seconds, ~large, 4 * FIRST, BLOCK):
+        keep, found = _kept(task, found, some, out.seconds, out.peak_bytes, orders)
+        if len(keep):
+            found = found.and_(_priced(task, form, frame[keep], inner[keep]), task.most)
+    return found
+
+
+def _every(space: FramedSpace, frames: Ints) -> tuple[Ints, Ints]:
+    """All that is inside of some frames: the frame and the place inside of each."""
+    return np.repeat(frames, space.inside), np.tile(np.arange(space.inside), len(frames))
+
+
+def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> Found:
+    """What is too large whatever its order: so many strategies each."""
+    least = float(nbytes[large].min()) if large.any() else float("inf")
+    return Found(Points.none(), Points.none(), large=int(strategies[large].sum()), least=least)
+
+
+def _in_order(seconds: Floats, alive: np.ndarray, width: int, most: int) -> Iterator[Ints]:
+    """Yield the places of what is alive by its seconds, few first, to have something to compare with."""
+    order, at = np.flatnonzero(alive)[np.argsort(seconds[alive], kind="stable")], 0
+    while at < len(order):
+        yield order[at : at + width]
+        at, width = at + width, min(2 * width, most)
+
+
+def _kept(
+    task: SearchTask, found: Found, some: Ints, seconds: Floats, nbytes: Floats, strategies: Ints
+) -> tuple[Ints, Found]:
+    """Leave out of some places whose floors are above what was found, and count how many strategies those were."""
+    full = len(found.best) == task.most
+    late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
+    slow = late & found.front.better(seconds[some], nbytes[some])
+    left = Found(Points.none(), Points.none(), slow=int(strategies[some[slow]].sum()))
+    return some[~slow], found.and_(left, task.most)
+
+
+def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> Found:
+    """Price strategies, by frame and place inside, on every order of their frames."""
+    which, orders, pairs = task.space.pairs(frames)
+    inner = inner[which]
+    every = task.space.columns(frames[which], orders, inner)
+    places, back = distinct([which, *form.alike(every)])
+    out = form(every[places])
+    seconds, nbytes = out.seconds[back], out.peak_bytes[back]
+    fits = nbytes <= task.topology.device.memory
+    points = Points(pairs * task.space.inside + inner, seconds, nbytes)
     good = points.at(np.flatnonzero(fits))
-    least = float(out.peak_bytes[~fits].min()) if not fits.all() else float("inf")
-    return Found(good.best(task.most), good.front(), len(index), unfit=int((~fits).sum()), least=least)
+    least = float(nbytes[~fits].min()) if not fits.all() else float("inf")
+    return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +169,7 @@ class Journal:
     @staticmethod
     def of(path: Path, task: SearchTask, ranges: list[tuple[int, int]]) -> Journal:
         """Return the journal of a search."""
-        said = repr((task.load, str(task.topology), task.parameters, task.most, task.prune, ranges))
-        data = said.encode() + task.space.frames.tobytes()
+        data = f"{task.words()} {ranges}".encode() + task.space.frames.tobytes() + task.space.starts.tobytes()
         return Journal(path, hashlib.sha256(data).hexdigest())
 
     def read(self) -> dict[str, Found]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -15,30 +15,46 @@ from shardplan.core import border
 from shardplan.errors import Infeasible, ShardplanError, shown
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.closed.configurations import ORDERS
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.inference.requests import OBJECTIVES, Requests
+from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
+from shardplan.simulation.inference.space import ServingSpace
+from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.front import Points
+from shardplan.simulation.searching.plans import PrunedClass, plan_object
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
 from shardplan.simulation.searching.space import SCHEDULES, StrategySpace
+from shardplan.simulation.searching.varied import varied
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy_text import strategy_text
 
+Ints = np.ndarray
 RANGE = 65536  # frames that a worker searches at a time
 
 
 class RankedPlan(NamedTuple):
-    """A strategy, its seconds a step and its peak bytes."""
+    """A strategy, its seconds a step, its peak bytes, and how its axes lie on the hardware, outermost first."""
 
     strategy: Strategy
     seconds: float
     peak_bytes: float
+    order: tuple[str, ...] = ORDERS[0]
 
+    def device_mesh(self) -> Ints:
+        """Return ids of the topology, int64 [pipeline, data, context, tensor]: who has which place of the strategy.
 
-class PrunedClass(NamedTuple):
-    """How many strategies were left out, and why."""
+        Ids count from the innermost level; those of a stage are in the order of the strategy's own devices.
 
-    rule: str
-    strategies: int
+        >>> one = RankedPlan(Strategy(data=2, tensor=2), 1.0, 1.0, ("tensor", "pipeline", "data", "context"))
+        >>> one.device_mesh()[0, :, 0].tolist()
+        [[0, 2], [1, 3]]
+        """
+        sizes = [getattr(self.strategy, block) for block in self.order]
+        ids = np.arange(self.strategy.devices).reshape(sizes)
+        return ids.transpose([self.order.index(block) for block in ORDERS[0]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,17 +75,14 @@ class SearchResult:
 
     def sensitivity(self, topology: Topology, share: float = 0.2) -> dict[str, tuple[RankedPlan, RankedPlan]]:
         """Return the best on the topology with a part of it slower, and faster, by a share: searched again each."""
-        found: dict[str, tuple[RankedPlan, RankedPlan]] = {}
-        for name, change in _parts(topology).items():
-            found[name] = self.again(change(1 - share)), self.again(change(1 + share))
-        return found
+        return varied(topology, self.again, share)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON."""
         return {
-            "best": _plan_object(self.best),
-            "ranked": [_plan_object(one) for one in self.ranked],
-            "pareto": [_plan_object(one) for one in self.pareto],
+            "best": _ranked_object(self.best),
+            "ranked": [_ranked_object(one) for one in self.ranked],
+            "pareto": [_ranked_object(one) for one in self.pareto],
             "pruned": [one._asdict() for one in self.pruned],
             "counted": self.counted,
             "priced": self.priced,
@@ -78,7 +91,7 @@ class SearchResult:
     def __str__(self) -> str:
         """Return the ranked, a line each, and what was left out."""
         lines = [
-            f"{k:>3}  {format_seconds(p.seconds):>10}  {format_bytes(p.peak_bytes):>10}  {strategy_text(p.strategy)}"
+            f"{k:>3}  {format_seconds(p.seconds):>10}  {format_bytes(p.peak_bytes):>10}  {plan_text(p)}"
             for k, p in enumerate(self.ranked, 1)
         ]
         lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.pareto)} on the front")
@@ -86,71 +99,171 @@ class SearchResult:
         return "\n".join(lines)
 
 
-def strategy_text(s: Strategy) -> str:
-    """Return what a strategy says otherwise than by default."""
-    plain = Strategy()
-    names = [name for name in Strategy.__dataclass_fields__ if name != "global_batch"]
-    return (
-        " ".join(f"{name}={getattr(s, name)}" for name in names if getattr(s, name) != getattr(plain, name)) or "data=1"
-    )
+def plan_text(one: RankedPlan) -> str:
+    """Return a strategy and, where it is not that of its devices, the order of its axes on the hardware."""
+    sizes = ((block, getattr(one.strategy, block)) for block in one.order)
+    alive = [block for block, n in sizes if n > 1]
+    usual = [block for block in ORDERS[0] if block in alive]
+    return strategy_text(one.strategy) + (f" order={','.join(alive)}" if alive != usual else "")
 
 
-def _plan_object(one: RankedPlan) -> dict[str, Any]:
-    names = Strategy.__dataclass_fields__
-    said = {name: getattr(one.strategy, name) for name in names if getattr(one.strategy, name) is not None}
-    return {"strategy": said, "seconds": one.seconds, "peak_bytes": one.peak_bytes}
+def _ranked_object(one: RankedPlan) -> dict[str, Any]:
+    return plan_object(one.strategy, one.seconds, one.peak_bytes) | {"order": list(one.order)}
 
 
+@overload
 def search(
     model: Model,
     topology: Topology | str,
     global_batch: int,
     *,
+    objective: Literal["step"] = "step",
     prune: bool = True,
     executor: Executor | None = None,
     resume: str | os.PathLike[str] | None = None,
     top: int = 10,
     schedules: tuple[str, ...] = SCHEDULES,
     attention: str | None = None,
+    placements: bool = False,
+    fidelity: str = "closed",
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
-) -> SearchResult:
-    """Find the best strategies at the closed form: exact over the space (see `StrategySpace.of`), whatever is pruned.
+) -> SearchResult: ...
+@overload
+def search(
+    model: Model,
+    topology: Topology | str,
+    *,
+    objective: Literal["latency", "tokens"],
+    prompt: int,
+    output: int,
+    concurrency: int,
+    prune: bool = True,
+    executor: Executor | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    top: int = 10,
+    attention: str | None = None,
+    params: Parameters | None = None,
+    done: Callable[[int, int], None] | None = None,
+) -> ServingResult: ...
+
+
+def search(
+    model: Model,
+    topology: Topology | str,
+    global_batch: int | None = None,
+    *,
+    objective: str = "step",
+    prompt: int | None = None,
+    output: int | None = None,
+    concurrency: int | None = None,
+    prune: bool = True,
+    executor: Executor | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    top: int = 10,
+    schedules: tuple[str, ...] = SCHEDULES,
+    attention: str | None = None,
+    placements: bool = False,
+    fidelity: str = "closed",
+    params: Parameters | None = None,
+    done: Callable[[int, int], None] | None = None,
+) -> SearchResult | ServingResult:
+    """Find the best strategies: exact over the space, whatever is pruned.
+
+    The space is that of `StrategySpace.of` for training steps, of `ServingSpace.of` for requests.
 
     Args:
-        model: One that `Model.load` gives, in the precision in which it trains.
+        model: One that `Model.load` gives, in the precision in which it trains, or serves.
         topology: On what; all of its devices are used.
-        global_batch: Sequences of a step.
+        global_batch: Sequences of a training step.
+        objective: What is made least: the seconds of a training `step`; or of a model that serves the `latency` of a
+            request, or the seconds for which all replicas make a token, that is most `tokens` a second.
+        prompt: Of a request its tokens.
+        output: Of its answer.
+        concurrency: Requests in flight in each replica.
         prune: Whether frames are left out whose floor in seconds is above the best few and whose floors are both above
             a strategy that was found; the result is the same without.
         executor: Any of `concurrent.futures`, for ranges of the space; the result is the same.
         resume: A file in which ranges that are done are kept; a search that was ended goes on with it.
         top: How many are ranked.
-        schedules: Those that are tried.
+        schedules: Those that are tried, of a training step.
         attention: The class of attention's kernel; by default `flash2`.
+        placements: Whether axes also lie on the hardware in other orders than that of a strategy's devices.
+        fidelity: Of a training step: `closed`, or `events` of its stages, which takes longer.
         params: Of the machine; by default those that ship.
         done: Called with frames searched, and all of them.
 
     Raises:
         Infeasible: No strategy fits into the memory of a device; says how many bytes are needed at least.
-        ShardplanError: Values of other kinds; no legal strategy.
+        ShardplanError: Values of other kinds; no legal strategy; a model that serves without a cache.
         ParseError: `resume` is the journal of another search.
 
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
-    >>> found = search(model, Topology.load("dgx-a100-80g", nodes=1), 16)
+    >>> topology = Topology.load("dgx-a100-80g", nodes=1)
+    >>> found = search(model, topology, 16)
     >>> found.best == found.pareto[0], found.priced < found.counted
     (True, True)
+    >>> search(model, topology, objective="tokens", prompt=96, output=32, concurrency=8).best.strategy.data
+    8
     """
     if not isinstance(model, Model):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"search: the model is {shown(model)}; legal is a Model")
     where = topology_of("the topology", topology)
     border.whole("search: top", top, 1, kind=ShardplanError)
     border.flag("search: prune", prune, ShardplanError)
-    space = StrategySpace.of(model, where.size, global_batch, schedules, model.fields.get("precision"), attention)
+    border.flag("search: placements", placements, ShardplanError)
+    border.choice("search: objective", objective, OBJECTIVES, ShardplanError)
+    said = {"prompt": prompt, "output": output, "concurrency": concurrency}
     load = model.name, tuple(sorted(model.fields.items()))
-    task = SearchTask(load, where, params or of_machine(where.name), space, top, prune)
-    frames = len(space.frames)
-    ranges = [(at, min(at + RANGE, frames)) for at in range(0, frames, RANGE)]
+    machine = params or of_machine(where.name)
+    if objective != "step":
+        if global_batch is not None:
+            raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")
+        if placements or fidelity != "closed":
+            raise ShardplanError(f"search: placements or fidelity with objective={objective!r}; legal is 'step'")
+        requests = Requests(**{name: 0 if n is None else n for name, n in said.items()})
+        space = ServingSpace.of(model, where.size, requests, attention)
+        task = ServingTask(load, where, machine, space, top, prune, "closed", requests, objective)
+        serving = task.form(model)
+        found = _run(task, serving, executor, resume, done)
+
+        def served(other: Topology) -> ServedPlan:
+            changed = serving.on(other, machine)
+            return served_plans(task, changed, _best(task, other, changed))[0]
+
+        plans = served_plans(task, serving, found.best), served_plans(task, serving, found.front)
+        return ServingResult(requests, objective, *plans, _pruned(task, found), space.count, found.priced, served)
+    if named := [name for name, n in said.items() if n is not None]:
+        raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
+    batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
+    precision = model.fields.get("precision")
+    steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements)
+    border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
+    one = SearchTask(load, where, machine, steps, top, prune, fidelity)
+    form = one.form(model)
+    found = _run(one, form, executor, resume, done)
+
+    def again(other: Topology) -> RankedPlan:
+        return _plans(steps, _best(one, other, form.on(other, machine)))[0]
+
+    ranked, front = _plans(steps, found.best), _plans(steps, found.front)
+    return SearchResult(ranked, front, _pruned(one, found), steps.count, found.priced, again)
+
+
+def _ranges(task: SearchTask) -> list[tuple[int, int]]:
+    frames = len(task.space.frames)
+    return [(at, min(at + RANGE, frames)) for at in range(0, frames, RANGE)]
+
+
+def _run(
+    task: SearchTask,
+    form: FlooredForm,
+    executor: Executor | None,
+    resume: str | os.PathLike[str] | None,
+    done: Callable[[int, int], None] | None,
+) -> Found:
+    """Search all ranges, here or on an executor; raises `Infeasible` where nothing fits."""
+    frames, ranges = len(task.space.frames), _ranges(task)
     journal = None if resume is None else Journal.of(Path(resume), task, ranges)
     known = {} if journal is None else journal.read()
     finished = 0
@@ -167,7 +280,6 @@ def search(
     left = [span for span in ranges if f"{span[0]}-{span[1]}" not in known]
     finished = frames - sum(stop - start for start, stop in left)
     if executor is None:
-        form = task.form(model)
         for span in left:
             keep(span, searched(task, *span, form))
     else:
@@ -176,54 +288,35 @@ def search(
             keep(waiting[future], future.result())
     total = Found(Points.none(), Points.none())
     for start, stop in ranges:
-        total = total.and_(known[f"{start}-{stop}"], top)
+        total = total.and_(known[f"{start}-{stop}"], task.most)
     if not len(total.best):
-        needed = format_bytes(total.least)
+        memory, needed = (format_bytes(n) for n in (task.topology.device.memory, total.least))
         raise Infeasible(
-            f"search: none of {space.count:,} strategies of {model.name} fits into {format_bytes(where.device.memory)} "
-            f"a device; the smallest needs {needed}"
+            f"search: none of {task.space.count:,} strategies of {task.load[0]} fits into {memory} a device; the "
+            f"smallest needs {needed}"
         )
-    memory = format_bytes(where.device.memory)
-    pruned = (
-        PrunedClass(f"frames that need more than {memory} at least", total.large),
-        PrunedClass("frames that cannot be among the best nor on the front", total.slow),
+    return total
+
+
+def _best(task: SearchTask, topology: Topology, form: FlooredForm) -> Points:
+    """The best on another topology, for which the form is."""
+    changed = replace(task, topology=topology, most=1)
+    found = Found(Points.none(), Points.none())
+    for span in _ranges(task):
+        found = found.and_(searched(changed, *span, form), 1)
+    return found.best
+
+
+def _pruned(task: SearchTask, total: Found) -> tuple[PrunedClass, ...]:
+    memory = format_bytes(task.topology.device.memory)
+    return (
+        PrunedClass(f"need more than {memory} at least", total.large),
+        PrunedClass("cannot be among the best nor on the front", total.slow),
         PrunedClass(f"priced, and need more than {memory}", total.unfit),
     )
-
-    def again(other: Topology) -> RankedPlan:
-        changed = replace(task, topology=other, most=1)
-        found = Found(Points.none(), Points.none())
-        for span in ranges:
-            found = found.and_(searched(changed, *span, changed.form(model)), 1)
-        return _plans(changed.space, found.best)[0]
-
-    return SearchResult(_plans(space, total.best), _plans(space, total.front), pruned, space.count, total.priced, again)
 
 
 def _plans(space: StrategySpace, points: Points) -> tuple[RankedPlan, ...]:
     rows = zip(points.index.tolist(), points.seconds.tolist(), points.nbytes.tolist(), strict=True)
-    return tuple(RankedPlan(space.one(k).strategy(0), seconds, nbytes) for k, seconds, nbytes in rows)
-
-
-def _parts(topology: Topology) -> dict[str, Callable[[float], Topology]]:
-    """What of a topology may be slower or faster."""
-    device = topology.device
-
-    def level(k: int) -> Callable[[float], Topology]:
-        def change(times: float) -> Topology:
-            levels = list(topology.levels)
-            levels[k] = replace(levels[k], bandwidth=levels[k].bandwidth * times)
-            return replace(topology, levels=tuple(levels))
-
-        return change
-
-    found = {one.name: level(k) for k, one in enumerate(topology.levels)}
-    found["flops"] = lambda times: replace(
-        topology, device=replace(device, flops=tuple((d, f * times) for d, f in device.flops))
-    )
-    found["memory_bandwidth"] = lambda times: replace(
-        topology, device=replace(device, memory_bandwidth=device.memory_bandwidth * times)
-    )
-    if np.isfinite(device.memory):
-        found["memory"] = lambda times: replace(topology, device=replace(device, memory=device.memory * times))
-    return found
+    found = ((space.one(k), seconds, nbytes) for k, seconds, nbytes in rows)
+    return tuple(RankedPlan(c.strategy(0), seconds, nbytes, c.order(0)) for c, seconds, nbytes in found)

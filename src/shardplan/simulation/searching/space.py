@@ -1,7 +1,8 @@
 """`StrategySpace`: the strategies of a model on so many devices, in an order, as columns.
 
-A frame says degrees, microbatch, schedule, interleave and what axes serve; inside it vary recomputation and how state
-is dealt out. That is where bounds are worked out: nothing inside a frame changes what its layers compute once.
+A frame says degrees, microbatch, schedule, interleave and what axes serve; inside it vary how its axes lie on the
+hardware, recomputation and how state is dealt out. That is where bounds are worked out: nothing inside a frame changes
+what its layers compute once, and no order of axes what it keeps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
+from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, ORDERS, TOGETHER, Configurations
 from shardplan.strategy.model import Model
 
 Ints = np.ndarray
@@ -22,23 +23,41 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe")
 RECOMPUTE = CODES["recompute"]
 DEALT = ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))  # zero, fsdp
 INSIDE = tuple((r, zero, fsdp) for r in range(len(RECOMPUTE)) for zero, fsdp in DEALT)
+_INSIDE = np.array(INSIDE, dtype=np.int64)
 FRAME = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave", "sequence_parallel",
          "context_kind")  # fmt: skip
+BLOCKS = ORDERS[0]
+
+
+def _orders_of(kind: int) -> tuple[int, ...]:
+    """The codes of the orders that differ where only some blocks have more than one device: the first of each."""
+    alive = [block for k, block in enumerate(BLOCKS) if kind >> k & 1]
+    seen = {tuple(b for b in order if b in alive): k for k, order in reversed(list(enumerate(ORDERS)))}
+    return tuple(sorted(seen.values()))
+
+
+# By the blocks that have more than one device, as bits: the orders that differ.
+KINDS = tuple(_orders_of(kind) for kind in range(1 << len(BLOCKS)))
+_ORDERS = np.array([one + (-1,) * (len(ORDERS) - len(one)) for one in KINDS], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategySpace:
-    """Frames as columns [frames], each with the same strategies inside.
+    """Frames as columns [frames], each with the same strategies inside, on the orders of its axes.
 
     >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
     >>> StrategySpace.of(model, 4, 8).count
-    1674
+    1908
+    >>> StrategySpace.of(model, 4, 8, placements=True).count
+    3348
     """
 
     frames: Ints  # int64 [frames, fields of FRAME]
     global_batch: int
     precision: int
     attention: int
+    kinds: Ints  # which orders a frame has, a place in KINDS, int64 [frames]
+    starts: Ints  # pairs of a frame and an order before each frame, and of all, int64 [frames + 1]
 
     @staticmethod
     def of(
@@ -48,8 +67,9 @@ class StrategySpace:
         schedules: Sequence[str] = SCHEDULES,
         precision: str | None = None,
         attention: str | None = None,
+        placements: bool = False,
     ) -> StrategySpace:
-        """Enumerate what is legal.
+        """Enumerate what is legal; with `placements` on every order of the axes on the hardware that differs.
 
         Degrees multiply to `devices`, also where they are no powers of two: `tensor` up to the heads, `pipeline` up to
         the layers, `context` a divisor of the sequence, `expert` a divisor of the experts and of a stage. Replicas and
@@ -61,37 +81,64 @@ class StrategySpace:
         border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)
-        limits = _limits(model)
+        limits = ModelLimits.of(model)
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices and {global_batch} sequences is legal")
         codes = CODES["precision"].index(precision), CODES["attention"].index(attention)
-        return StrategySpace(np.array(rows, dtype=np.int64), global_batch, *codes)
+        table = np.array(rows, dtype=np.int64)
+        kinds = np.zeros(len(table), dtype=np.int64)
+        for k, block in enumerate(BLOCKS):
+            kinds += (table[:, FRAME.index(block)] > 1) * (1 << k) * placements
+        starts = np.concatenate([[0], np.cumsum(np.array([len(one) for one in KINDS])[kinds])])
+        return StrategySpace(table, global_batch, *codes, kinds, starts)
+
+    @property
+    def inside(self) -> int:
+        """How many strategies a frame has."""
+        return len(INSIDE)
 
     @property
     def count(self) -> int:
         """How many strategies there are."""
-        return len(self.frames) * len(INSIDE)
+        return int(self.starts[-1]) * len(INSIDE)
 
-    def columns(self, frames: Ints, inside: Sequence[int]) -> Configurations:
-        """Return strategies of frames, each with all of some places of `INSIDE`: [frames * inside] in that order."""
-        n, k = len(frames), len(inside)
-        table = np.repeat(self.frames[frames], k, axis=0)
-        inner = np.tile(np.array([INSIDE[i] for i in inside], dtype=np.int64), (n, 1))
-        found = {name: np.full(n * k, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
+    @property
+    def floor_order(self) -> int:
+        """The code of an order that no order of a frame is below."""
+        return CODES["order"].index(TOGETHER) if self.kinds.any() else 0
+
+    def pairs(self, frames: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return every order of some frames: the place of the frame among them, the order's code, and the pair's place.
+
+        Arrays [pairs], in the order of the frames.
+        """
+        many = self.starts[frames + 1] - self.starts[frames]
+        which = np.repeat(np.arange(len(frames)), many)
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(many) - many, many)
+        return which, _ORDERS[self.kinds[frames[which]], nth], self.starts[frames[which]] + nth
+
+    def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:
+        """Return strategies by their frames, codes of orders and places of `INSIDE`: arrays [n], or one for all."""
+        n, table, inner = len(frames), self.frames[frames], np.broadcast_to(_INSIDE[inside], (len(frames), 3))
+        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
         found |= {name: table[:, at] for at, name in enumerate(FRAME)}
         found |= {"recompute": inner[:, 0], "zero": inner[:, 1], "fsdp": inner[:, 2]}
+        found["order"][:] = orders
         found["global_batch"][:] = self.global_batch
         found["precision"][:], found["attention"][:] = self.precision, self.attention
         return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
 
     def one(self, index: int) -> Configurations:
         """Return the strategy at a place of the order."""
-        return self.columns(np.array([index // len(INSIDE)]), [index % len(INSIDE)])
+        pair, inside = divmod(index, len(INSIDE))
+        frame = int(np.searchsorted(self.starts, pair, side="right")) - 1
+        order = _ORDERS[self.kinds[frame], pair - self.starts[frame]]
+        return self.columns(np.array([frame]), int(order), inside)
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class ModelLimits:
     """What of a model bounds its degrees."""
 
     layers: int
@@ -99,19 +146,20 @@ class _Limits:
     sequence: int
     experts: int
 
-
-def _limits(model: Model) -> _Limits:
-    sizes: dict[str, int] = {}
-    types = model.program.types
-    for value, dims in model.dims.items():
-        if value in types:
-            for dim, n in zip(dims, types[value].shape, strict=True):
-                sizes[dim] = max(sizes.get(dim, 1), n)
-    layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
-    heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
-    if "kv_heads" not in sizes:
-        heads = sizes.get("ffn", sizes.get("hidden", 1))
-    return _Limits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
+    @staticmethod
+    def of(model: Model) -> ModelLimits:
+        """Read a model's dims."""
+        sizes: dict[str, int] = {}
+        types = model.program.types
+        for value, dims in model.dims.items():
+            if value in types:
+                for dim, n in zip(dims, types[value].shape, strict=True):
+                    sizes[dim] = max(sizes.get(dim, 1), n)
+        layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
+        heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
+        if "kv_heads" not in sizes:
+            heads = sizes.get("ffn", sizes.get("hidden", 1))
+        return ModelLimits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
 
 
 def _one_a_run(model: Model) -> Iterator[str]:
@@ -130,7 +178,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _frames(limits: _Limits, devices: int, batch: int, schedules: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+def _frames(limits: ModelLimits, devices: int, batch: int, schedules: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     kinds = CODES["context_kind"]
     for tensor in (t for t in divisors(devices) if t <= limits.heads):
         for pipeline in (p for p in divisors(devices // tensor) if p <= limits.layers):

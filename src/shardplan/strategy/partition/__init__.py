@@ -16,5 +16,6 @@ Reading order:
 - `programs`    the programs of a stage: F, B, OPT
 - `prefetch`    layers gather their parameters a layer early
 - `job`         `Job`
+- `job_order`   the order in which one process may run all actions of a job
 - `partition`   `partition`
 """

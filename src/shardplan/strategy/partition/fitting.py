@@ -8,10 +8,16 @@ from shardplan.strategy.strategy import Strategy
 
 
 def fitted(model: Model, strategy: Strategy) -> Model:
-    """Return the model of one microbatch; raises `LayoutError` for an order that it cannot have."""
+    """Return the model of one microbatch; raises `LayoutError` for an order or microbatches that it cannot have."""
     if strategy.precision is not None and model.fields.get("precision") != strategy.precision:
         model = model.mixed(strategy.precision)
     batch = strategy.data * strategy.microbatch
+    kept = [name for name in model.replaced if "batch" in model.dims[name]]
+    if kept and strategy.microbatches > 1:
+        raise LayoutError(
+            f"strategy: microbatches={strategy.microbatches} of a model that keeps {kept[0]} of its sequences from run "
+            f"to run, and that microbatches would share; legal is one, as of microbatch={strategy.global_batch}"
+        )
     sizes = {
         n
         for name, dims in model.dims.items()

@@ -1,0 +1,133 @@
+"""Steps of jobs in the lab: compute slept as the devices of a topology would take, messages real, over shaped links.
+
+What is measured is a step's order and what it waits for, not what it computes: values are zeros, and nothing is
+verified. State is laid out before the instant at which ranks start, and results stay where they are.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardplan.errors import BackendError
+from shardplan.execution.jobs import parts
+from shardplan.execution.lab.item import Item, Run
+from shardplan.execution.lab.measurement import Repetition, repetition_of, variation
+from shardplan.execution.lab.packed import packed
+from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
+from shardplan.hardware.topology import Topology
+from shardplan.strategy.partition.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """Runs of one step."""
+
+    title: str
+    repetitions: tuple[Repetition, ...]
+    slept: tuple[float, ...]  # seconds of compute that each rank slept in a step, by device id
+    voided: int  # runs thrown away because a rank started late
+    load: float  # the machine's load average over a minute, at the start
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(r.seconds for r in self.repetitions)
+
+    @property
+    def min_seconds(self) -> float:
+        """The least."""
+        return min(r.seconds for r in self.repetitions)
+
+    @property
+    def cv(self) -> float:
+        """Standard deviation over mean of the seconds."""
+        return variation([r.seconds for r in self.repetitions])
+
+    @property
+    def cpu_share(self) -> float:
+        """The mean."""
+        return statistics.fmean(r.cpu_share for r in self.repetitions)
+
+
+def measure_steps(
+    lab: Lab,
+    jobs: Sequence[tuple[str, Job]],
+    topology: Topology,
+    repetitions: int = REPETITIONS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[StepMeasurement]:
+    """Run a step of every job once, unmeasured, then of all of them in turn, `repetitions` times.
+
+    Args:
+        lab: A running cluster; its engine says how collectives are composed. Device k is rank k.
+        jobs: Titles, and jobs whose devices are ranks.
+        topology: What a device computes and reads a second; its links are not looked at.
+        repetitions: Timed runs of each, at least 1; a run that a rank was late for is taken again.
+        progress: Called with the runs done and the runs to do.
+
+    Returns:
+        One measurement a job.
+
+    Raises:
+        BackendError: A rank failed or was late again and again, or the engine is gloo's own.
+    """
+    if lab.engine == "gloo":
+        raise BackendError("steps of jobs run on engines of messages; legal are ring, tree and direct")
+    if repetitions < 1:
+        raise BackendError(f"repetitions={repetitions}; legal are 1 and more")
+    total = (repetitions + 1) * len(jobs)
+    done = 0
+    keys = [lab.new_key() for _ in jobs]
+    runs: list[list[Run]] = [[] for _ in jobs]
+    voided, load = [0] * len(jobs), os.getloadavg()[0]
+    for key, (title, job) in zip(keys, jobs, strict=True):
+        lab.call("load", key, _item(title, job, topology, lab))
+        lab.call("run", key, False)
+        done += 1
+        if progress is not None:
+            progress(done, total)
+    for _ in range(repetitions):
+        for number, key in enumerate(keys):
+            run, late = _once(lab, key, jobs[number][0])
+            runs[number].append(run)
+            voided[number] += late
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    for key in keys:
+        lab.call("forget", key)
+    return [
+        StepMeasurement(title, tuple(map(repetition_of, mine)), _slept(mine[-1]), late, load)
+        for (title, _), mine, late in zip(jobs, runs, voided, strict=True)
+    ]
+
+
+def _item(title: str, job: Job, topology: Topology, lab: Lab) -> Item:
+    devices = parts(job).devices
+    if max(devices) >= lab.cluster.ranks:
+        raise BackendError(f"{title}: device {max(devices)}; legal are ranks, 0 to {lab.cluster.ranks - 1}")
+    return Item(title, lab.engine, {d: d for d in devices}, (), job=packed(job), topology=topology)
+
+
+def _once(lab: Lab, key: int, title: str) -> tuple[Run, int]:
+    """Return one run for which no rank was late, and how many were thrown away before it."""
+    latest = 0.0
+    for attempt in range(MOST_VOID):
+        run: Run = lab.call("run", key, False)
+        latest = max((o.lateness for o in run.outcomes), default=0.0)
+        if latest <= lab.most_late:
+            return run, attempt
+        time.sleep(PAUSE)
+    raise BackendError(
+        f"{title}: in {MOST_VOID} runs a rank started late, in the last by {latest * 1e3:.1f} ms (legal are "
+        f"{lab.most_late * 1e3:g} ms); the machine is too busy"
+    )
+
+
+def _slept(run: Run) -> tuple[float, ...]:
+    found = {o.device: o.slept for o in run.outcomes if o.device is not None}
+    return tuple(found[d] for d in sorted(found))

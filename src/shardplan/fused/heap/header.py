@@ -1,0 +1,155 @@
+"""The words that every heap begins with: abort, barrier counts, notes, what failed; and the bounded wait on a word.
+
+A word that peers write has a line of 64 bytes of its own and one writer, so that a plain aligned store is enough on
+x86, where stores of a core become visible in order. Counts are int32, only grow, and may wrap.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
+from shardplan.fused.heap.peers import Peer
+
+LINE = 64
+NOTE = 8192  # bytes of what a rank tells all others at once
+RECORD = 512  # bytes of what failed
+PAUSES = 200  # of a wait before it yields
+YIELDING = 1e-3  # seconds before it sleeps
+SLEEP = 5e-5
+LOOK = 0.1  # seconds between looks at peers
+
+Words = np.ndarray  # int32
+
+
+def reached(seen: int, want: int) -> bool:
+    """Return whether a count that wraps at 32 bits is there.
+
+    >>> reached(3, 3), reached(2, 3), reached(-(2**31), 2**31 - 1)
+    (True, False, True)
+    """
+    return (seen - want) & 0xFFFFFFFF < 1 << 31
+
+
+def wrapped(count: int) -> int:
+    """Return a count as an int32.
+
+    >>> wrapped(2**31)
+    -2147483648
+    """
+    return (count + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+class HeapHeader:
+    """The words of all heaps that one rank sees: `parts[r]` begins rank r's memory, uint8 [size]."""
+
+    def __init__(self, parts: Sequence[np.ndarray], rank: int, peers: Sequence[Peer]) -> None:
+        """Cut the words out."""
+        self.parts, self.rank, self.peers, self.ranks = parts, rank, peers, len(parts)
+        self.abort = [_words(part, 0) for part in parts]
+        self.record = [part[LINE : LINE + RECORD] for part in parts]
+        begin = LINE + RECORD
+        self.lines = [[_words(part, begin + LINE * s) for s in range(self.ranks)] for part in parts]
+        begin += LINE * self.ranks
+        self.notes = [[part[begin + k * NOTE : begin + (k + 1) * NOTE] for k in (0, 1)] for part in parts]
+        self.count = 0
+        self.elsewhere = [p for p in enumerate(peers) if p[1].pid != peers[rank].pid]
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Return the bytes of a header, a multiple of a page."""
+        return -(-(LINE + RECORD + LINE * ranks + 2 * NOTE) // 4096) * 4096
+
+    def clear(self) -> None:
+        """Set the own words to what they were at first."""
+        self.parts[self.rank][: self.size(self.ranks)] = 0
+        self.count = 0
+
+    def wait(self, word: Words, want: int, seconds: float, late: Callable[[int], str], asking: str) -> None:
+        """Return once the first word is at least `want`.
+
+        Raises `FusedTimeout` with `late(seen)` after so many seconds, and `PeerLost` where a peer failed or died; then
+        all ranks fail, at once.
+        """
+        for _ in range(PAUSES):
+            if reached(int(word[0]), want):
+                return
+        started = time.monotonic()
+        look = started + LOOK
+        while not reached(int(word[0]), want):
+            self.check(asking)
+            now = time.monotonic()
+            if now - started > seconds:
+                text = late(int(word[0]))
+                self.fail(text)
+                raise FusedTimeout(text)
+            if now > look:
+                look = now + LOOK
+                self.look(asking)
+            if now - started < YIELDING:
+                os.sched_yield()
+            else:
+                time.sleep(SLEEP)
+
+    def check(self, asking: str) -> None:
+        """Raise `PeerLost` where a rank has failed."""
+        if self.abort[self.rank][0]:
+            raise PeerLost(f"{asking}: rank {self.rank} ended: {self.failure()}")
+
+    def look(self, asking: str) -> None:
+        """Raise `PeerLost` where the process of a peer has died."""
+        for rank, peer in self.elsewhere:
+            if not peer.alive():
+                text = f"{asking}: rank {rank} (pid {peer.pid}) died"
+                self.fail(text)
+                raise PeerLost(text)
+
+    def fail(self, text: str) -> None:
+        """Have all ranks fail, and say why."""
+        raw = np.frombuffer(text.encode()[: RECORD - 1] + b"\0", np.uint8)
+        for record, abort in zip(self.record, self.abort, strict=True):
+            if not abort[0]:
+                record[: len(raw)] = raw
+                abort[0] = 1
+
+    def failure(self) -> str:
+        """Return what another rank said when it failed."""
+        return bytes(self.record[self.rank]).partition(b"\0")[0].decode(errors="replace")
+
+    def barrier(self, seconds: float, asking: str) -> None:
+        """Return once all ranks are here; raises as `wait`."""
+        self.check(asking)
+        self.count += 1
+        for peer in range(self.ranks):
+            self.lines[peer][self.rank][0] = wrapped(self.count)
+        for source in range(self.ranks):
+
+            def late(seen: int, source: int = source) -> str:
+                said = f"(want {self.count}, seen {seen})"
+                return f"{asking}: rank {self.rank} waited {seconds:g} s for rank {source} at a barrier {said}"
+
+            self.wait(self.lines[self.rank][source], self.count, seconds, late, asking)
+
+    def gather(self, note: bytes, seconds: float, asking: str) -> list[bytes]:
+        """Return what every rank says, in the order of ranks; collective. Notes take turns, so one barrier is enough.
+
+        Raises `HeapMismatch` where a note is longer than `NOTE` - 4 bytes, and as `wait`.
+        """
+        if len(note) > NOTE - 4:
+            text = f"{asking}: a note of {len(note)} bytes; legal are {NOTE - 4}"
+            self.fail(text)
+            raise HeapMismatch(text)
+        turn = self.count % 2
+        mine = self.notes[self.rank][turn]
+        mine[4 : 4 + len(note)] = np.frombuffer(note, np.uint8)
+        mine[:4].view(np.int32)[0] = len(note)
+        self.barrier(seconds, asking)
+        return [bytes(part[turn][4 : 4 + int(part[turn][:4].view(np.int32)[0])]) for part in self.notes]
+
+
+def _words(part: np.ndarray, start: int) -> Words:
+    return part[start : start + LINE].view(np.int32)

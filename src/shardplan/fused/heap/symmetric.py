@@ -1,0 +1,239 @@
+"""`SymmetricHeap`: the same memory on every rank, and `SymmetricTensor`, a tensor in it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardplan.errors import BackendError, optional, shown
+from shardplan.fused.heap.failures import HeapMismatch
+from shardplan.fused.heap.header import LINE, HeapHeader, Words
+from shardplan.fused.heap.peers import Peer
+from shardplan.fused.heap.segments import ALIGN, SEGMENTS, Segment, sweep
+
+if TYPE_CHECKING:
+    import torch
+
+GatherBytes = Callable[[bytes], list[bytes]]
+SECONDS = 30.0  # that a collective of the heap waits
+_TORCH = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "u8": "uint8",
+}
+_BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "u8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricTensor:
+    """A tensor at the same offset of every rank's heap."""
+
+    heap: SymmetricHeap
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    label: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on one rank."""
+        return math.prod(self.shape) * _BYTES[self.dtype]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The own one, as a torch tensor on the heap's memory."""
+        return self.peer(self.heap.rank)
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """Return that of a rank, as a torch tensor on its memory: what is stored here is there."""
+        torch = optional("torch", "torch")
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=getattr(torch, _TORCH[self.dtype]))
+        raw = self.heap.memory[rank][self.offset : self.offset + self.nbytes]
+        return torch.from_numpy(raw).view(getattr(torch, _TORCH[self.dtype])).view(self.shape)
+
+
+class Flags:
+    """Counters on every rank, each on a line of its own: `words(rank)[k]` is counter k of a rank, int32."""
+
+    def __init__(self, tensor: SymmetricTensor) -> None:
+        """Take i32 [count, 16]."""
+        self.tensor = tensor
+        self.count = tensor.shape[0]
+        memory, end = tensor.heap.memory, tensor.offset + tensor.nbytes
+        self.all: list[Words] = [
+            part[tensor.offset : end].view(np.int32).reshape(self.count, LINE // 4) for part in memory
+        ]
+
+    def words(self, rank: int) -> Words:
+        """Return the counters of a rank, int32 [count, 16], of which column 0 counts."""
+        return self.all[rank]
+
+
+class SymmetricHeap:
+    """Memory of the same layout on every rank of a group, which all of them map (paper, section 3.1).
+
+    `rank` and `ranks` say who this is. Use it in a `with` block: leaving it by an exception has the other ranks fail,
+    too, in milliseconds.
+
+    >>> with SymmetricHeap.create(1 << 16, "virtual", lambda mine: [mine], "doc") as heap:
+    ...     x = heap.alloc((2, 3), "f32", "x")
+    ...     print(heap.ranks, x.offset % 256, x.peer(0).shape)
+    1 0 torch.Size([2, 3])
+    """
+
+    def __init__(self, memory: Sequence[np.ndarray], rank: int, peers: Sequence[Peer], name: str) -> None:
+        """Stand on memory that all have mapped; see `create`."""
+        self.memory, self.rank, self.ranks, self.name = list(memory), rank, len(memory), name
+        self.header = HeapHeader(self.memory, rank, peers)
+        self.nbytes = len(memory[rank])
+        self.used = HeapHeader.size(self.ranks)
+        self.log = hashlib.sha256()
+        self.closed = False
+        self._exchange: GatherBytes | None = None
+        self._close: Callable[[], None] | None = None
+        self.resets = 0
+
+    @classmethod
+    def create(cls, nbytes: int, backend: str, exchange: GatherBytes, name: str) -> SymmetricHeap:
+        """Return this rank's view of a new heap of `nbytes` on every rank, all zero; collective.
+
+        `exchange` gives all ranks what each of them gives, in the order of ranks: it is the whole bootstrap, and is
+        asked again for `reset`. Backends are `shm`, for processes, and `virtual`, for threads of this one.
+
+        Raises `BackendError` where the backend is unknown or the machine has not so much memory, and `HeapMismatch`
+        where ranks ask for different heaps.
+        """
+        if backend not in SEGMENTS:
+            raise BackendError(f"symmetric heap {name}: backend {shown(backend)}; legal are {', '.join(SEGMENTS)}")
+        if type(nbytes) is not int or nbytes <= 0:
+            raise BackendError(f"symmetric heap {name}: {shown(nbytes)} bytes; legal is a positive integer")
+        if backend == "shm":
+            sweep()
+        peer, asked, wrong = Peer.me(), f"{backend} {nbytes} {name}", None
+        try:  # one that fails tells the others instead of leaving them to wait
+            # Room for the header of any number of ranks comes on top, once that number is known.
+            ranks = len(exchange(asked.encode()))
+            segment = SEGMENTS[backend](-(-nbytes // ALIGN) * ALIGN + HeapHeader.size(ranks), name)
+            mine = f"{segment.token}\n{peer.pid}\n{peer.started}\n{asked}"
+        except BackendError as error:
+            segment, wrong, mine = None, error, ""
+        said = [raw.decode().split("\n") for raw in exchange(mine.encode())]
+        memory: list[np.ndarray] = []
+        mapped = [b""]
+        try:
+            if segment is not None:
+                memory += _opened(segment, said, asked, name)
+        except (BackendError, OSError) as error:
+            wrong = error if isinstance(error, BackendError) else BackendError(f"symmetric heap {name}: {error}")
+        finally:
+            if segment is not None and len(memory) < len(said) and wrong is None:  # not ours to answer: an interrupt
+                segment.close()
+        try:
+            mapped = exchange(b"mapped" if wrong is None else b"")
+        finally:
+            if segment is not None and not all(mapped):
+                segment.close()
+        if wrong is not None:
+            raise wrong
+        if segment is None or not all(mapped):
+            raise BackendError(f"symmetric heap {name}: rank {mapped.index(b'')} could not map it")
+        rank = [fields[0] for fields in said].index(segment.token)
+        segment.publish()
+        found = cls(memory, rank, [Peer(int(f[1]), int(f[2])) for f in said], name)
+        found._exchange, found._close = exchange, segment.close
+        return found
+
+    def __enter__(self) -> SymmetricHeap:
+        """Return it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Have the others fail where this rank does, and let go of the memory."""
+        if error is not None and not self.closed:
+            self.header.fail(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+        self.close()
+
+    @property
+    def table(self) -> np.ndarray:
+        """Where each rank's memory lies in this process, int64 [ranks]."""
+        return np.array([part.ctypes.data for part in self.memory], np.int64)
+
+    def gather(self, note: bytes, seconds: float = SECONDS, asking: str = "") -> list[bytes]:
+        """Return what every rank says, in the order of ranks; collective, through the heap."""
+        return self.header.gather(note, seconds, asking or f"symmetric heap {self.name}")
+
+    def barrier(self, seconds: float = SECONDS) -> None:
+        """Return once all ranks are here; raises `FusedTimeout` after so many seconds, `PeerLost` for lost peers."""
+        self.header.barrier(seconds, f"symmetric heap {self.name}")
+
+    def alloc(self, shape: Sequence[int], dtype: str, label: str) -> SymmetricTensor:
+        """Return a new tensor at the same offset of every rank, zeros; collective.
+
+        Ranks compare what they have allocated so far: a shape, dtype or label that differs is a `HeapMismatch` on all
+        of them. Memory that is full is a `BackendError`.
+        """
+        shape = tuple(int(n) for n in shape)
+        if dtype not in _BYTES or any(n < 0 for n in shape):
+            raise BackendError(f"alloc {label}: {shown(dtype)}{list(shape)}; legal dtypes are {', '.join(_BYTES)}")
+        made = SymmetricTensor(self, shape, dtype, self.used, label)
+        asked = f"{label} {dtype}{list(shape)}"
+        self.log.update(asked.encode() + b"\n")
+        mine = self.log.digest() + asked.encode()
+        for other, said in enumerate(self.gather(mine[: 1 << 10], asking=f"alloc {label}")):
+            if said[:32] != mine[:32]:
+                text = f"alloc: rank {other} asks for {said[32:].decode()}, rank {self.rank} for {asked}"
+                raise HeapMismatch(text + " (or asked for something else before)" * (said[32:] == mine[32:]))
+        end = made.offset + -(-max(1, made.nbytes) // ALIGN) * ALIGN
+        if end > self.nbytes:
+            left = self.nbytes - self.used
+            raise BackendError(
+                f"alloc {asked}: {made.nbytes} bytes of symmetric heap {self.name}, of which {left} are left"
+            )
+        self.used = end
+        return made
+
+    def flags(self, count: int, label: str) -> Flags:
+        """Return `count` counters on every rank, each on a line of its own; collective."""
+        return Flags(self.alloc((count, LINE // 4), "i32", label))
+
+    def reset(self) -> None:
+        """Make it usable again after a failure, all words zero and all tensors given up; collective.
+
+        Instances of operators are made again at their next call.
+        """
+        if self._exchange is None:
+            raise BackendError(f"symmetric heap {self.name}: reset of a heap without an exchange")
+        self._exchange(b"reset")
+        self.memory[self.rank][:] = 0
+        self.header.clear()
+        self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
+        self.resets += 1
+        self._exchange(b"cleared")
+
+    def close(self) -> None:
+        """Let go of the memory; of a view that somebody still holds, when that goes."""
+        if not self.closed and self._close is not None:
+            self.memory, self.header = [], HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()])
+            self._close()
+        self.closed = True
+
+
+def _opened(segment: Segment, said: Sequence[Sequence[str]], asked: str, name: str) -> list[np.ndarray]:
+    """The memory of all ranks, of which each said token, process, its start, and what it asks for."""
+    for other, fields in enumerate(said):
+        if len(fields) != 4:
+            raise BackendError(f"symmetric heap {name}: rank {other} has no memory for it")
+        if fields[3] != asked:
+            raise HeapMismatch(f"symmetric heap: rank {other} asks for {fields[3]}, this rank for {asked}")
+    return [segment.open(fields[0]) for fields in said]

@@ -1,0 +1,290 @@
+"""The proof that a protocol of tiles is right: `check`.
+
+1. **Deadlock.** In each mode of running, all threads end. Counters only grow, so one greedy run decides.
+2. **Exactly once.** Puts into every (rank, slot) are those of the table: boxes are disjoint and cover it.
+3. **Happens-before.** Every read comes, in every interleaving, after all puts of its epoch that lie in its box.
+4. **Write after read.** Every put comes after all reads of earlier epochs from the memory that it overwrites, over
+   three unrolled epochs.
+5. **Counters.** None is used that is not allocated.
+
+3 and 4 are exact for what signals and waits order: see `running`. Puts and reads that this orders are ordered on a
+machine by the release of the signals and the acquire of the waits between them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+from shardplan.errors import shown
+from shardplan.fused.tiles.events import (
+    TileBox,
+    TileBuffer,
+    TileProtocol,
+    TilePut,
+    TileRead,
+    TileScheduleError,
+    TileSignal,
+    box_text,
+    overlap,
+    volume,
+)
+from shardplan.fused.tiles.running import Reach, TileAccess, TileMode, TileRun, TileSync, threads
+
+_SAID = {
+    "ranks": "one thread a rank",
+    "virtual": "one thread for all ranks",
+    "resident": "one thread a program",
+}
+
+
+def check(protocol: TileProtocol, modes: Sequence[TileMode] = ("ranks", "resident")) -> None:
+    """Prove a protocol in the modes in which it may run.
+
+    Races are judged in the last of these modes that has most threads, of which the others run a part only. Raises
+    `TileScheduleError` with the circle of waits, the two writers, or the put and the read that nothing orders.
+    """
+    if not modes or set(modes) - set(get_args(TileMode)):
+        raise TileScheduleError(f"tile modes {shown(tuple(modes))}; legal are some of {', '.join(get_args(TileMode))}")
+    _counters(protocol)
+    _once(protocol)
+    for mode in modes:
+        _deadlock(protocol, mode)
+    _ordered(protocol, max(modes, key=("virtual", "ranks", "resident").index))
+
+
+def _fail(protocol: TileProtocol, text: str) -> TileScheduleError:
+    return TileScheduleError(f"tile schedule {protocol.name} on {protocol.ranks} ranks: {text}")
+
+
+# Counters and places
+
+
+def _counters(protocol: TileProtocol) -> None:
+    for rank in range(protocol.ranks):
+        for event in protocol.of(rank):
+            if isinstance(event, TilePut | TileRead):
+                _known(protocol, rank, event)
+                continue
+            signals = isinstance(event, TileSignal)
+            if signals and not 0 <= event.to < protocol.ranks:
+                raise _fail(protocol, f"rank {rank} signals rank {event.to}; legal are 0 to {protocol.ranks - 1}")
+            if not 0 <= event.counter < protocol.counters:
+                does = (
+                    f"signals counter {event.counter} of rank {event.to}"
+                    if signals
+                    else f"waits for counter {event.counter}"
+                )
+                raise _fail(protocol, f"rank {rank} {does}, of {protocol.counters} allocated")
+            if signals and event.slice >= protocol.slices:
+                raise _fail(protocol, f"rank {rank} counts in slice {event.slice}, of {protocol.slices} allocated")
+
+
+def _known(protocol: TileProtocol, rank: int, event: TilePut | TileRead) -> None:
+    """A put or read is of a buffer and inside it."""
+    buffer = protocol.buffers.get(event.buffer)
+    to = event.to if isinstance(event, TilePut) else rank
+    if buffer is None or not 0 <= to < protocol.ranks:
+        raise _fail(protocol, f"rank {rank} uses buffer {event.buffer} of rank {to}, which does not exist")
+    extents = buffer.extents[to]
+    inside = len(event.box) == len(extents) and all(
+        0 <= a <= b <= n for (a, b), n in zip(event.box, extents, strict=True)
+    )
+    if not inside:
+        size = box_text(tuple((0, n) for n in extents))
+        raise _fail(
+            protocol, f"rank {rank} uses {box_text(event.box)} of buffer {event.buffer} of rank {to}, which is {size}"
+        )
+
+
+# Exactly once
+
+
+def _once(protocol: TileProtocol) -> None:
+    """The table covers the result without overlap, and puts are its rows."""
+    puts: dict[tuple[str, int], list[tuple[TilePut, int]]] = defaultdict(list)
+    for rank in range(protocol.ranks):
+        for event in protocol.of(rank):
+            if isinstance(event, TilePut) and volume(event.box):
+                puts[event.buffer, event.to].append((event, rank))
+    for name, buffer in protocol.buffers.items():
+        for rank in range(protocol.ranks):
+            _table_covers(protocol, name, buffer, rank)
+            _table_written(protocol, name, buffer, rank, puts[name, rank])
+
+
+def _table_covers(protocol: TileProtocol, name: str, buffer: TileBuffer, rank: int) -> None:
+    rows = [(box, tile) for box, tile in buffer.table[rank] if volume(box)]
+    for (a, s), (b, t) in pairs([box for box, _ in rows], [tile for _, tile in rows]):
+        raise _fail(
+            protocol, f"tiles {s} and {t} both lie in {name} of rank {rank}, at {box_text(a)} and {box_text(b)}"
+        )
+    whole = volume(tuple((0, n) for n in buffer.extents[rank]))
+    if (found := sum(volume(box) for box, _ in rows)) != whole:
+        raise _fail(protocol, f"tiles cover {found} of the {whole} elements of {name} of rank {rank}")
+
+
+def _table_written(
+    protocol: TileProtocol, name: str, buffer: TileBuffer, rank: int, puts: list[tuple[TilePut, int]]
+) -> None:
+    wanted = {box: tile for box, tile in buffer.table[rank] if volume(box)}
+    written: dict[TileBox, int] = {}
+    for put, source in puts:
+        where = f"{box_text(put.box)} of {name} of rank {rank}"
+        if put.slot % buffer.slots:
+            raise _fail(protocol, f"rank {source} puts tile {put.tile} into {where} in a slot of another epoch")
+        if put.box in written:
+            raise _fail(protocol, f"ranks {written[put.box]} and {source} both write {where}")
+        if wanted.get(put.box) != put.tile:
+            others = [f"tile {t} lies in {box_text(box)}" for box, t in wanted.items() if overlap(box, put.box)]
+            raise _fail(
+                protocol, f"rank {source} puts tile {put.tile} into {where}, where {'; '.join(others) or 'none lies'}"
+            )
+        written[put.box] = source
+    for box, tile in wanted.items():
+        if box not in written:
+            raise _fail(protocol, f"nobody writes tile {tile} to {box_text(box)} of {name} of rank {rank}")
+
+
+def pairs(boxes: Sequence[TileBox], marks: Sequence[int]) -> Iterator[tuple[tuple[TileBox, int], tuple[TileBox, int]]]:
+    """Yield the pairs of boxes that share an element, each with its mark, along a sweep over their first dim."""
+    order = sorted(range(len(boxes)), key=lambda k: boxes[k])
+    open_: list[int] = []
+    for k in order:
+        open_ = [j for j in open_ if not boxes[k] or boxes[j][0][1] > boxes[k][0][0]]
+        for j in open_:
+            if overlap(boxes[j], boxes[k]):
+                yield (boxes[j], marks[j]), (boxes[k], marks[k])
+        open_.append(k)
+
+
+# Deadlock
+
+
+def _deadlock(protocol: TileProtocol, mode: TileMode) -> None:
+    syncs = threads(protocol, mode).syncs
+    run = TileRun(syncs)
+    run.go(range(len(syncs)))
+    if stuck := run.stuck():
+        raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_circle(run, stuck[0])}")
+
+
+def _circle(run: TileRun, start: int) -> str:
+    """Follow a stuck thread to one that it waits for, until one comes again or nobody is left to signal."""
+    said, seen, thread = list[str](), set[int](), start
+    while thread not in seen:
+        seen.add(thread)
+        wait = run.syncs[thread][run.done[thread]]
+        said.append(_waits(run, wait))
+        ahead = (t for t in run.stuck() if any(_is_signal(s, wait) for s in run.syncs[t][run.done[t] :]))
+        following = next(ahead, None)
+        if following is None:
+            return ", which is signalled after ".join(said) + ", which nobody signals any more"
+        thread = following
+    return ", which is signalled after ".join([*said, "the first of these"])
+
+
+def _is_signal(sync: TileSync, wait: TileSync) -> bool:
+    return sync.want is None and sync.counter == wait.counter
+
+
+def _waits(run: TileRun, wait: TileSync) -> str:
+    rank, counter = wait.counter
+    of = f"counter {counter}" if counter >= 0 else "the end of its launch"
+    seen = f"(want {wait.want}, seen {run.counters[wait.counter]})"
+    return f"rank {rank} program {wait.program} waits in epoch {wait.epoch} for {of} {seen}"
+
+
+# Races
+
+
+def _ordered(protocol: TileProtocol, mode: TileMode) -> None:
+    """Every read after its puts, every put after the reads of what it overwrites."""
+    found = threads(protocol, mode)
+    reach = Reach(found.syncs)
+    place = {id(access): k for k, access in enumerate(found.accesses)}
+    slots = {name: buffer.slots for name, buffer in protocol.buffers.items()}
+
+    def before(first: TileAccess, then: TileAccess) -> bool:
+        if first.thread == then.thread:
+            return place[id(first)] < place[id(then)]
+        return reach.before(first, then)
+
+    for puts, reads in _by_memory(found.accesses, slots):
+        for read in reads:
+            whole = volume(read.event.box)
+            for put in puts:
+                if not overlap(put.event.box, read.event.box):
+                    continue
+                if put.epoch > read.epoch:
+                    if not before(read, put):
+                        raise _fail(protocol, _race(put, read))
+                elif not before(put, read):
+                    raise _fail(protocol, _race(put, read))
+                if put.epoch == read.epoch:
+                    whole -= _common(put.event.box, read.event.box)
+            if whole:
+                box = f"{box_text(read.event.box)} of {read.event.buffer}"
+                raise _fail(protocol, f"rank {read.rank} reads {box}, of which {whole} elements are of another epoch")
+        _read_once(protocol, puts, reads)
+
+
+def _by_memory(
+    accesses: Iterable[TileAccess], slots: dict[str, int]
+) -> Iterator[tuple[list[TileAccess], list[TileAccess]]]:
+    """The puts and the reads of every slot of every rank that are not empty."""
+    found: dict[tuple[str, int, int], tuple[list[TileAccess], list[TileAccess]]] = defaultdict(lambda: ([], []))
+    for access in accesses:
+        event = access.event
+        if volume(event.box):
+            is_read = isinstance(event, TileRead)
+            rank = access.rank if is_read else event.to
+            found[event.buffer, rank, (event.slot + access.epoch) % slots[event.buffer]][is_read].append(access)
+    yield from found.values()
+
+
+def _common(a: TileBox, b: TileBox) -> int:
+    return volume(tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)))
+
+
+def _read_once(protocol: TileProtocol, puts: list[TileAccess], reads: list[TileAccess]) -> None:
+    """Every put is read in its epoch: one that is not would be ordered with the next by nothing."""
+    for put in puts:
+        left = [put.event.box]
+        for read in reads:
+            if read.epoch == put.epoch:
+                left = [part for box in left for part in without(box, read.event.box)]
+        if left:
+            raise _fail(protocol, f"nobody reads all of {_put(put)}")
+
+
+def without(box: TileBox, hole: TileBox) -> Iterator[TileBox]:
+    """Yield boxes that make up a box without another one.
+
+    >>> list(without(((0, 4), (0, 4)), ((1, 2), (0, 2))))
+    [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (2, 4))]
+    """
+    if not overlap(box, hole):
+        yield box
+        return
+    rest = list(box)
+    for dim, ((start, stop), (a, b)) in enumerate(zip(box, hole, strict=True)):
+        for part in ((start, min(stop, a)), (max(start, b), stop)):
+            if part[0] < part[1]:
+                yield (*rest[:dim], part, *rest[dim + 1 :])
+        rest[dim] = (max(start, a), min(stop, b))
+
+
+def _put(put: TileAccess) -> str:
+    event = put.event
+    assert isinstance(event, TilePut)
+    return f"tile {event.tile} in {box_text(event.box)} of {event.buffer} of rank {event.to}"
+
+
+def _race(put: TileAccess, read: TileAccess) -> str:
+    who = f"rank {put.rank} program {put.program} may put {_put(put)} for epoch {put.epoch}"
+    late = put.epoch <= read.epoch
+    return (
+        f"{who} {'after' if late else 'before'} rank {read.rank} program {read.program} reads it in epoch {read.epoch}"
+    )

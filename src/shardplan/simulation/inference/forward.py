@@ -1,0 +1,103 @@
+"""What the stages of a forward step take, and what bytes it has, for many strategies of one number of stages.
+
+What comes behind the layers, the last norm and the head, is apart: of a prompt only its last position has use for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
+from shardplan.simulation.closed.numbers import LayerCost, LocalSizes
+from shardplan.simulation.closed.stages import layer_rows, layers_of
+from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
+
+Floats = np.ndarray
+BEHIND = -2  # the run of what comes behind the layers
+
+
+class ForwardTimes(NamedTuple):
+    """Seconds of a step: of each stage with the message it waits for, [n, stages]; of what comes behind, [n]."""
+
+    stages: Floats
+    behind: Floats
+
+
+class ForwardBytes(NamedTuple):
+    """Bytes on a device of each stage, [n, stages]: parameters, caches, what is at work; and behind layers, [n]."""
+
+    parameters: Floats
+    caches: Floats
+    work: Floats
+    behind: Floats
+
+
+def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
+    """Price a forward step of one group of sequences; all of `c` have one number of stages."""
+    p, n, pipeline = form.parameters, len(c), int(c.columns["pipeline"][0])
+    stages, behind = np.zeros((n, pipeline)), np.zeros(n)
+    stream = form.topology.device.memory_bandwidth * p.stream
+    for reading, where, cost in form.classes(c):
+        one = c[where]
+        rows = layer_rows(one, cost, p, FORWARD, np.zeros((1, len(one))), stream)
+        counts = layers_of(reading.layers, pipeline)
+        counts[-1] = 0
+        made = np.einsum("rc,rn->nc", counts, rows)
+        if pipeline > 1:
+            made[:, 1:] += sent(one, cost, form.rates(), p)[:, None]
+        stages[where], behind[where] = made, rows[-1]
+    return ForwardTimes(stages, behind)
+
+
+def forward_bytes(form: ClosedForm, c: Configurations, positions: int, sequences: int) -> ForwardBytes:
+    """Return the bytes of a step of groups, while caches have so many positions of so many sequences a replica."""
+    n, pipeline = len(c), int(c.columns["pipeline"][0])
+    parameters, caches, work = (np.zeros((n, pipeline)) for _ in range(3))
+    behind = np.zeros(n)
+    for reading, where, cost in form.classes(c):
+        counts = layers_of(reading.layers, pipeline)
+        sizes = _sizes(reading, cost, c.columns["microbatch"][where].astype(float))
+        every = _sizes(reading, cost, np.full(len(where), float(sequences)))
+        rows = np.zeros((len(counts), len(where)))
+        for h in reading.parameters:
+            rows[_row(h.run)] += sizes.bytes(h.value)
+        rows[-1] += _tied(form, reading, sizes) * (pipeline > 1)
+        parameters[where] = np.einsum("rc,rn->nc", counts, rows)
+        rows = np.zeros((len(counts), len(where)))
+        share = positions / form.model.fields["cache"]
+        for h in reading.kept:
+            rows[_row(h.run)] += every.bytes(h.value) * share
+        caches[where] = np.einsum("rc,rn->nc", counts, rows)
+        rows = np.zeros((len(counts), len(where)))
+        for k in reading.kernels:
+            rows[_row(k.run)] = np.maximum(rows[_row(k.run)], _made(k, reading, sizes))
+        has = (counts[:-1] > 0)[:, :, None]
+        work[where] = ((rows[:-1, None] * has).max(axis=0) + cost.carried).T
+        behind[where] = rows[-1]
+    return ForwardBytes(parameters, caches, work, behind)
+
+
+def _row(run: int) -> int:
+    """The row of a run: layers from 0 on, -2 before them, -1 behind."""
+    return run if run >= 0 else -3 - run
+
+
+def _sizes(reading: Reading, cost: LayerCost, sequences: Floats) -> LocalSizes:
+    return LocalSizes(cost.degrees, sequences, reading.batch, SPREAD)
+
+
+def _made(k: LocalKernel, reading: Reading, sizes: LocalSizes) -> Floats:
+    """The bytes that a kernel reads and writes, but for parameters and caches."""
+    kept = {h.value for h in reading.kept}
+    values = (v for v in k.values if v not in kept and any(e.batch for e in v.extents))
+    return sum((sizes.bytes(v) for v in values), np.asarray(0.0))
+
+
+def _tied(form: ClosedForm, reading: Reading, sizes: LocalSizes) -> Floats | float:
+    """The bytes of a table that is the head, too, and so on the last stage as well."""
+    if not form.model.fields.get("tied"):
+        return 0.0
+    return sum((sizes.bytes(h.value) for h in reading.parameters if h.name == "embed"), np.asarray(0.0))

@@ -1,0 +1,173 @@
+"""`fit`: whether a model's step fits into the memory of a device, what takes it, and what to change where it does not.
+
+A change is one choice made otherwise: the degrees, of which a factor goes from one axis to another; the size of
+microbatches; the schedule; what is computed again; how state is dealt out; and so on. All strategies of the search's
+space that are up to `MOST` choices away are priced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.core import border
+from shardplan.errors import ShardplanError, shown
+from shardplan.hardware.topology import Topology, topology_of
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.searching.space import BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
+from shardplan.strategy.model import Model
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy_text import strategy_text
+
+Ints = np.ndarray
+MOST = 2  # choices that are changed at once
+ALONE = ("expert", "microbatch", "sequence_parallel", "context_kind")  # fields of a frame that are a choice each
+
+
+class Change(NamedTuple):
+    """A strategy near the one asked for: what it says otherwise, in how many choices, its seconds and peak bytes."""
+
+    said: str
+    choices: int
+    strategy: Strategy
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a strategy fits; `held` is of the pipeline rank that holds most, largest first."""
+
+    strategy: Strategy
+    seconds: float
+    peak_bytes: float
+    memory: float
+    rank: int
+    held: tuple[tuple[str, float], ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory."""
+        return self.peak_bytes <= self.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as one object of JSON."""
+        return {
+            "strategy": strategy_text(self.strategy),
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "memory": self.memory,
+            "rank": self.rank,
+            "held": [{"what": what, "bytes": nbytes} for what, nbytes in self.held],
+            "changes": [{**one._asdict(), "strategy": strategy_text(one.strategy)} for one in self.changes],
+        }
+
+    def __str__(self) -> str:
+        """Return what is held, a line each, then the changes."""
+        peak, memory = format_bytes(self.peak_bytes), format_bytes(self.memory)
+        verdict = f"fits: {peak} of {memory}" if self.fits else f"does not fit: {peak}, and a device has {memory}"
+        lines = [f"{verdict}; {format_seconds(self.seconds)} a step; pipeline rank {self.rank} holds most:"]
+        lines += [f"  {format_bytes(nbytes):>10}  {what}" for what, nbytes in self.held]
+        if not self.fits and not self.changes:
+            lines.append(
+                f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"
+            )
+        if self.changes:
+            lines.append("what would fit:")
+        for one in self.changes:
+            cost = 100 * (one.seconds / self.seconds - 1)
+            lines.append(f"  {format_bytes(one.peak_bytes):>10}  {cost:+6.1f} % of time  {one.said}")
+        return "\n".join(lines)
+
+
+def fit(
+    model: Model, strategy: Strategy, topology: Topology | str, params: Parameters | None = None, top: int = 3
+) -> Fit:
+    """Say whether a training step fits at the closed form, and what near it would.
+
+    Args:
+        model: What is trained.
+        strategy: How; its devices are all of the topology's.
+        topology: On what, or its text.
+        params: Of the machine; by default those that ship.
+        top: How many changes are told for each number of choices; the quickest that fit.
+
+    Raises `ShardplanError` for a topology of another size, and a schedule of one's own; `LayoutError` for a strategy
+    that says what is only partitioned.
+
+    >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
+    >>> fit(model, Strategy(data=8, global_batch=64), Topology.load("dgx-a100-80g", nodes=1)).fits
+    True
+    """
+    where = topology_of("the topology", topology)
+    border.whole("fit: top", top, 1, kind=ShardplanError)
+    if where.size != strategy.devices:
+        raise ShardplanError(
+            f"fit: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
+            f"{strategy.devices}"
+        )
+    if isinstance(strategy.schedule, Schedule):
+        raise ShardplanError(f"fit: schedule {shown(strategy.schedule)}; legal is a name")
+    form, memory = ClosedForm(model, where, params or of_machine(where.name)), where.device.memory
+    asked = Configurations.of([strategy])
+    out = form(asked)
+    held = form.holdings(asked)
+    rank = int(np.argmax(np.sum(list(held.values()), axis=0)))
+    parts = sorted(((what, float(x[rank])) for what, x in held.items() if x[rank] > 0), key=lambda x: -x[1])
+    seconds, peak = float(out.seconds[0]), float(out.peak_bytes[0])
+    changes = () if peak <= memory else tuple(_near(model, strategy, asked, form, memory, top))
+    return Fit(strategy, seconds, peak, memory, rank, tuple(parts), changes)
+
+
+def _near(
+    model: Model, strategy: Strategy, asked: Configurations, form: ClosedForm, memory: float, top: int
+) -> list[Change]:
+    """The quickest that fit, of each number of choices."""
+    col = asked.columns
+    precision, attention = (CODES[name][int(col[name][0])] for name in ("precision", "attention"))
+    space = StrategySpace.of(model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, precision, attention)
+    frames, inner = _choices(space, col)
+    where = np.argwhere(frames[:, None] + inner <= MOST)
+    near = space.columns(where[:, 0], 0, where[:, 1])
+    kept = ("gradient_dtype", "offload_layers", "tensor_overlap")
+    near = Configurations({**near.columns, **{name: np.repeat(col[name], len(near)) for name in kept}})
+    choices = frames[where[:, 0]] + inner[where[:, 1]]
+    out = form(near)
+    found: list[Change] = []
+    for count in range(1, MOST + 1):
+        these = np.flatnonzero((choices == count) & (out.peak_bytes <= memory))
+        for k in these[np.lexsort((out.peak_bytes[these], out.seconds[these]))][:top].tolist():
+            one = near.strategy(k)
+            figures = float(out.seconds[k]), float(out.peak_bytes[k])
+            found.append(Change(_said(strategy, one), count, one, *figures))
+    return found
+
+
+def _choices(space: StrategySpace, asked: Any) -> tuple[Ints, Ints]:
+    """In how many choices frames, [frames], and what is inside them, [inside], differ from what is asked for."""
+
+    def differs(name: str) -> np.ndarray:
+        return space.frames[:, FRAME.index(name)] != asked[name][0]
+
+    degrees = np.sum([differs(name) for name in BLOCKS], axis=0)
+    frames = np.maximum(degrees - 1, 0) + (differs("schedule") | differs("interleave"))
+    for name in ALONE:
+        frames = frames + differs(name)
+    recompute, zero, fsdp = (asked[name][0] for name in ("recompute", "zero", "fsdp"))
+    inner = [int(r != recompute) + int((z, f) != (zero, fsdp)) for r, z, f in INSIDE]
+    return frames, np.array(inner)
+
+
+def _said(asked: Strategy, one: Strategy) -> str:
+    """What one says otherwise than what was asked for."""
+    names = [name for name in Strategy.__dataclass_fields__ if getattr(one, name) != getattr(asked, name)]
+    return " ".join(f"{name}={str(getattr(one, name)).lower()}" for name in names)

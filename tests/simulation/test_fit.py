@@ -1,0 +1,132 @@
+"""Whether a strategy fits: what is held sums to the peak, and what near it fits is what looking at all finds."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from shardplan import LayoutError, Model, ParseError, ShardplanError, Strategy, Topology
+from shardplan.cli import app
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.searching.fit import fit
+from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.strategy.strategy_text import parse_strategy, strategy_text
+
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
+GPT = Model.load("gpt", positions=64, **SIZES)
+MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
+BOX = Topology.load("dgx-a100-80g", nodes=1)
+ASKED = Strategy(data=4, pipeline=2, microbatch=2, global_batch=16, precision="bf16")
+
+
+def small(memory: float) -> Topology:
+    return replace(BOX, device=replace(BOX.device, memory=memory))
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+@pytest.mark.parametrize("more", [{}, {"zero": 1, "expert": 2}, {"fsdp": True, "recompute": "full"}], ids=str)
+def test_what_is_held_sums_to_the_peak(model: Model, more: dict[str, Any]) -> None:
+    found = fit(model, replace(ASKED, **more), BOX)
+    assert sum(nbytes for _, nbytes in found.held) == pytest.approx(found.peak_bytes, rel=1e-12)
+    assert [nbytes for _, nbytes in found.held] == sorted((nbytes for _, nbytes in found.held), reverse=True)
+    assert found.fits and not found.changes
+    assert ("optimizer state of experts" in dict(found.held)) == (model is MOE and "expert" in more)
+
+
+def choices(asked: Strategy, one: Strategy) -> int:
+    """In how many choices two differ, written apart."""
+    degrees = sum(getattr(asked, a) != getattr(one, a) for a in ("data", "tensor", "pipeline", "context"))
+    pairs = [("schedule", "interleave"), ("zero", "fsdp"), ("expert",), ("microbatch",), ("sequence_parallel",),
+             ("context_kind",), ("recompute",)]  # fmt: skip
+    return max(degrees - 1, 0) + sum(any(getattr(asked, a) != getattr(one, a) for a in pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
+    peak = fit(model, ASKED, BOX).peak_bytes
+    memory = 0.7 * peak
+    found = fit(model, ASKED, small(memory), top=2)
+    assert not found.fits and found.changes
+    space = StrategySpace.of(model, 8, 16, precision="bf16")
+    form = ClosedForm(model, BOX, of_machine(BOX.name))
+    every = [space.one(k).strategy(0) for k in range(len(space.frames) * len(INSIDE))]
+    out = form(Configurations.of(every))
+    for count in (1, 2):
+        mine = [
+            (float(s), float(b))
+            for one, s, b in zip(every, out.seconds, out.peak_bytes, strict=True)
+            if b <= memory and choices(ASKED, one) == count
+        ]
+        told = [(one.seconds, one.peak_bytes) for one in found.changes if one.choices == count]
+        assert told == sorted(mine)[:2]
+    for one in found.changes:
+        again = parse_strategy(strategy_text(one.strategy), global_batch=16)
+        assert again == one.strategy
+        assert one.seconds == pytest.approx(float(form(Configurations.of([one.strategy])).seconds[0]), rel=1e-12)
+        said = dict(word.split("=") for word in one.said.split())
+        assert all(str(getattr(one.strategy, name)).lower() == value for name, value in said.items())
+        assert {
+            name for name in Strategy.__dataclass_fields__ if getattr(ASKED, name) != getattr(one.strategy, name)
+        } == set(said)
+
+
+def test_nothing_near_fits_is_said() -> None:
+    found = fit(GPT, ASKED, small(1e6))
+    assert not found.fits and not found.changes
+    assert "nothing up to 2 choices away fits" in str(found)
+
+
+def test_what_cannot_be_asked_is_said() -> None:
+    with pytest.raises(ShardplanError, match="a strategy of 4 devices on a topology of 8; legal is one of 4"):
+        fit(GPT, Strategy(data=4), BOX)
+    with pytest.raises(LayoutError, match="cuts"):
+        fit(GPT, replace(ASKED, cuts=(2,)), BOX)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("data=2 width=3", "'width=3'; legal is field=value, of data, tensor"),
+        ("data", "'data'; legal is field=value"),
+        ("data=2 data=2", "data is said twice"),
+        ("data=two", "data=two; legal is a whole number"),
+        ("fsdp=1", "fsdp=1; legal are true and false"),
+        ("global_batch=4", "global_batch is said twice"),
+    ],
+)
+def test_a_line_that_is_no_strategy_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ParseError, match=reason):
+        parse_strategy(text, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        Strategy(data=2, tensor=4, sequence_parallel=True, global_batch=8),
+        Strategy(pipeline=2, schedule="gpipe", recompute="full", precision="bf16", global_batch=8),
+        Strategy(data=2, zero=2, fsdp=True, offload=True, global_batch=8),
+        Strategy(global_batch=8),
+    ],
+    ids=strategy_text,
+)
+def test_a_line_says_all_of_a_strategy(one: Strategy) -> None:
+    assert parse_strategy(strategy_text(one), global_batch=8) == one
+
+
+def test_the_command() -> None:
+    run = CliRunner()
+    arguments = ["plan", "gpt2-xl", "--on", "dgx-a100-80g", "--nodes", "1", "--batch", "64"]
+    asked = ["--fit", "data=8 microbatch=8"]
+    found = run.invoke(app, [*arguments, *asked])
+    assert found.exit_code == 0, found.output
+    assert "fits: " in found.stdout and "optimizer state" in found.stdout
+    said = json.loads(run.invoke(app, [*arguments, *asked, "--json"]).stdout)
+    assert {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes"} == said.keys()
+    refused = run.invoke(app, [*arguments, *asked, "--no-prune"])
+    assert refused.exit_code != 0
+    assert np.isclose(sum(one["bytes"] for one in said["held"]), said["peak_bytes"])

@@ -1,0 +1,69 @@
+"""Many steps by events: each as it is alone, above its floors, and forward passes as a plain recurrence has them."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardplan import Model, Strategy, Topology
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.searching.space import INSIDE, StrategySpace
+from shardplan.simulation.step_events import StepEvents
+from shardplan.simulation.steps import simulate_step
+
+SIZES: dict[str, Any] = {"layers": 8, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
+GPT = Model.load("gpt", positions=64, **SIZES)
+MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
+BOX = Topology.load("dgx-a100-80g", nodes=1)
+
+
+def form(model: Model) -> ClosedForm:
+    return ClosedForm(model, BOX, of_machine(BOX.name))
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_many_at_once_are_each_alone(model: Model) -> None:
+    space = StrategySpace.of(model, 8, 16, precision="bf16")
+    drawn = np.random.default_rng(3).choice(space.count, 40, replace=False)
+    some = [space.one(int(k)).strategy(0) for k in drawn]
+    some += [Strategy(pipeline=4, data=2, global_batch=16, schedule="zb-h1", precision="bf16")]
+    out = StepEvents(form(model))(Configurations.of(some))
+    for k, one in enumerate(some):
+        alone = simulate_step(model, one, BOX, "events")
+        assert out.seconds[k] == pytest.approx(alone.seconds, rel=1e-12)
+        assert out.peak_bytes[k] == alone.peak_bytes or abs(out.peak_bytes[k] - alone.peak_bytes) < 1
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+def test_no_order_of_passes_is_below_its_floor(model: Model) -> None:
+    space = StrategySpace.of(model, 8, 16, precision="bf16")
+    frames = np.arange(len(space.frames))
+    every = space.columns(np.repeat(frames, len(INSIDE)), 0, np.tile(np.arange(len(INSIDE)), len(frames)))
+    events = StepEvents(form(model))
+    out = events(every)
+    assert (out.floor_seconds <= out.seconds * (1 + 1e-12)).all()
+    alone = every.columns["pipeline"] == 1
+    once = out.parts["once"]
+    assert np.allclose((out.floor_seconds + once)[alone], out.seconds[alone], rtol=1e-12)  # nothing else is in it
+    seconds, nbytes = events.floors(space.columns(frames, 0, 0))
+    assert (seconds[:, None] <= out.seconds.reshape(len(frames), -1) * (1 + 1e-12)).all()
+    assert (nbytes[:, None] <= out.peak_bytes.reshape(len(frames), -1) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(("pipeline", "many"), [(1, 3), (2, 4), (4, 4), (8, 2)])
+def test_forward_passes_go_as_soon_as_they_can(pipeline: int, many: int) -> None:
+    one = Strategy(pipeline=pipeline, data=8 // pipeline, global_batch=8 // pipeline * many, precision="bf16")
+    events = StepEvents(form(GPT), forward=True)
+    c = Configurations.of([one])
+    made = dataclasses.asdict(events.stages(c))
+    assert not made["backward_input"].any() and not made["backward_weight"].any()
+    ends = [0.0] * pipeline
+    for _ in range(many):
+        there = 0.0
+        for k in range(pipeline):
+            ends[k] = max(ends[k], there) + made["forward"][0, k]
+            there = ends[k] + (made["send"][0, k] if k + 1 < pipeline else 0)
+    assert float(events(c).seconds[0]) == pytest.approx(ends[-1], rel=1e-12)
