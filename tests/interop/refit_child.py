@@ -1,0 +1,201 @@
+"""A rank of a refit between Megatron's storage and vLLM's, on gloo; sides, store and what to do come as JSON."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import shardplan as sp
+from execution.storages import Made
+from execution.stores import Counting
+from movement.weights_oracle import filled, logical
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
+from shardplan.interop.torch.refit.handle import Refit
+from shardplan.movement.weights.refit import refit
+from shardplan.movement.weights.weights import Weights
+
+CONFIG = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "vocab_size": 90, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def sides(colocated: bool, wide: str, narrow: str) -> tuple[Weights, Weights]:
+    a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=4, dtype=wide)
+    b = Weights.load("vllm-llama", CONFIG, tensor=2, devices=[0, 1] if colocated else [2, 3], dtype=narrow)
+    return a, b
+
+
+def tensors(named: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: to_torch(np.array(a)) for name, a in named.items()}
+
+
+class Model:
+    """The two sides' tensors of a rank, with values by seed."""
+
+    def __init__(self, plan, rank: int):
+        self.plan, self.rank = plan, rank
+        self.on = rank in plan.source.devices, rank in plan.target.devices
+        self.source = tensors(self.values(0)[rank]) if self.on[0] else None
+        self.target = None
+        if self.on[1]:
+            self.target = {
+                name: torch.full(shape, 7, dtype=torch_dtype(dtype)) for name, shape, dtype in plan.target.parameters(rank)
+            }
+
+    def values(self, seed: int):
+        found = filled(self.plan.source, logical(self.plan.source, seed))
+        dtype = numpy_dtype(self.plan.source.dtype)
+        return {rank: {name: a.astype(dtype) for name, a in named.items()} for rank, named in found.items()}
+
+    def set(self, seed: int) -> None:
+        for name, a in tensors(self.values(seed)[self.rank]).items() if self.source else ():
+            self.source[name].copy_(a)
+
+    def check(self, seed: int) -> None:
+        if self.target is None:
+            return
+        want = self.plan.apply(self.values(seed))[self.rank]
+        padded = padding(self.plan, self.rank)
+        for name, x in self.target.items():
+            got = to_numpy(x)
+            keep = ~padded[name]
+            assert got[keep].tobytes() == want[name][keep].tobytes(), (self.rank, name)
+
+
+def padding(plan, rank: int) -> dict[str, np.ndarray]:
+    """Where no element arrives."""
+    found = plan.regions(rank)
+    mine = found.where(found.target == rank)
+    names = plan.target.parameters(rank)
+    out = [np.ones(shape, bool).reshape(-1) for _, shape, _ in names]
+    for k in range(len(mine)):
+        at = mine.target_offset[k]
+        for d in range(4):
+            at = np.add.outer(at, np.arange(mine.sizes[k][d]) * mine.target_strides[k][d])
+        out[mine.target_parameter[k]][np.asarray(at).reshape(-1)] = False
+    return {n: o.reshape(s) for (n, s, _), o in zip(names, out, strict=True)}
+
+
+def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: str) -> None:
+    plan = refit(*sides(colocated, wide, narrow), memory_limit=limit)
+    model = Model(plan, rank)
+    both = {"source": model.source, "target": model.target} if all(model.on) else {"model": model.source or model.target}
+    with Refit(plan, rank=rank, store=store, timeout=20, **both) as sync:
+        assert sync.version is None
+        assert limit is None or sync.staging_bytes <= limit, sync.staging_bytes
+        for seed in range(3):
+            model.set(seed)
+            assert sync() == seed + 1
+            model.check(seed)
+        model.set(5)
+        h = sync.start(version=7 if rank == 0 else None)
+        assert h.wait() == 7 == sync.version == sync.serve()
+        model.check(5)
+
+
+def run_counted(rank: int, store: str) -> None:
+    import torch.distributed as dist
+
+    from shardplan.interop.torch.refit import handle
+    from shardplan.movement.weights import owners
+
+    plan = refit(*sides(False, "f32", "bf16"), memory_limit=20_000)
+    model = Model(plan, rank)
+    made: Counter[str] = Counter()
+
+    def counted(kind: str, call):
+        def wrapped(*args, **kwargs):
+            made[kind] += 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with (
+        patch.object(dist, "ProcessGroupGloo", counted("group", dist.ProcessGroupGloo)),
+        patch.object(type(plan), "regions", counted("plan", type(plan).regions)),
+        patch.object(handle, "agreed", counted("agreement", handle.agreed)),
+        patch.object(owners, "move_of", counted("plan", owners.move_of)),
+    ):
+        sync = Refit(plan, model.source or model.target, rank=rank, store=store, timeout=20)
+        assert made == {"group": 1, "plan": 1, "agreement": 1}, made
+        model.set(1)
+        sync()
+        made.clear()
+        state, meeting = sync._state, sync._meeting
+        state.store, meeting.store = counting = Counting(state.store), Counting(meeting.store)
+        state.__dict__["aside"] = counting[0]
+        model.set(2)
+        storages = Made()
+        with storages:
+            sync()
+        assert not made, made
+        assert not counting[0].calls and not counting[1].calls, counting
+        assert storages.peak == 0, storages.peak
+    model.check(2)
+    sync.close()
+
+
+def run_stale(rank: int, store: str) -> None:
+    a, b = sides(False, "f32", "f32")
+    plan = refit(a, b, memory_limit=None if rank != 3 else 10_000)
+    model = Model(plan, rank)
+    try:
+        Refit(plan, model.source or model.target, rank=rank, store=store, timeout=20)
+    except sp.errors.LayoutError as error:
+        print(error)
+
+
+def run_joined(rank: int, store: str) -> None:
+    a, b = sides(False, "f32", "bf16")
+    plan = refit(a, b)
+    model = Model(plan, rank)
+    side = "source" if rank < 2 else "target"
+    sync = Refit.join(a if rank < 2 else b, model.source or model.target, side=side, rank=rank, store=store, timeout=20)
+    assert sync.plan.hash == plan.hash
+    model.set(3)
+    sync()
+    model.check(3)
+
+
+def run_killed(rank: int, store: str, victim: int) -> None:
+    """Call until a rank is lost; then meet it again, started anew, and refit once more."""
+    plan = refit(*sides(False, "f32", "bf16"), memory_limit=4000)
+    model = Model(plan, rank)
+    sync = Refit(plan, model.source or model.target, rank=rank, store=store, timeout=8)
+    first = sync._meeting.number == 1
+    print("ready", flush=True)
+    while first:
+        model.set((sync.version or 0) % 3)
+        started = time.monotonic()
+        try:
+            sync()
+        except sp.errors.ShardplanError as error:
+            took = time.monotonic() - started
+            break
+    if first:
+        assert f"rank {victim}" in str(error), error
+        assert took < 8 + 4, took
+        assert sync.version is None
+        if model.target is not None:
+            try:
+                sync.serve()
+            except sp.errors.BackendError as refused:
+                assert str(refused).startswith("these weights are not served: the last refit failed: "), refused
+        print("failed", flush=True)
+    model.set(4)
+    version = sync()
+    model.check(4)
+    print("recovered", version, flush=True)
+
+
+if __name__ == "__main__":
+    kind, arguments = sys.argv[1], json.loads(sys.argv[2])
+    store = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    globals()[f"run_{kind}"](int(os.environ["RANK"]), store, **arguments)
