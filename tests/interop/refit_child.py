@@ -46,7 +46,8 @@ class Model:
         self.target = None
         if self.on[1]:
             self.target = {
-                name: torch.full(shape, 7, dtype=torch_dtype(dtype)) for name, shape, dtype in plan.target.parameters(rank)
+                name: torch.full(shape, 7, dtype=torch_dtype(dtype))
+                for name, shape, dtype in plan.target.parameters(rank)
             }
 
     def values(self, seed: int):
@@ -86,7 +87,9 @@ def padding(plan, rank: int) -> dict[str, np.ndarray]:
 def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: str) -> None:
     plan = refit(*sides(colocated, wide, narrow), memory_limit=limit)
     model = Model(plan, rank)
-    both = {"source": model.source, "target": model.target} if all(model.on) else {"model": model.source or model.target}
+    both = (
+        {"source": model.source, "target": model.target} if all(model.on) else {"model": model.source or model.target}
+    )
     with Refit(plan, rank=rank, store=store, timeout=20, **both) as sync:
         assert sync.version is None
         assert limit is None or sync.staging_bytes <= limit, sync.staging_bytes
@@ -177,10 +180,10 @@ def run_killed(rank: int, store: str, victim: int) -> None:
         try:
             sync()
         except sp.errors.ShardplanError as error:
-            took = time.monotonic() - started
+            took, said = time.monotonic() - started, str(error)
             break
     if first:
-        assert f"rank {victim}" in str(error), error
+        assert f"rank {victim}" in said, said
         assert took < 8 + 4, took
         assert sync.version is None
         if model.target is not None:

@@ -37,8 +37,8 @@ def test_the_second_call_plans_agrees_and_allocates_nothing() -> None:
 def test_a_rank_with_another_plan_is_named_on_all() -> None:
     lines = set(run("stale").strip().splitlines())
     assert lines == {
-        "refit megatron-llama to vllm-llama: rank 3 of 4 ranks came with another plan: its memory limit is 10000, on rank "
-        "0 it is None; legal is one plan on all ranks, and nothing was sent"
+        "refit megatron-llama to vllm-llama: rank 3 of 4 ranks came with another plan: its memory limit is 10000, on "
+        "rank 0 it is None; legal is one plan on all ranks, and nothing was sent"
     }
 
 

@@ -38,6 +38,7 @@ def slots(plan: RefitPlan) -> dict[tuple[int, int], int]:
     pairs = list(zip(source, target, strict=True))
     if plan.memory_limit is None:
         return {pair: _up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
+    held: dict[int, int] = {}
     for reserved in RESERVED:
         least = [_up(min(size, reserved)) for size in total]
         held = _by_rank(pairs, least)

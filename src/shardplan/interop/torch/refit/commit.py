@@ -44,7 +44,7 @@ class RefitCommit:
             if self.me + step < len(self.ranks):
                 self._give(wire, self.me + step)
         large, small, after = self.mine.tolist()
-        if large != NONE and large != small:
+        if large not in (NONE, small):
             raise LayoutError(f"a refit was given versions from {small} to {large}; legal is one version on all ranks")
         return after if large == NONE else large
 

@@ -33,7 +33,7 @@ class RefitCopies:
     def run(self) -> None:
         """Copy; a cast rounds once."""
         if self.into:
-            torch._foreach_copy_(self.into, self.out_of)
+            torch._foreach_copy_(self.into, self.out_of)  # pyright: ignore
         for into, out_of, scratch, plus in self.added:
             scratch.copy_(out_of)
             scratch.add_(plus)
@@ -119,8 +119,7 @@ class RefitExchange:
                 return False
             length *= size
         own, wire, plus = self._dtypes(int(chunk.rows.move[0]), sends)
-        on_device = self.device.type == "cpu" or self.plan is None
-        return own == wire and not plus and on_device
+        return own == wire and not plus
 
     def _dtypes(self, move: int, sends: bool) -> tuple[torch.dtype, torch.dtype, int]:
         """Return the dtype of a rank's own parameter and that which travels, and what is added on this side."""

@@ -1,11 +1,10 @@
-"""`Refit`: the handle that a trainer and a server call at every step. It is prepared once; a call moves, and no more."""
+"""`Refit`: the handle that a trainer and a server call at every step: prepared once, a call moves, and no more."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -94,13 +93,14 @@ class Refit:
         Args:
             plan: what `shardplan.refit` returns, with one hash on all ranks.
             model: the live model of the side that this rank is on: a module, a list of modules (Megatron's chunks,
-                whose names start with their number), or tensors by name; contiguous, of the dtypes that the weights say.
+                whose names start with their number), or tensors by name; contiguous, of the weights' dtypes.
             rank: the device id of this process in the plan; that of `group` where none is given.
             store: where all ranks meet: `tcp://HOST:PORT` (served by the lowest rank), `file:///PATH`, or a store.
             group: in place of a store, a process group of torch.distributed whose global ranks are the plan's ids.
             finish: called with the target's model once its parameters are there, before they have a version: an
                 engine's own processing after loading.
-            source, target: in place of `model` on a rank that has both sides; each is a model of its own.
+            source: in place of `model` on a rank that has both sides: the trainer's.
+            target: likewise, the server's, a model of its own.
             timeout: seconds that any wait may take.
             name: tells refits apart that meet in one store, in unlike orders on their ranks.
 
@@ -124,7 +124,10 @@ class Refit:
         self._served = ServedVersion() if self.target is None else served_by(self.target.held[0].tensor)
         self._commit = RefitCommit(plan.ranks, self.rank)
         self._meeting = RefitMeeting(store, plan.ranks, self.rank, name, self.timeout)
-        self._texts = (*(f"round {k} of {len(self._exchange.rounds)}" for k in range(len(self._exchange.rounds))), _COMMIT)
+        self._texts = (
+            *(f"round {k} of {len(self._exchange.rounds)}" for k in range(len(self._exchange.rounds))),
+            _COMMIT,
+        )
         self._state: GroupState | None = None
         self._following = 1
         self._busy = threading.Lock()
@@ -151,9 +154,16 @@ class Refit:
 
         Args:
             weights: how this side stores the model, with devices that are its ranks.
+            model: the live model, as of `Refit`.
             side: "source" or "target".
-            model, rank, store, finish, timeout, name: as of `Refit`.
-            memory_limit, topology, only: as of `shardplan.refit`, equal on all ranks.
+            rank: the device id of this process.
+            store: where both sides meet, as of `Refit`.
+            memory_limit: as of `shardplan.refit`, equal on all ranks.
+            topology: likewise.
+            only: likewise.
+            finish: as of `Refit`.
+            timeout: seconds that any wait may take.
+            name: as of `Refit`.
 
         Raises:
             LayoutError: two sides that disagree (a config, a shape, a tensor that only one has), in one line, or ranks
@@ -223,7 +233,9 @@ class Refit:
                 self._meet()
             assert self._state is not None
             self._served.begin()
-            watch = TorchWatch(self.plan.ranks, self.rank, self.said, self._digest, self._texts, self.timeout, self._state)
+            watch = TorchWatch(
+                self.plan.ranks, self.rank, self.said, self._digest, self._texts, self.timeout, self._state
+            )
             wire = TorchWire(self._state.group, watch, torch.device("cpu"))
             try:
                 watch.begin("")
@@ -245,7 +257,8 @@ class Refit:
             self._busy.release()
 
     def _move(self, watch: TorchWatch, wire: TorchWire) -> None:
-        if any([side.moved() for side in (self.source, self.target) if side is not None]):
+        moved = [side.moved() for side in (self.source, self.target) if side is not None]  # each of them looks
+        if any(moved):
             self._exchange.bind()
         exchange = self._exchange
         for k, (sends, receives) in enumerate(exchange.rounds):
@@ -292,9 +305,7 @@ class Refit:
             state.group = None
 
 
-def _meeting_place(
-    store: Any, group: Any, rank: int | None, ranks: tuple[int, ...], timeout: float
-) -> tuple[Any, int]:
+def _meeting_place(store: Any, group: Any, rank: int | None, ranks: tuple[int, ...], timeout: float) -> tuple[Any, int]:
     """Return the store and this rank."""
     if store is not None and group is not None:
         raise LayoutError("Refit with store= and group=; legal is one of them")
@@ -304,12 +315,14 @@ def _meeting_place(
         return store_of(store, ranks, rank, timeout), rank
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError("Refit: neither store= nor a process group; legal is store=, or init_process_group first")
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d
     group = group or c10d._get_default_group()
     known = dist.get_process_group_ranks(group)
     if strange := [r for r in ranks if r not in known]:
-        raise LayoutError(f"the plan has device {strange[0]}, and the group the ranks {shown(known)}; legal are ids in it")
-    own = dist.PrefixStore(f"shardplan {group.group_name}", c10d._get_default_store())
+        raise LayoutError(
+            f"the plan has device {strange[0]}, and the group the ranks {shown(known)}; legal are ids in it"
+        )
+    own = c10d.PrefixStore(f"shardplan {group.group_name}", c10d._get_default_store())
     return own, dist.get_rank() if rank is None else rank
 
 
@@ -330,8 +343,3 @@ def _sides(plan: RefitPlan, rank: int, model: Any, source: Any, target: Any) -> 
                 f"{'missing' if is_on else 'given'}; legal is a model for each side that the rank is on"
             )
     return source, target
-
-
-def rounds_of(handle: Refit) -> Iterator[tuple[int, int]]:
-    """Yield the messages that a handle sends and receives in every round."""
-    yield from ((len(sends), len(receives)) for sends, receives in handle._exchange.rounds)

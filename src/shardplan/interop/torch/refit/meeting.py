@@ -1,8 +1,8 @@
-"""The meeting of all ranks of a refit through a store: who has come, and that all run one plan; then a group of their own.
+"""The meeting of all ranks of a refit in a store: who has come, that all run one plan, and a group of their own.
 
 A meeting has a number, which is how often a rank has come, and the largest of all ranks: a rank that was started again
-finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `arrivals/RANK`, and
-below the number `said/RANK` (what each runs), `verdict`, the group's own keys, and those of `faults`.
+finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `arrivals/RANK`,
+and below the number `said/RANK` (what each runs), `verdict`, the group's own keys, and those of `faults`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, line, shown
 from shardplan.execution.rank_names import named
@@ -30,17 +31,19 @@ def store_of(text: Any, ranks: Sequence[int], rank: int, timeout: float) -> Any:
     torch.distributed. Raises `ParseError` and `BackendError`.
     """
     if not isinstance(text, str):
-        if isinstance(text, dist.Store):
+        if isinstance(text, Store):
             return text
-        raise ParseError(f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed")
+        raise ParseError(
+            f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed"
+        )
     kind, _, rest = text.partition("://")
     host, _, port = rest.rpartition(":")
     try:
         if kind == "tcp" and host and port.isdigit():
             bound = timedelta(seconds=timeout)
-            return dist.TCPStore(host, int(port), None, rank == min(ranks), bound, wait_for_workers=False)
+            return TCPStore(host, int(port), None, rank == min(ranks), bound, wait_for_workers=False)
         if kind == "file" and rest:
-            return dist.FileStore(rest, -1)
+            return FileStore(rest, -1)
     except (RuntimeError, OSError) as error:
         raise BackendError(f"store = {shown(text)}, rank {rank}: {line(str(error).splitlines()[0])}") from None
     raise ParseError(f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed")
@@ -51,7 +54,7 @@ class RefitMeeting:
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, name: str, timeout: float) -> None:
         """Take the store, the device ids of all ranks, the own one, a name and the seconds that a wait may take."""
-        self.store = dist.PrefixStore(f"shardplan/refit/{name}", store)
+        self.store = PrefixStore(f"shardplan/refit/{name}", store)
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.number = 0
 
@@ -111,11 +114,11 @@ class RefitMeeting:
     def state(self) -> GroupState:
         """Return the state of a process group of gloo, made now for these ranks in their order."""
         try:
-            own = dist.PrefixStore(self._key("gloo"), self.store)
+            own = PrefixStore(self._key("gloo"), self.store)
             group = dist.ProcessGroupGloo(own, self.ranks.index(self.rank), len(self.ranks), self.limit)
         except (RuntimeError, dist.DistError) as error:
             raise BackendError(f"{self.name}, rank {self.rank}: {line(str(error).splitlines()[0])}") from None
-        return GroupState(group, dist.PrefixStore(self._key("faults"), self.store), self.ranks)
+        return GroupState(group, PrefixStore(self._key("faults"), self.store), self.ranks)
 
 
 def agreed(heard: Mapping[int, Mapping[str, str]], name: str) -> None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from shardplan.errors import LayoutError, TimedOut, shown
 from shardplan.movement.weights.refit import RefitPlan, refit
@@ -30,7 +31,7 @@ def joined(
     if side not in sides:
         raise LayoutError(f"side = {shown(side)}; legal are {' and '.join(sides)}")
     weights.place(rank)
-    texts = dist.PrefixStore(f"shardplan/refit/{name}/sides", store)
+    texts = PrefixStore(f"shardplan/refit/{name}/sides", store)
     if rank == min(weights.devices):
         texts.set(side, str(weights))
     other = sides[1 - sides.index(side)]
@@ -50,6 +51,6 @@ def _same_config(source: Weights, target: Weights) -> None:
     for key in sorted(set(mine) & set(theirs)):
         if mine[key] != theirs[key]:
             raise LayoutError(
-                f"refit: {key} is {shown(mine[key])} at the source and {shown(theirs[key])} at the target; legal is one "
-                "config on both sides"
+                f"refit: {key} is {shown(mine[key])} at the source and {shown(theirs[key])} at the target; legal is "
+                "one config on both sides"
             )

@@ -76,7 +76,9 @@ def _bound(name: str, entry: Sequence[Any], dtype: str, where: str) -> BoundTens
     if local.dtype != torch_dtype(dtype):
         raise LayoutError(f"{where}: {name} is {local.dtype}; legal is {torch_dtype(dtype)}, as the weights say")
     if local.layout is not torch.strided or not local.is_contiguous() or local.is_meta:
-        raise LayoutError(f"{where}: {name} has strides {tuple(local.stride())}; legal is a contiguous tensor with memory")
+        raise LayoutError(
+            f"{where}: {name} has strides {tuple(local.stride())}; legal is a contiguous tensor with memory"
+        )
     return BoundTensor(holder, key, tensor, local, local.data_ptr())
 
 
@@ -94,7 +96,9 @@ def _found(model: Any, side: str) -> dict[str, tuple[MutableMapping[str, Any], s
         out: dict[str, Any] = {}
         for k, chunk in enumerate(model):
             if not isinstance(chunk, torch.nn.Module):
-                raise LayoutError(f"the {side} has {shown(chunk)} in its list; legal are modules, the chunks of a model")
+                raise LayoutError(
+                    f"the {side} has {shown(chunk)} in its list; legal are modules, the chunks of a model"
+                )
             out |= _of_module(chunk, f"{k}.")
         return out
     if isinstance(model, Mapping):
@@ -109,7 +113,8 @@ def _of_module(model: torch.nn.Module, prefix: str) -> dict[str, tuple[Any, str,
     out: dict[str, tuple[Any, str, torch.Tensor, bool]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         start = prefix + (f"{path}." if path else "").replace(_WRAPPED, "")
-        for holder, buffer in ((module._parameters, False), (module._buffers, True)):
+        of: Any = module
+        for holder, buffer in ((of._parameters, False), (of._buffers, True)):
             for key, tensor in holder.items():
                 if tensor is not None:
                     out[start + key] = (holder, key, tensor, buffer)
