@@ -198,6 +198,35 @@ def run_killed(rank: int, store: str, victim: int) -> None:
     print("recovered", version, flush=True)
 
 
+def run_engine(rank: int, store: str) -> None:
+    from shardplan.interop.torch.refit.engine import TransferEngine, transfer_info
+
+    a, b = sides(False, "f32", "bf16")
+    plan = refit(a, b)
+    model = Model(plan, rank)
+    processed: list[object] = []
+    engine = TransferEngine(model.source or model.target, rank, finish=processed.append if rank >= 2 else None)
+    engine.init(json.loads(json.dumps(transfer_info(a, b, store, 20_000, 20.0))))
+    model.set(1)
+    assert engine.update_weights(version=3 if rank == 0 else None) == 3
+    if rank >= 2:
+        try:
+            engine.serve()
+        except sp.errors.BackendError as error:
+            assert str(error).startswith("version 3 is not served: it is not finished"), error
+        assert engine.finish() == engine.serve() == 3 and processed == [model.target]
+    model.check(1)
+    model.set(2)
+    assert engine.update_weights(["*qkv_proj*", "embed"], version=4) == 4
+    if model.target is not None:
+        old, new = plan.apply(model.values(1))[rank], plan.apply(model.values(2))[rank]
+        for name, x in model.target.items():
+            want = (new if "qkv" in name or "embed" in name else old)[name]
+            keep = ~padding(plan, rank)[name]
+            assert to_numpy(x)[keep].tobytes() == want[keep].tobytes(), name
+    engine.close()
+
+
 if __name__ == "__main__":
     kind, arguments = sys.argv[1], json.loads(sys.argv[2])
     store = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"

@@ -46,6 +46,10 @@ def test_sides_that_know_only_themselves_join() -> None:
     run("joined")
 
 
+def test_a_transfer_engine_takes_plain_dicts_and_some_names() -> None:
+    run("engine")
+
+
 @pytest.mark.parametrize("victim", [1, 2, 0, 3])
 def test_a_killed_rank_is_named_and_the_next_full_refit_is_right(victim: int) -> None:
     shared = set(os.listdir("/dev/shm"))
