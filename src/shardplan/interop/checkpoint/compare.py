@@ -17,7 +17,6 @@ from shardplan.errors import Infeasible, LayoutError, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.layouts import layout_weights
-from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.reshard import (
     BESIDE,
     BUFFERS,
@@ -27,6 +26,7 @@ from shardplan.interop.checkpoint.reshard import (
     Progress,
     fill_part,
     names_of,
+    recorded_weights,
 )
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
@@ -120,10 +120,7 @@ def _devices(weights: Weights | None) -> int:
 
 
 def _known(path: Path, weights: Weights | None) -> Weights | None:
-    if weights is not None or not path.is_dir():
-        return weights
-    recorded = CheckpointManifest.of(path)
-    return None if recorded is None else Weights.parse(recorded.weights)
+    return recorded_weights(path) if weights is None else weights
 
 
 def _whole(held: OpenCheckpoint, path: str | Path) -> Weights:

@@ -150,10 +150,9 @@ def sides_of(
             raise LayoutError("a side given as weights and as a file of layouts; legal is one of them")
     if target == (None, None):
         raise LayoutError("reshard without to= and layouts=; legal is one of them")
-    recorded = CheckpointManifest.of(place) if place.is_dir() else None
     first, file = source
-    if first is None and recorded is not None and file is None:
-        first = Weights.parse(recorded.weights)
+    if first is None and file is None:
+        first = recorded_weights(place)
     second, wanted = target
     if first is None:
         with open_checkpoint(place) as held:
@@ -168,6 +167,12 @@ def sides_of(
         tensors = {f.entry.name: (_whole(first, k), f.dtype) for k, f in enumerate(first.families)}
         second = layout_weights(Path(wanted), tensors)
     return first, second
+
+
+def recorded_weights(place: Path) -> Weights | None:
+    """Return how a checkpoint says that it is stored, None where reshard did not write it."""
+    recorded = CheckpointManifest.of(place) if place.is_dir() else None
+    return None if recorded is None else Weights.parse(recorded.weights)
 
 
 def _whole(weights: Weights, family: int) -> tuple[int, ...]:
@@ -198,7 +203,8 @@ def _job(plan: RefitPlan, held: OpenCheckpoint, into: Path, form: str, limit: in
         raise Infeasible(
             f"reshard within {format_bytes(limit)}: no way; the least that works is {least} bytes", least, least
         )
-    window = min((limit - beside) // buffers, LARGEST_WINDOW) // 8 * 8
+    needed = -(-max(f.nbytes for f in files) // 8) * 8
+    window = min((limit - beside) // buffers, LARGEST_WINDOW, needed) // 8 * 8
     window = max(window, largest)
     return CheckpointJob(plan, held, into, form, files, window, beside + buffers * window, least)
 

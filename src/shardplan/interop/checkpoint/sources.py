@@ -150,7 +150,7 @@ def open_checkpoint(path: str | Path, devices: int = 1) -> OpenCheckpoint:
         )
     every = [sorted(p.glob("*.safetensors")) for _, p in folders]
     if empty := [p for (_, p), found in zip(folders, every, strict=True) if not found]:
-        raise ParseError(f"{line(empty[0])} holds no safetensors file; legal is a checkpoint in each")
+        raise ParseError(f"{line(empty[0])} holds no safetensors file; legal is one in each")
     return _opened(path, "a folder a rank", every)
 
 
@@ -193,8 +193,8 @@ def _opened(path: Path, form: str, places: list[list[Path]]) -> OpenCheckpoint:
                 for name, entry in opened.header.tensors.items():
                     if name in held:
                         raise ParseError(
-                            f"{line(path)}: tensor {name!r} is in {held[name].file.path.name} and in {file.name}; legal "
-                            "is one of them"
+                            f"{line(path)}: tensor {name!r} is in {held[name].file.path.name} and in {file.name}; "
+                            "legal is one of them"
                         )
                     held[name] = FileTensor(opened, name, entry)
             found.append(held)
