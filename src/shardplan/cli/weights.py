@@ -40,7 +40,7 @@ def read_side(option: str, text: str, config: Path | None, dtype: str | None, de
     try:
         if path.is_file() and (said := path.read_text(encoding="utf-8")) and "\n[side]\n" in said:
             return Weights.parse(said)
-        degrees = dict(_degree(option, part) for part in rest)
+        degrees = dict(_degree(part) for part in rest)
         given = degrees.pop("devices", devices)
         if config is None:
             raise LayoutError("no config; legal is --config with the model's config.json")
@@ -51,10 +51,10 @@ def read_side(option: str, text: str, config: Path | None, dtype: str | None, de
         raise LayoutError(f"{option}: {error}") from None
 
 
-def _degree(option: str, part: str) -> tuple[str, Any]:
+def _degree(part: str) -> tuple[str, Any]:
     found = _KEY.match(part)
     if found is None:
-        raise ParseError(f"{option}: {part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
+        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
     name, value = found.groups()
     if span := _SPAN.match(value):
         return name, range(int(span.group(1)), int(span.group(2)))
@@ -62,7 +62,7 @@ def _degree(option: str, part: str) -> tuple[str, Any]:
         return name, int(value)
     numbers = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else []
     if not numbers or not all(n.strip().isdigit() for n in numbers):
-        raise ParseError(f"{option}: {part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
+        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
     return name, [int(n) for n in numbers]
 
 

@@ -91,7 +91,8 @@ def diff(
     Args:
         a: a checkpoint, in any form that `reshard` reads.
         b: another.
-        weights: how `a` stores the model; None for what it says itself, if reshard wrote it, else whole tensors.
+        weights: how `a` stores the model; None for what it says itself, if reshard wrote it, else as the other where
+            that is of one device, else whole tensors.
         other: how `b` does, likewise.
         memory_limit: the bytes that may be in memory beyond the interpreter, or text of them.
         ignore: names of tensors that are left out where no table has them.
@@ -108,7 +109,8 @@ def diff(
     with open_checkpoint(a, _devices(first)) as mine, open_checkpoint(b, _devices(second)) as theirs:
         if first is None and second is None and (found := _names_differ(mine, theirs)) is not None:
             return CheckpointsCompared(0, 0, found)
-        first, second = first or _whole(mine, a), second or _whole(theirs, b)
+        # one that says nothing is stored as the other, where that is of whole tensors
+        first, second = first or _as(second, mine) or _whole(mine, a), second or _as(first, theirs) or _whole(theirs, b)
         mine.check(first, tuple(ignore))
         theirs.check(second, tuple(ignore))
         plan = refit(second, first)
@@ -121,6 +123,10 @@ def _devices(weights: Weights | None) -> int:
 
 def _known(path: Path, weights: Weights | None) -> Weights | None:
     return recorded_weights(path) if weights is None else weights
+
+
+def _as(weights: Weights | None, held: OpenCheckpoint) -> Weights | None:
+    return weights if weights is not None and len(weights.devices) == len(held.places) == 1 else None
 
 
 def _whole(held: OpenCheckpoint, path: str | Path) -> Weights:
