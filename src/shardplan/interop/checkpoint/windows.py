@@ -100,7 +100,7 @@ def clipped(
         yield start, tuple(last - first + 1 if k == d else n for k, n in enumerate(sizes))
     low, high = max(-((offset + inner - lo) // step), 0), min((hi - 1 - offset) // step, count - 1)
     one = tuple(1 if k == d else n for k, n in enumerate(sizes))
-    for i in range(low, high + 1):
-        if not first <= i <= last:
-            for at, part in clipped(one, strides, offset + i * step, lo, hi):
-                yield tuple(i if k == d else x for k, x in enumerate(at)), part
+    within = range(first, last + 1) if first <= last else range(low, low)
+    for i in (*range(low, within.start), *range(within.stop, high + 1)):
+        for at, part in clipped(one, strides, offset + i * step, lo, hi):
+            yield tuple(i if k == d else x for k, x in enumerate(at)), part
