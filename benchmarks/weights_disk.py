@@ -4,9 +4,9 @@
 transformers' storage (8 GB with `--full`, 1.2 GB without), whose experts are so narrow that a rank's rows of the second
 weight are 48 bytes. `checkpoint.reshard` then writes it as Megatron-Core stores it (TP2, PP2, ETP2), that as vLLM does
 (TP4), and that as transformers again, each in a process of its own within 512 MB. The last must equal the first byte
-for byte. Each step's seconds stand beside those of a copy of the same bytes, which is one loop: read, SHA-256, write, sync,
-drop from the cache, read again and compare; where the source has recorded checksums, both verify them first.
-Then the smaller one goes the same way with SIGKILL at random points until `--kills` runs were killed, and must end in the
+for byte. Each step's seconds stand beside those of a copy of the same bytes, which is one loop: read, SHA-256, write,
+sync, drop from the cache, read again and compare; where the source has recorded checksums, both verify them first.
+Then a smaller one goes the same way with SIGKILL at random points until `--kills` runs were killed, and must end in the
 same bytes.
 """
 
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.common import ROOT, arguments, record, table, write
+
 from shardplan.interop.checkpoint import reshard
 from shardplan.interop.checkpoint.manifest import MANIFEST, CheckpointManifest
 from shardplan.interop.checkpoint.targets import target_files
@@ -100,7 +100,7 @@ def copied(source: Path, into: Path) -> None:
         assert again.digest() == found.digest()
 
 
-def child(kind: str, source: Path, into: Path, texts: list[str]) -> None:
+def child(kind: str, source: Path, into: Path, largest: int, texts: list[str]) -> None:
     """Be one process: print seconds, and the peak of resident memory above that of the interpreter with its imports."""
     sides = [Weights.parse(Path(t).read_text()) for t in texts]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -108,31 +108,23 @@ def child(kind: str, source: Path, into: Path, texts: list[str]) -> None:
     if kind == "copy":
         copied(source, into)
     else:
-        reshard(source, into, memory_limit=LIMIT, from_=sides[0], to=sides[1])
+        reshard(source, into, memory_limit=LIMIT, from_=sides[0], to=sides[1], largest_file=largest)
     seconds = time.perf_counter() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"seconds": seconds, "megabytes": (peak - before) * 1024 / 1e6}))
 
 
-def started(kind: str, source: Path, into: Path, texts: list[Path]) -> subprocess.Popen[str]:
+def started(kind: str, source: Path, into: Path, largest: int, texts: list[Path]) -> subprocess.Popen[str]:
     """Start a child."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.weights_disk",
-        "--child",
-        kind,
-        str(source),
-        str(into),
-        *map(str, texts),
-    ]
+    given = map(str, (kind, source, into, largest, *texts))
+    command = [sys.executable, "-m", "benchmarks.weights_disk", "--child", *given]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def done(kind: str, source: Path, into: Path, texts: list[Path]) -> dict[str, float]:
+def done(kind: str, source: Path, into: Path, largest: int, texts: list[Path]) -> dict[str, float]:
     """Run a child to its end; what it printed."""
-    process = started(kind, source, into, texts)
+    process = started(kind, source, into, largest, texts)
     out, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"{kind} of {source.name} failed")
@@ -165,9 +157,9 @@ def chain(place: Path, layers: int, largest: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     names = list(texts)
     for a, b in zip(names, names[1:], strict=False):
-        peer = done("copy", place / a, place / "copy", [])
+        peer = done("copy", place / a, place / "copy", largest, [])
         shutil.rmtree(place / "copy")
-        ours = done("reshard", place / a, place / b, [texts[a], texts[b]])
+        ours = done("reshard", place / a, place / b, largest, [texts[a], texts[b]])
         size = sum(p.stat().st_size for p in (place / b).rglob("*.safetensors"))
         rows.append(
             {
@@ -200,7 +192,7 @@ def killed(place: Path, layers: int, largest: int, count: int) -> dict[str, Any]
             while (
                 not (place / b / MANIFEST).is_file() or not json.loads((place / b / MANIFEST).read_text())["complete"]
             ):
-                process = started("reshard", place / a, place / b, [texts[a], texts[b]])
+                process = started("reshard", place / a, place / b, largest, [texts[a], texts[b]])
                 begun = time.perf_counter()
                 wait = rng.uniform(0.3, seconds) if kills < count else None
                 try:
@@ -229,8 +221,8 @@ def main() -> None:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        kind, source, into, *texts = options.child
-        child(kind, Path(source), Path(into), texts)
+        kind, source, into, largest, *texts = options.child
+        child(kind, Path(source), Path(into), int(largest), texts)
         return
     layers = FULL if options.full else SMALL
     largest = 10**9 if options.full else 2 * 10**8

@@ -60,11 +60,8 @@ def test_a_cast_is_that_of_the_whole_tensor(tmp_path: Path) -> None:
     same(read(tmp_path / "vllm"), want)
 
 
-def test_large_files_are_cut_and_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardplan.interop.checkpoint import targets
-
-    monkeypatch.setattr(targets.target_files, "__defaults__", (20_000,))
-    done = reshard(plain(tmp_path / "hf"), tmp_path / "out", from_=HF, to=HF)
+def test_large_files_are_cut_and_have_an_index(tmp_path: Path) -> None:
+    done = reshard(plain(tmp_path / "hf"), tmp_path / "out", from_=HF, to=HF, largest_file=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(done.files) > 3 and set(index["weight_map"].values()) == {f.name for f in done.files}
     assert index["metadata"]["total_size"] == sum(a.nbytes for a in whole().values())

@@ -138,6 +138,9 @@ def reshard(
     form: Annotated[
         str, typer.Option("--form", help="auto, plain, devices, ranks or distributed (torch.distributed.checkpoint).")
     ] = "auto",
+    largest_file: Annotated[
+        str, typer.Option("--largest-file", metavar="BYTES", help="Of the forms plain and distributed.")
+    ] = "5 GB",
     config: Config = None,
     ignore: Ignore = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
@@ -152,6 +155,7 @@ def reshard(
     from shardplan.report.weights import reshard_object, reshard_text
 
     limit = int(read_bytes("--memory-limit", memory_limit))
+    largest = int(read_bytes("--largest-file", largest_file))
     layouts, source_layouts = _layouts(to), _layouts(from_)
     where = _config(config, source)
     own = from_dtype or _dtype(source)
@@ -167,8 +171,8 @@ def reshard(
         raise LayoutError("--dtype with a file of layouts, which keeps every dtype; legal is a table")
     with progress_bar() as tell:
         done = run(
-            source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, ignore=ignore or (),
-            dry_run=dry_run, verify=not no_verify, progress=tell,
+            source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
+            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell,
         )  # fmt: skip
     print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
 

@@ -21,7 +21,7 @@ from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest, resumed
 from shardplan.interop.checkpoint.output import OutputFile, sync_folder
 from shardplan.interop.checkpoint.sources import INDEX, METADATA, OpenCheckpoint, open_checkpoint
-from shardplan.interop.checkpoint.targets import TargetFile, form_of, index_bytes, target_files
+from shardplan.interop.checkpoint.targets import LARGEST_FILE, TargetFile, form_of, index_bytes, target_files
 from shardplan.interop.checkpoint.windows import PiecesOf, windows
 from shardplan.movement.weights.refit import RefitPlan, refit
 from shardplan.movement.weights.weights import Weights
@@ -83,6 +83,7 @@ def reshard(
     from_: Weights | None = None,
     to: Weights | None = None,
     form: str = "auto",
+    largest_file: float | str = LARGEST_FILE,
     ignore: Iterable[str] = (),
     dry_run: bool = False,
     verify: bool = True,
@@ -105,6 +106,7 @@ def reshard(
         to: how the destination is to store it, in the dtype that it says.
         form: `plain` (files with an index where one gets too large), `devices` (a file a device), `ranks` (a folder a
             rank), `distributed` (a folder of torch.distributed.checkpoint), or `auto`: plain for one device.
+        largest_file: bytes of a file where the form is plain or distributed, or text of them.
         ignore: names of tensors of the source that no table has, and that are left out.
         dry_run: say what would be done, and write nothing.
         verify: whether checksums that the source has recorded are verified before it is read.
@@ -125,7 +127,7 @@ def reshard(
     assert limit is not None
     with open_checkpoint(place, len(sides[0].devices)) as held:
         held.check(sides[0], tuple(ignore))
-        job = _job(refit(*sides), held, into, form, limit)
+        job = _job(refit(*sides), held, into, form, (limit, limit_of("largest file", largest_file) or LARGEST_FILE))
         done: list[ResharedFile] = []
         gather = WindowGather(0)
         if not dry_run:
@@ -187,9 +189,9 @@ def _whole(weights: Weights, family: int) -> tuple[int, ...]:
     return tuple(weights.tensors[name].sizes)
 
 
-def _job(plan: RefitPlan, held: OpenCheckpoint, into: Path, form: str, limit: int) -> CheckpointJob:
-    form = form_of(form, plan.target)
-    files = tuple(target_files(plan.target, form))
+def _job(plan: RefitPlan, held: OpenCheckpoint, into: Path, form: str, limits: tuple[int, int]) -> CheckpointJob:
+    form, limit = form_of(form, plan.target), limits[0]
+    files = tuple(target_files(plan.target, form, limits[1]))
     regions = max(len(plan.regions(r)) for r in plan.target.devices)
     names = sum(len(f.parameters) for f in files)
     beside = BESIDE + regions * REGION + names * REGION
@@ -216,7 +218,8 @@ def _request(job: CheckpointJob) -> str:
         status = path.stat()
         files.append([path.name, status.st_size, status.st_mtime_ns])
     # chunks are as large as windows there
-    said = [job.plan.hash, job.form, files, job.window if job.form == "distributed" else 0]
+    cut = [f.name for f in job.files], [len(f.parameters) for f in job.files]
+    said = [job.plan.hash, job.form, files, cut, job.window if job.form == "distributed" else 0]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
