@@ -2,8 +2,8 @@
 
 `python -m benchmarks.weights_live [--count 100]` launches 8 processes. Ranks 0 to 3 hold a Llama in f32 under FSDP2
 over tensor parallelism (2 x 2); ranks 4 to 7 hold it in bf16 as vLLM stores it, tensor parallel over 4. A call brings
-the first to the second; every way is called once a repetition, in turn, `--count` times, and the time of a call is that of
-the slowest rank. Ways:
+the first to the second; every way is called once a repetition, in turn, `--count` times, and the time of a call is that
+of the slowest rank. Ways:
 
 - `refit`: the prepared handle of `shardplan.interop.torch.Refit`, within 4 MB of staging a rank;
 - `full_tensor`: every parameter gathered by DTensor's own `full_tensor()`, cast, and each server's slice sent by one

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,13 @@ import numpy as np
 import pytest
 
 from interop.checkpoint_cases import CONFIG, megatron, plain, read, served, whole
-from shardplan.errors import Infeasible, LayoutError, ParseError
+from shardplan.errors import BackendError, Infeasible, LayoutError, ParseError
 from shardplan.interop import safetensors
-from shardplan.interop.checkpoint import diff, reshard
+from shardplan.interop.checkpoint import diff, output, reshard
+from shardplan.interop.checkpoint.gather import WindowGather
+from shardplan.interop.checkpoint.reshard import fill_part
+from shardplan.interop.checkpoint.windows import PiecesOf, windows
+from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
 HF = Weights.load("hf-llama", CONFIG)
@@ -222,3 +227,59 @@ def test_killed_runs_go_on_and_end_in_the_same_bytes(tmp_path: Path) -> None:
     done = reshard(source, out, from_=HF, to=to)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == want
     assert any(f.skipped for f in done.files)
+
+
+@pytest.mark.parametrize("size", [8, 24, 64, 1000])
+def test_small_windows_give_what_the_reference_says(size: int) -> None:
+    a = Weights.load("megatron-llama", CONFIG, divisible=4, tensor=2)
+    a = Weights.parse(re.sub(r'(is = "norm = e"\n)', r"\1plus = 1\n", str(a)))
+    b = Weights.load("vllm-llama", CONFIG, tensor=2, dtype="bf16")
+    plan = refit(a, b)
+    held = megatron(CONFIG, whole(), tensor=2, divisible=4)
+    want = plan.apply(held)
+
+    class Stored:
+        def __init__(self, array: np.ndarray) -> None:
+            self.dtype, self.flat = array.dtype, np.ascontiguousarray(array).reshape(-1)
+
+        def read_into(self, target: memoryview, start: int) -> None:
+            count = len(target) // self.flat.itemsize
+            target[:] = memoryview(self.flat[start : start + count].view(np.uint8))
+
+    class Held:
+        def tensor(self, place: int, name: str) -> Stored:
+            return Stored(held[place][name])
+
+    gather = WindowGather(256)
+    for rank in b.devices:
+        legal = b.parameters(rank)
+        found = plan.regions(rank)
+        pieces = PiecesOf(found.where(found.target == rank))
+        made = [np.full(s, 9, np.dtype(ml_dtypes.bfloat16)) for _, s, _ in legal]
+        for parts, used in windows([(k, m.size, 2) for k, m in enumerate(made)], size):
+            buffer = np.full(size, 255, np.uint8)
+            for part in parts:
+                fill_part(plan, Held(), gather, pieces, part, buffer, made[0].dtype)  # type: ignore[arg-type]
+                values = buffer[part.at : part.at + 2 * (part.hi - part.lo)].view(made[0].dtype)
+                made[part.parameter].reshape(-1)[part.lo : part.hi] = values
+            assert used <= size
+        for (name, _, _), array in zip(legal, made, strict=True):
+            assert array.tobytes() == want[rank][name].tobytes(), (rank, name)
+
+
+def test_padding_is_no_difference(tmp_path: Path) -> None:
+    source = plain(tmp_path / "hf")
+    reshard(source, tmp_path / "vllm", from_=HF, to=Weights.load("vllm-llama", CONFIG, tensor=2))
+    last = tmp_path / "vllm" / "model-00002-of-00002.safetensors"
+    (_, held) = read(tmp_path / "vllm")
+    held["lm_head.weight"][-1] = 5
+    safetensors.write(last, held, {"format": "pt"})
+    assert diff(tmp_path / "vllm", source, other=HF).equal and diff(source, tmp_path / "vllm", weights=HF).equal
+
+
+def test_a_disk_that_gives_back_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "checksum_of", lambda path: (3, "0" * 64))
+    with pytest.raises(BackendError) as error:
+        reshard(plain(tmp_path / "hf"), tmp_path / "out", from_=HF, to=HF)
+    assert "and 3 of 0000000000000000 read again; the disk or the memory is faulty" in str(error.value)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["shardplan.json"]

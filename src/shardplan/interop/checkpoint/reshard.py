@@ -71,6 +71,15 @@ class CheckpointJob:
     window: int
     memory: int
     least: int
+    kept: dict[int, PiecesOf]  # the regions of the rank that is written, by rank
+
+    def pieces(self, rank: int) -> PiecesOf:
+        """Return what a rank receives, worked out once while its files are written."""
+        if rank not in self.kept:
+            self.kept.clear()
+            found = self.plan.regions(rank)
+            self.kept[rank] = PiecesOf(found.where(found.target == rank))
+        return self.kept[rank]
 
 
 def reshard(
@@ -208,7 +217,7 @@ def _job(plan: RefitPlan, held: OpenCheckpoint, into: Path, form: str, limits: t
     needed = -(-max(f.nbytes for f in files) // 8) * 8
     window = min((limit - beside) // buffers, LARGEST_WINDOW, needed) // 8 * 8
     window = max(window, largest)
-    return CheckpointJob(plan, held, into, form, files, window, beside + buffers * window, least)
+    return CheckpointJob(plan, held, into, form, files, window, beside + buffers * window, least, {})
 
 
 def _request(job: CheckpointJob) -> str:
@@ -260,8 +269,7 @@ def _fill_file(
     job: CheckpointJob, gather: WindowGather, file: TargetFile, out: OutputFile, tell: Callable[[int], None]
 ) -> list[list[Any]]:
     """Put every byte of a file; returns where the chunks lie, of a folder of torch.distributed.checkpoint."""
-    found = job.plan.regions(file.rank)
-    pieces = PiecesOf(found.where(found.target == file.rank))
+    pieces = job.pieces(file.rank)
     dtypes = {number: (name, shape, numpy_dtype(dtype)) for number, name, shape, dtype in file.parameters}
     if job.form == "distributed":
         return _fill_chunks(job, gather, file, out, tell, pieces)
@@ -345,8 +353,8 @@ def names_of(weights: Weights, rank: int) -> list[str]:
 def _needs(job: CheckpointJob, file: TargetFile) -> tuple[str, ...]:
     """Return the logical tensors that a file needs."""
     numbers = {number for number, _, _, _ in file.parameters}
-    found = job.plan.regions(file.rank)
-    mine = (found.target == file.rank) & np.isin(found.target_parameter, list(numbers))
+    found = job.pieces(file.rank).regions
+    mine = np.isin(found.target_parameter, list(numbers))
     return tuple(dict.fromkeys(job.plan.moves[m].tensor for m in np.unique(found.move[mine]).tolist()))
 
 

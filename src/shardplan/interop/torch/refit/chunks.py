@@ -18,6 +18,7 @@ from shardplan.movement.weights.regions import RefitRegions
 MOST = 4 * 2**20  # bytes of a slot without a limit: larger ones leave the caches of a core
 RESERVED = tuple(2**k for k in range(12, 3, -1))  # bytes that every pair has at least: the largest that fits
 ALIGNED = 16  # bytes: no element is wider
+SCRATCH = 2**16  # bytes at most in which a constant is added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,26 +37,37 @@ def slots(plan: RefitPlan) -> dict[tuple[int, int], int]:
     """
     source, target, total = (a.tolist() for a in plan.traffic)
     pairs = list(zip(source, target, strict=True))
-    if plan.memory_limit is None:
+    limit = plan.memory_limit
+    if limit is None:
         return {pair: _up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
+    beside = scratch_bytes(plan)
+    room_for = limit - beside
     held: dict[int, int] = {}
     for reserved in RESERVED:
         least = [_up(min(size, reserved)) for size in total]
         held = _by_rank(pairs, least)
-        if max(held.values(), default=0) <= plan.memory_limit:
+        if max(held.values(), default=0) <= room_for:
             more = [max(size - low, 0) for size, low in zip(total, least, strict=True)]
             wanted = _by_rank(pairs, more)
             out: dict[tuple[int, int], int] = {}
             for pair, low, size in zip(pairs, least, more, strict=True):
-                room = min((plan.memory_limit - held[r]) * size // max(wanted[r], 1) for r in pair)
+                room = min((room_for - held[r]) * size // max(wanted[r], 1) for r in pair)
                 out[pair] = min(low + room // ALIGNED * ALIGNED, _up(MOST), _up(low + size))
             return out
     raise Infeasible(
-        f"a refit within {format_bytes(plan.memory_limit)} a rank: rank {max(held, key=lambda r: held[r])} needs "
-        f"{max(held.values())} bytes for a message to or from each of its peers; legal is that or more",
-        max(held.values()),
-        max(held.values()),
+        f"a refit within {format_bytes(limit)} a rank: rank {max(held, key=lambda r: held[r])} needs "
+        f"{max(held.values()) + beside} bytes for a message to or from each of its peers; legal is that or more",
+        max(held.values()) + beside,
+        max(held.values()) + beside,
     )
+
+
+def scratch_bytes(plan: RefitPlan) -> int:
+    """Return the bytes in which constants are added, of any rank: none where no parameter has another one."""
+    source, target = plan.source.families, plan.target.families
+    if all(source[m.source_family].entry.plus == target[m.target_family].entry.plus for m in plan.moves):
+        return 0
+    return SCRATCH if plan.memory_limit is None else max(min(SCRATCH, plan.memory_limit // 8) // 8 * 8, 8)
 
 
 def _by_rank(pairs: list[tuple[int, int]], sizes: list[int]) -> dict[int, int]:
@@ -102,7 +114,7 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
     shape: list[tuple[int, ...]] = []
     for k in range(len(rows)):
         sizes = tuple(rows.sizes[k].tolist())
-        for at, part in _pieces(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]:
+        for at, part in pieces(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]:
             number.append(k)
             start.append(at)
             shape.append(part)
@@ -121,7 +133,7 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
     )
 
 
-def _pieces(sizes: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def pieces(sizes: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a shape into parts (start, sizes) of at most so many elements, in order."""
     inner = 1
     for size in sizes[1:]:
@@ -131,5 +143,5 @@ def _pieces(sizes: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tu
         step = max(most // inner, 1)
         zero = (0,) * len(rest)
         return [((a, *zero), (min(step, sizes[0] - a), *rest)) for a in range(0, sizes[0], step)]
-    below = _pieces(rest, most)
+    below = pieces(rest, most)
     return [((a, *at), (1, *part)) for a in range(sizes[0]) for at, part in below]

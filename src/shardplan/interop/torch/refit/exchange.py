@@ -14,7 +14,7 @@ import torch
 from shardplan.core.dtypes import itemsize
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import torch_dtype
-from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, slots
+from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, pieces, scratch_bytes, slots
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
@@ -71,13 +71,13 @@ class RefitExchange:
                 self.cut[s, t] = chunks(plan, found.where((found.source == s) & (found.target == t)), size[s, t])
         self.here = found.where((found.source == rank) & (found.target == rank))
         self.staging = torch.empty(self._staged(), dtype=torch.uint8, device=device)
-        self.scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.scratch: torch.Tensor | None = None
         self.bind()
 
     @property
     def nbytes(self) -> int:
         """The bytes of staging and scratch: what the handle holds beside the parameters."""
-        return self.staging.nbytes + sum(x.nbytes for x in self.scratch.values())
+        return self.staging.nbytes + (0 if self.scratch is None else self.scratch.nbytes)
 
     def _staged(self) -> int:
         """The bytes of all slots; a slot is as long as its longest message that is staged."""
@@ -110,7 +110,8 @@ class RefitExchange:
 
     def _straight(self, chunk: RefitChunk, sends: bool) -> bool:
         """Whether a message is one contiguous run of a parameter in the dtype that travels."""
-        if len(chunk.rows) != 1:
+        side = self.source if sends else self.target
+        if len(chunk.rows) != 1 or side is None or side.held[0].local.device != self.device:
             return False
         strides = (chunk.rows.source_strides if sends else chunk.rows.target_strides)[0].tolist()
         length = 1
@@ -132,7 +133,7 @@ class RefitExchange:
 
     def _message(self, pair: tuple[int, int], chunk: RefitChunk, sends: bool) -> RefitMessage:
         peer = pair[1] if sends else pair[0]
-        if self._straight(chunk, sends) and self.bound[sends][0].device == self.device:  # pyright: ignore
+        if self._straight(chunk, sends):
             own = self._own(chunk.rows, 0, sends)
             data = torch.as_strided(own, (own.numel(),), (1,), own.storage_offset())
             return RefitMessage(peer, data.view(torch.uint8), RefitCopies())
@@ -168,9 +169,13 @@ class RefitExchange:
             copies.out_of.append(out_of)
             return
         wide = torch.float64 if torch.float64 in (into.dtype, out_of.dtype) else torch.float32
-        if wide not in self.scratch or self.scratch[wide].numel() < into.numel():
-            self.scratch[wide] = torch.empty(into.numel(), dtype=wide, device=into.device)
-        copies.added.append((into, out_of, self.scratch[wide][: into.numel()].view(into.shape), plus))
+        if self.scratch is None:
+            self.scratch = torch.empty(scratch_bytes(self.plan) // 8, dtype=torch.float64, device=into.device)
+        scratch = self.scratch.view(wide)
+        for at, sizes in pieces(tuple(into.shape), scratch.numel()):
+            within = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
+            part = into[within]
+            copies.added.append((part, out_of[within], scratch[: part.numel()].view(part.shape), plus))
 
     def _local(self) -> RefitCopies:
         """The copies between the parameters of a rank that has both sides."""
