@@ -20,7 +20,7 @@ from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import diff, output, reshard
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.reshard import fill_part
-from shardplan.interop.checkpoint.windows import PiecesOf, windows
+from shardplan.interop.checkpoint.windows import PiecesOf, clipped, windows
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
@@ -265,6 +265,22 @@ def test_small_windows_give_what_the_reference_says(size: int) -> None:
             assert used <= size
         for (name, _, _), array in zip(legal, made, strict=True):
             assert array.tobytes() == want[rank][name].tobytes(), (rank, name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"),
+    [((7,), (1,)), ((3, 4), (10, 1)), ((4, 3), (1, 4)), ((2, 3, 2), (20, 1, 7)), ((5, 1, 2), (2, 0, 1))],
+)
+def test_what_of_a_block_lies_in_a_window_is_all_of_it_once(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    every = {at: 3 + sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*sizes)}
+    for lo in range(0, 50, 3):
+        for hi in range(lo + 1, 50, 4):
+            found = [
+                tuple(a + i for a, i in zip(start, at, strict=True))
+                for start, part in clipped(sizes, strides, 3, lo, hi)
+                for at in np.ndindex(*part)
+            ]
+            assert sorted(found) == sorted(at for at, place in every.items() if lo <= place < hi)
 
 
 def test_padding_is_no_difference(tmp_path: Path) -> None:
