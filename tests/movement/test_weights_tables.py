@@ -1,4 +1,4 @@
-"""The shipped tables against what frameworks' own code makes: every ordered pair, random shapes and degrees, bit for bit."""
+"""The shipped tables against what frameworks' own code makes: every ordered pair, random shapes, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from movement import weights_frameworks as frameworks
 
 import shardplan as sp
+from movement import weights_frameworks as frameworks
 from shardplan.movement.weights.table import shipped
 
 Config = dict[str, Any]

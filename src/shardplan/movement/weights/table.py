@@ -1,10 +1,11 @@
 """`WeightTable`: how a framework stores a family of models, as data: families of parameters, and no names.
 
 A table is a TOML file with a family file beside it; both may stand on another (`base`), and what a file says wins over
-what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as products of atoms, whose sizes are arithmetic over
-the config. A table says `mesh` (and `meshes`, by name, on the same devices), `degrees` with defaults, `numbers` (axes
-that stand in the name), `atoms`, `split` (this side's own digits of an atom), `holes` (what stands in the name), and
-`parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`, `plus`.
+what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as
+products of atoms, whose sizes are arithmetic over the config. A table says `mesh` (and `meshes`, by name, on the same
+devices), `degrees` with defaults, `numbers` (axes that stand in the name), `atoms`, `split` (this side's own digits of
+an atom), `holes` (what stands in the name), and `parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`,
+`plus`.
 """
 
 from __future__ import annotations
