@@ -21,6 +21,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds as seconds_on
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
+from shardplan.movement.weights.blocks import check_blocks, check_scaled
 from shardplan.movement.weights.coverage import covering
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
 from shardplan.movement.weights.reference import moved
@@ -185,6 +186,9 @@ def refit(
     for side, value in (("source", source), ("target", target)):
         if not isinstance(value, Weights):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"the {side} of a refit is {shown(value)}; legal are Weights")
+    for side in (source, target):
+        check_blocks(side)
+    check_scaled(source, target)
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     ids = np.array(source.devices, dtype=np.int64), np.array(target.devices, dtype=np.int64)

@@ -238,7 +238,8 @@ def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str,
 
 def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
-        return config
+        inner = config.get("text_config")  # of models that also see
+        return config if not isinstance(inner, Mapping) else {**config, **inner}
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -247,7 +248,7 @@ def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a model's config.json") from None
     if not isinstance(found, dict):
         raise ParseError(f"{line(path)}: {shown(found)}; legal is a model's config.json, an object")
-    return found
+    return _config(found)
 
 
 def _spans(devices: tuple[int, ...]) -> str:
