@@ -16,6 +16,7 @@ Reading order:
 - `contents`    what receivers hold and owners have along a dim, and how they overlap
 - `owners`      who sends what
 - `blocks`      block scales stay with their blocks
+- `state`       optimizer state, stored as its parameters are
 - `coverage`    the proof that every element has an owner
 - `regions`     strided blocks between named parameters, of one rank
 - `reference`   a refit on numpy arrays

@@ -34,9 +34,9 @@ def check_scaled(source: Weights, target: Weights) -> None:
         for scale, tensor, _ in has.table.scales:
             if scale in has.tensors and tensor in stored and scale not in stored:
                 raise LayoutError(
-                    f"{tensor} is {_dtype(has, tensor)} with block scales ({scale}) in {has.table.name or 'one side'} and "
-                    f"{_dtype(lacks, tensor)} without in {lacks.table.name or 'the other'}; legal are two sides with "
-                    "scales, or two without: quantise or dequantise on one side first"
+                    f"{tensor} is {_dtype(has, tensor)} with block scales ({scale}) in {has.table.name or 'one side'} "
+                    f"and {_dtype(lacks, tensor)} without in {lacks.table.name or 'the other'}; legal are two sides "
+                    "with scales, or two without: quantise or dequantise on one side first"
                 )
 
 

@@ -22,7 +22,7 @@ from shardplan.hardware.prices.cost import seconds as seconds_on
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.weights.blocks import check_blocks, check_scaled
-from shardplan.movement.weights.coverage import covering
+from shardplan.movement.weights.coverage import check_owners, covering
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
 from shardplan.movement.weights.reference import moved
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
@@ -58,6 +58,12 @@ class RefitPlan:
     @cached_property
     def _writer(self) -> RegionWriter:
         return RegionWriter(self.source.families, self.target.families)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The logical tensors of the source that nothing of the target takes, in order of the source."""
+        taken = {t for f in self.target.families for t in f.tensors}
+        return tuple(dict.fromkeys(t for f in self.source.families for t in f.tensors if t not in taken))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -189,6 +195,7 @@ def refit(
     for side in (source, target):
         check_blocks(side)
     check_scaled(source, target)
+    check_owners(source, target)
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     ids = np.array(source.devices, dtype=np.int64), np.array(target.devices, dtype=np.int64)

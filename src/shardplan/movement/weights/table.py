@@ -62,8 +62,8 @@ class WeightTable:
     """A table with its family, complete: nothing refers to another file.
 
     `meshes` has the axes of each mesh, major first, that of `""` first; `tensors` the dims of logical tensors; `same`
-    which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the blocks, a size
-    a dim; `dtypes` those of tensors that do not have the side's.
+    which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the sizes of
+    a block; `dtypes` those of tensors that do not have the side's.
     """
 
     name: str
@@ -211,7 +211,9 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     if "" not in meshes:
         raise LayoutError(f"{where}: no mesh; legal is mesh = a list of axes, major first")
     same = [(k, _field(where, v, "as"), str(v.get("when", ""))) for k, v in section("same", family).items()]
-    scales = [(k, _field(where, v, "of"), tuple(map(str, v.get("block", ())))) for k, v in section("scales", family).items()]
+    scales = [
+        (k, _field(where, v, "of"), tuple(map(str, v.get("block", ())))) for k, v in section("scales", family).items()
+    ]
     degrees = section("degrees", data)
     for key, value in degrees.items():
         if isinstance(value, bool) or not isinstance(value, str | int):
