@@ -111,6 +111,7 @@ def test_the_last_block_of_a_latent_may_be_partial() -> None:
     found = sp.Weights.load("hf-deepseek-v3-fp8", LATENT)
     assert found.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", 0) == (576, 512)
     assert found.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv", 0) == (5, 4)
+    assert sp.refit(found, sp.Weights.load("vllm-deepseek-v3-fp8", LATENT, tensor=2, devices=[1, 2])).moves
 
 
 def test_scales_on_one_side_alone_are_refused() -> None:

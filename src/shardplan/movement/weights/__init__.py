@@ -21,4 +21,5 @@ Reading order:
 - `regions`     strided blocks between named parameters, of one rank
 - `reference`   a refit on numpy arrays
 - `refit`       the verb
+- `probe`       a table compared with what the framework's own loader makes
 """
