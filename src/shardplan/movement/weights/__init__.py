@@ -17,6 +17,7 @@ Reading order:
 - `owners`      who sends what
 - `blocks`      block scales stay with their blocks
 - `state`       optimizer state, stored as its parameters are
+- `limits`      the least seconds in which all can arrive
 - `coverage`    the proof that every element has an owner
 - `regions`     strided blocks between named parameters, of one rank
 - `reference`   a refit on numpy arrays

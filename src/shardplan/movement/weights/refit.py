@@ -23,6 +23,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.weights.blocks import check_blocks, check_scaled
 from shardplan.movement.weights.coverage import check_owners, covering
+from shardplan.movement.weights.limits import demand_of, least_seconds
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
 from shardplan.movement.weights.reference import moved
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
@@ -134,6 +135,18 @@ class RefitPlan:
             return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
         busiest = max(max(self.sent_bytes, default=0), max(self.received_bytes, default=0))
         return busiest / BANDWIDTH + (LATENCY if busiest else 0.0)
+
+    @cached_property
+    def bound(self) -> float:
+        """The least seconds in which all elements can arrive, whoever sends them; see `limits`."""
+        fabric = None
+        if self.topology is not None:
+            fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
+        moves = enumerate(self.moves)
+        families = self.source.families
+        return least_seconds(
+            [demand_of(m, families[m.source_family], self._ids, self.itemsizes(k)[2]) for k, m in moves], fabric
+        )
 
     def apply(self, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, np.ndarray]]:
         """Run the plan on numpy arrays: the reference of what every other way to run it must give, bit for bit.
