@@ -1,4 +1,4 @@
-"""What frameworks hold, from a checkpoint of Hugging Face, made as their own code makes it: whole tensors, loops, names.
+"""What frameworks hold, from a checkpoint of Hugging Face, made as their own code makes it: whole tensors.
 
 Nothing of shardplan is imported: these are what the tables and refits are compared with. Each function names the file
 and the commit whose order of cutting and joining it follows.
@@ -87,7 +87,7 @@ def hugging_face(c: Config, w: Named, replica: int = 1) -> dict[int, Named]:
 
 
 def hugging_face_5(c: Config, w: Named, replica: int = 1) -> dict[int, Named]:
-    """In memory: transformers 000c33f, conversion_mapping.py: MergeModulelist over experts, Concatenate of gate and up."""
+    """In memory: transformers 000c33f, conversion_mapping.py (MergeModulelist of experts, Concatenate)."""
     out = {name: a for name, a in w.items() if ".experts." not in name}
     for k in range(c["num_hidden_layers"]):
         every = experts(c, w, k)
@@ -287,7 +287,7 @@ def chunked(a: Array, n: int, k: int, axis: int = 0) -> Array:
 def fsdp2(
     c: Config, w: Named, tensor: int = 1, data: int = 1, replica: int = 1, meta: bool = False
 ) -> dict[int, Named]:
-    """torch 2.13: tensor parallelism first, then FSDP2 chunks dim 0 of what is local (_fsdp_param.py). With `meta` under
+    """torch 2.13: tensor parallelism first, then FSDP2 chunks dim 0 of what is local (_fsdp_param.py); `meta`: under
     torchtitan's names and rotary order (b5bcd76, models/llama3/state_dict_adapter.py, `_permute`).
     """  # fmt: skip
     names = {

@@ -50,7 +50,7 @@ class Oracle:
 
     def __init__(self, weights: Weights) -> None:
         self.w = weights
-        self.sizes = weights._sizes
+        self.sizes = weights.sizing
         self.tables = {k: v for k, v in weights.given if not isinstance(v, int)}
 
     def size(self, atom: str) -> int:
@@ -104,7 +104,7 @@ class Oracle:
             axes = self.sizes.meshes[entry.mesh]
             at = dict(zip(axes, np.unravel_index(place, tuple(axes.values())) if axes else (), strict=True))
             at = {k: int(v) for k, v in at.items()}
-            chosen = {k: {"first": 0, "last": -1}.get(v, v) for k, v in entry.on}
+            chosen = {k: {"first": 0, "last": -1}[v] if isinstance(v, str) else v for k, v in entry.on}
             full = axes | numbers
             chosen = {k: v % full.get(k, 10**9) if v >= 0 else full.get(k, 0) - 1 for k, v in chosen.items()}
             if any(at[k] != v for k, v in chosen.items() if k in at):

@@ -15,8 +15,12 @@ Reading order:
 - `weights`     `Weights`: one side
 - `contents`    what receivers hold and owners have along a dim, and how they overlap
 - `owners`      who sends what
+- `blocks`      block scales stay with their blocks
+- `state`       optimizer state, stored as its parameters are
+- `limits`      the least seconds in which all can arrive
 - `coverage`    the proof that every element has an owner
 - `regions`     strided blocks between named parameters, of one rank
 - `reference`   a refit on numpy arrays
 - `refit`       the verb
+- `probe`       a table compared with what the framework's own loader makes
 """

@@ -14,6 +14,46 @@ from shardplan.movement.weights.owners import family_cells
 from shardplan.movement.weights.weights import Weights
 
 
+def check_owners(source: Weights, target: Weights) -> None:
+    """Raise `LayoutError` where a tensor has owners whose values may differ.
+
+    Two tensors that are one in the target (tied) and two in the source are such; so are two stored parameters of the
+    source that hold one tensor in other dtypes, or with another constant added.
+    """
+    stored = {t for f in source.families for t in f.tensors}
+    for tensor, other, _ in target.table.same:
+        if {tensor, other} <= stored and target.sizing.same(tensor) != tensor:
+            a, b = (next(f for f in source.families if t in f.tensors) for t in (tensor, other))
+            c = next((f for f in target.families if other in f.tensors), None)
+            raise LayoutError(
+                f"{c.entry.name if c else other} = {c}: {tensor} and {other} are one here, and in {_name(source)} two "
+                f"that may differ, {a.entry.name} = {a} and {b.entry.name} = {b}; legal are "
+                "configs that tie both or none"
+            )
+    first: dict[str, StoredFamily] = {}
+    for family in source.families:
+        for tensor in family.tensors:
+            old = first.setdefault(tensor, family)
+            if (old.dtype, old.entry.plus) != (family.dtype, family.entry.plus):
+                raise LayoutError(
+                    f"{tensor} has owners that may differ in {_name(source)}: element {_zero(source, tensor)} is in "
+                    f"{old.entry.name} = {old} as {_kind(old)} and in {family.entry.name} = {family} as {_kind(family)}"
+                    "; legal is one dtype and one constant"
+                )
+
+
+def _name(side: Weights) -> str:
+    return side.table.name or "the source"
+
+
+def _kind(family: StoredFamily) -> str:
+    return family.dtype + (f" less {family.entry.plus}" if family.entry.plus else "")
+
+
+def _zero(side: Weights, tensor: str) -> list[int]:
+    return [first for first, _ in side.tensors[tensor].ranges]
+
+
 def covering(
     source: Weights, target: Weights, family: StoredFamily, tensor: str, contents: tuple[DimContents, ...]
 ) -> tuple[int, tuple[DimCells, ...]]:
@@ -22,7 +62,7 @@ def covering(
     Raises `LayoutError` naming the parameter, the first element without an owner, and both expressions.
     """
     owners = [k for k, f in enumerate(source.families) if tensor in f.tensors]
-    where = source.table.name or "the source"
+    where = _name(source)
     if not owners:
         raise LayoutError(f"{family.entry.name} = {family}: {where} stores no {tensor}; legal is a source that does")
     a, b = source.tensors[tensor], target.tensors[tensor]

@@ -157,6 +157,27 @@ class _Groups:
         return self.places[self.ptr[groups][:, None] + np.arange(count)]
 
 
+class OwnerGroups:
+    """Who owns each cell of a tensor in a stored parameter, over all its dims together."""
+
+    def __init__(self, groups: _Groups, sizes: list[int]) -> None:
+        """Take the groups of places, and the number of cells of every dim."""
+        self.groups, self.sizes = groups, sizes
+
+    @staticmethod
+    def of(family: StoredFamily, tensor: str, cells: tuple[DimCells, ...]) -> OwnerGroups:
+        """Return the owners of a tensor's cells."""
+        return OwnerGroups(_Groups(*_source_codes(family, tensor, cells)), [c.count for c in cells])
+
+    def places_of(self, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return rows (number of the cell in `cell` [n, dims], place), as two arrays."""
+        found = self.groups.find(_code(cell, self.sizes))
+        count = self.groups.count(found)
+        which = np.repeat(np.arange(len(cell)), count)
+        at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.groups.ptr[found], count)
+        return which, self.groups.places[at]
+
+
 Shares = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 

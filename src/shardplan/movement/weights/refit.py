@@ -21,7 +21,9 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds as seconds_on
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
-from shardplan.movement.weights.coverage import covering
+from shardplan.movement.weights.blocks import check_blocks, check_scaled
+from shardplan.movement.weights.coverage import check_owners, covering
+from shardplan.movement.weights.limits import demand_of, least_seconds
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
 from shardplan.movement.weights.reference import moved
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
@@ -57,6 +59,12 @@ class RefitPlan:
     @cached_property
     def _writer(self) -> RegionWriter:
         return RegionWriter(self.source.families, self.target.families)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The logical tensors of the source that nothing of the target takes, in order of the source."""
+        taken = {t for f in self.target.families for t in f.tensors}
+        return tuple(dict.fromkeys(t for f in self.source.families for t in f.tensors if t not in taken))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -128,6 +136,18 @@ class RefitPlan:
         busiest = max(max(self.sent_bytes, default=0), max(self.received_bytes, default=0))
         return busiest / BANDWIDTH + (LATENCY if busiest else 0.0)
 
+    @cached_property
+    def bound(self) -> float:
+        """The least seconds in which all elements can arrive, whoever sends them; see `limits`."""
+        fabric = None
+        if self.topology is not None:
+            fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
+        moves = enumerate(self.moves)
+        families = self.source.families
+        return least_seconds(
+            [demand_of(m, families[m.source_family], self._ids, self.itemsizes(k)[2]) for k, m in moves], fabric
+        )
+
     def apply(self, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, np.ndarray]]:
         """Run the plan on numpy arrays: the reference of what every other way to run it must give, bit for bit.
 
@@ -185,6 +205,10 @@ def refit(
     for side, value in (("source", source), ("target", target)):
         if not isinstance(value, Weights):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"the {side} of a refit is {shown(value)}; legal are Weights")
+    for side in (source, target):
+        check_blocks(side)
+    check_scaled(source, target)
+    check_owners(source, target)
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     ids = np.array(source.devices, dtype=np.int64), np.array(target.devices, dtype=np.int64)

@@ -60,7 +60,7 @@ class RefitRegions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
+class DimBlocks:
     """Blocks along one dim that are alike but for where they are: names and offsets on both ends."""
 
     levels: tuple[Level, ...]
@@ -107,7 +107,7 @@ class RegionWriter:
         """Take the families of both sides."""
         self.families = (source, target)
         self.ends: dict[tuple[int, int, int], MoveEnd] = {}
-        self.blocks: dict[tuple[object, ...], list[_Blocks]] = {}
+        self.blocks: dict[tuple[object, ...], list[DimBlocks]] = {}
 
     def end(self, side: int, family: int, place: int) -> MoveEnd:
         """Return an end, remembered."""
@@ -129,7 +129,7 @@ class RegionWriter:
         for levels, at in groups:
             yield _fewest(levels, at)
 
-    def dim(self, number: int, move: FamilyMove, row: int, d: int, target: MoveEnd, source: MoveEnd) -> list[_Blocks]:
+    def dim(self, number: int, move: FamilyMove, row: int, d: int, target: MoveEnd, source: MoveEnd) -> list[DimBlocks]:
         """Return the blocks of one dim of a share, remembered."""
         t_runs, s_runs = target.family.tensors[move.tensor][d], source.family.tensors[move.tensor][d]
         part = (int(move.first[row]), int(move.last[row]), int(move.parts[row])) if move.cut[row] == d else (0, 1, 1)
@@ -180,7 +180,7 @@ def _apart(rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 
 def _blocks(
     target: tuple[np.ndarray, ...], source: tuple[np.ndarray, ...], legal: tuple[np.ndarray, np.ndarray]
-) -> list[_Blocks]:
+) -> list[DimBlocks]:
     source = _apart(source)
     ia, ib = meet(*legal, source[0], source[0] + source[1])
     start = np.maximum(legal[0][ia], source[0][ib])
@@ -229,11 +229,11 @@ def _progressions(table: np.ndarray) -> list[tuple[tuple[Level, ...], tuple[int,
     return out
 
 
-def _grouped(found: list[tuple[tuple[Level, ...], tuple[int, ...]]]) -> list[_Blocks]:
+def _grouped(found: list[tuple[tuple[Level, ...], tuple[int, ...]]]) -> list[DimBlocks]:
     by_levels: dict[tuple[Level, ...], list[tuple[int, ...]]] = {}
     for levels, at in found:
         by_levels.setdefault(levels, []).append(at)
-    return [_Blocks(levels, np.array(at, dtype=np.int64)) for levels, at in by_levels.items()]
+    return [DimBlocks(levels, np.array(at, dtype=np.int64)) for levels, at in by_levels.items()]
 
 
 def _fewest(levels: tuple[Level, ...], at: np.ndarray) -> tuple[tuple[Level, ...], np.ndarray]:

@@ -129,9 +129,12 @@ class TableSizes(Mapping[str, int]):
                 f"{entry.name} is on the mesh {entry.mesh}; legal are {', '.join(filter(None, self.meshes))}"
             )
         terms = Terms(self, dict(self.table.split), dict(self.table.holes), self.tables, self.numbers)
-        found = lower(
-            entry, [self.tensor(t) for t in entry.form.tensors], axes, terms, short_name(entry.dtype or dtype)
-        )
+        known = dict(self.table.dtypes)
+        dtypes = {known.get(t, "") for t in entry.form.tensors}
+        if len(dtypes) > 1 and not entry.dtype:
+            raise LayoutError(f"{entry.name} joins tensors of {' and '.join(sorted(dtypes))}; legal is one dtype")
+        dtype = entry.dtype or next(iter(dtypes), "") or dtype
+        found = lower(entry, [self.tensor(t) for t in entry.form.tensors], axes, terms, short_name(dtype))
         renamed = {self.same(t): runs for t, runs in found.tensors.items()}
         if len(renamed) < len(found.tensors):
             raise LayoutError(f"{entry.name} holds one tensor twice; legal is each once")

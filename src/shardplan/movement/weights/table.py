@@ -1,10 +1,11 @@
 """`WeightTable`: how a framework stores a family of models, as data: families of parameters, and no names.
 
 A table is a TOML file with a family file beside it; both may stand on another (`base`), and what a file says wins over
-what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as products of atoms, whose sizes are arithmetic over
-the config. A table says `mesh` (and `meshes`, by name, on the same devices), `degrees` with defaults, `numbers` (axes
-that stand in the name), `atoms`, `split` (this side's own digits of an atom), `holes` (what stands in the name), and
-`parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`, `plus`.
+what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as
+products of atoms, whose sizes are arithmetic over the config. A table says `mesh` (and `meshes`, by name, on the same
+devices), `degrees` with defaults, `numbers` (axes that stand in the name), `atoms`, `split` (this side's own digits of
+an atom), `holes` (what stands in the name), and `parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`,
+`plus`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ On = tuple[tuple[str, str | int], ...]
 _KEYS = {
     "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
               "holes", "parameters", "without"),
-    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales"),
+    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes"),
 }  # fmt: skip
 _MOST_BASES = 8
 
@@ -61,7 +62,8 @@ class WeightTable:
     """A table with its family, complete: nothing refers to another file.
 
     `meshes` has the axes of each mesh, major first, that of `""` first; `tensors` the dims of logical tensors; `same`
-    which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the blocks.
+    which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the sizes of
+    a block; `dtypes` those of tensors that do not have the side's.
     """
 
     name: str
@@ -72,7 +74,8 @@ class WeightTable:
     atoms: Pairs
     tensors: Pairs
     same: tuple[tuple[str, str, str], ...]
-    scales: tuple[tuple[str, str, tuple[int, ...]], ...]
+    scales: tuple[tuple[str, str, tuple[str, ...]], ...]
+    dtypes: Pairs
     split: Pairs
     holes: Pairs
     parameters: tuple[TableParameter, ...]
@@ -107,6 +110,7 @@ class WeightTable:
             "of.tensors": list(self.tensors),
             "of.same": [(name, {"as": other, "when": when}) for name, other, when in self.same],
             "of.scales": [(name, {"of": other, "block": list(block)}) for name, other, block in self.scales],
+            "of.dtypes": list(self.dtypes),
             "split": list(self.split),
             "holes": list(self.holes),
         }
@@ -207,7 +211,9 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     if "" not in meshes:
         raise LayoutError(f"{where}: no mesh; legal is mesh = a list of axes, major first")
     same = [(k, _field(where, v, "as"), str(v.get("when", ""))) for k, v in section("same", family).items()]
-    scales = [(k, _field(where, v, "of"), tuple(v.get("block", ()))) for k, v in section("scales", family).items()]
+    scales = [
+        (k, _field(where, v, "of"), tuple(map(str, v.get("block", ())))) for k, v in section("scales", family).items()
+    ]
     degrees = section("degrees", data)
     for key, value in degrees.items():
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -222,6 +228,7 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
         texts("tensors", family),
         tuple(same),
         tuple(scales),
+        texts("dtypes", family),
         texts("split", data),
         texts("holes", data),
         tuple(_parameter(where, p) for p in data.get("parameters", [])),

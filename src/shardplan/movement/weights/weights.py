@@ -113,31 +113,32 @@ class Weights:
     @cached_property
     def mesh(self) -> Mesh:
         """The table's mesh with its sizes and devices."""
-        return Mesh({a: self._sizes.degrees[a] for a in self.table.meshes[0][1]} or {"device": 1}, devices=self.devices)
+        return Mesh({a: self.sizing.degrees[a] for a in self.table.meshes[0][1]} or {"device": 1}, devices=self.devices)
 
     @cached_property
     def degrees(self) -> dict[str, int]:
         """Every degree, those by default too."""
-        return dict(self._sizes.degrees)
+        return dict(self.sizing.degrees)
 
     @cached_property
-    def _sizes(self) -> TableSizes:
+    def sizing(self) -> TableSizes:
+        """The sizes of atoms, degrees and meshes."""
         return TableSizes(self.table, dict(self.config), dict(self.given))
 
     def asked(self) -> set[str]:
         """Return the keys of the config that the table asks for."""
         _ = self.families
-        return self._sizes.used
+        return self.sizing.used
 
     @cached_property
     def tensors(self) -> dict[str, LogicalTensor]:
         """The logical tensors that are stored, by name."""
-        return {t: self._sizes.tensor(t) for f in self.families for t in f.tensors}
+        return {t: self.sizing.tensor(t) for f in self.families for t in f.tensors}
 
     @cached_property
     def families(self) -> tuple[StoredFamily, ...]:
         """The stored parameters that this config has, lowered, in order of the table."""
-        found = tuple(self._sizes.family(p, self.dtype) for p in self.table.parameters if self._sizes.has(p))
+        found = tuple(self.sizing.family(p, self.dtype) for p in self.table.parameters if self.sizing.has(p))
         if not found:
             raise LayoutError(f"{self.table.name or 'the table'} stores no parameter; legal is at least one")
         return found
@@ -237,7 +238,8 @@ def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str,
 
 def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
-        return config
+        inner = config.get("text_config")  # of models that also see
+        return config if not isinstance(inner, Mapping) else {**config, **inner}
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -246,7 +248,7 @@ def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a model's config.json") from None
     if not isinstance(found, dict):
         raise ParseError(f"{line(path)}: {shown(found)}; legal is a model's config.json, an object")
-    return found
+    return _config(found)
 
 
 def _spans(devices: tuple[int, ...]) -> str:
