@@ -15,6 +15,7 @@ name for. Reading order:
 - `place`              rankings of placements, and reduction programs
 - `audit`              what a launch's audit says
 - `measured`           what `validate` and `calibrate` print
+- `weights`            what the commands about weights print
 - `lab_text`           what the commands of the lab print
 - `lab_picture`        what they draw
 - `text`               what the commands about plans print, and the JSON of all
