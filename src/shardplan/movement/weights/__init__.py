@@ -14,6 +14,8 @@ Reading order:
 - `binding`     tensors by name compared with what a rank should have
 - `weights`     `Weights`: one side
 - `contents`    what receivers hold and owners have along a dim, and how they overlap
+- `spreading`   shares of owners that serve the same
+- `relays`      receivers of one node that pass on
 - `owners`      who sends what
 - `blocks`      block scales stay with their blocks
 - `state`       optimizer state, stored as its parameters are

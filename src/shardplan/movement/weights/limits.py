@@ -8,7 +8,7 @@ stages that share no sender count at the same time, and a stage whose owners are
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,14 +35,22 @@ class Demand:
     apart: bool
 
 
-def demand_of(move: FamilyMove, source: StoredFamily, ids: tuple[np.ndarray, np.ndarray], itemsize: int) -> Demand:
-    """Return what a move must bring, of which `itemsize` bytes an element travel."""
-    keys = np.concatenate([move.content, move.cell], axis=1)
+def demand_of(
+    move: FamilyMove,
+    relay: FamilyMove | None,
+    source: StoredFamily,
+    ids: tuple[np.ndarray, np.ndarray],
+    itemsize: int,
+) -> Demand:
+    """Return what a move must bring, with what receivers pass on; `itemsize` bytes an element travel."""
+    both = [move] if relay is None else [move, relay]
+    keys = np.concatenate([np.concatenate([m.content, m.cell], axis=1) for m in both])
+    target, elements = (np.concatenate([getattr(m, name) for m in both]) for name in ("target", "elements"))
     found, block = np.unique(keys, axis=0, return_inverse=True)
     block = block.reshape(-1)
-    pairs, row = np.unique(np.stack([block, ids[1][move.target]], axis=1), axis=0, return_inverse=True)
+    pairs, row = np.unique(np.stack([block, ids[1][target]], axis=1), axis=0, return_inverse=True)
     size = np.zeros(len(pairs), dtype=np.int64)
-    np.add.at(size, row.reshape(-1), move.elements * itemsize)
+    np.add.at(size, row.reshape(-1), elements * itemsize)
     nbytes = np.zeros(len(found), dtype=np.int64)
     np.maximum.at(nbytes, pairs[:, 0], size)
     owners = OwnerGroups.of(source, move.tensor, move.cells)
@@ -58,13 +66,18 @@ def _disjoint(contents: DimContents) -> bool:
 
 def least_seconds(demands: Sequence[Demand], fabric: Fabric | None) -> float:
     """Return a lower bound on the seconds of a refit; without a fabric that of the nominal rate and latency."""
-    devices = np.unique(np.concatenate([np.zeros(0, np.int64), *(x[:, 1] for d in demands for x in (d.wanted, d.owned))]))
+    devices = np.unique(
+        np.concatenate([np.zeros(0, np.int64), *(x[:, 1] for d in demands for x in (d.wanted, d.owned))])
+    )
     if fabric is None:
         enter, left = _at_level(demands, devices, devices)
         most = max(
             most_over(enter, np.full(len(enter), BANDWIDTH)), *(size / (len(s) * BANDWIDTH) for s, size in left), 0.0
         )
         return most + LATENCY if most else 0.0
+    # By messages, as every refit moves: a collective may reach more of a rate.
+    rows = fabric.library.serving("messages", "auto")
+    fabric = fabric.under(replace(fabric.library, rows=tuple(rows)))
     at = fabric.topology_ids(devices)
     worst = [Bound(0.0, 0.0)]
     for j, wires in enumerate(fabric.wires):

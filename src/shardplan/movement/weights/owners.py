@@ -15,9 +15,8 @@ import numpy as np
 from shardplan.movement.weights.contents import DimCells, DimContents, cells_of, contents_of, overlap_of
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.lowered import DimRuns
-
-SMALL = 1 << 16  # bytes of a share: a message of 64 kB takes about as long as its latency (nominal: 5 us at 50 GB/s)
-_FINE = 8  # a dim is cut into n shares that differ by one index; from 8 n indices on that is little
+from shardplan.movement.weights.relays import fed_once
+from shardplan.movement.weights.spreading import Shares, spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +72,13 @@ def move_of(
     cells: tuple[DimCells, ...],
     itemsize: int,
     turn: int,
-) -> FamilyMove:
-    """Return who sends what between two families: (number, family, device ids) of the source and of the target."""
+    node: np.ndarray | None = None,
+) -> tuple[FamilyMove, FamilyMove]:
+    """Return who sends what between two families: (number, family, device ids) of the source and of the target.
+
+    The second has what receivers of one node (`node` [places of the target]) pass on among them, from target to target;
+    it is empty where `node` is None.
+    """
     (source_number, source, source_ids), (target_number, target, target_ids) = sides
     overlaps = [overlap_of(c, s) for c, s in zip(contents, cells, strict=True)]
     grid = np.meshgrid(*(np.arange(len(o.length)) for o in overlaps), indexing="ij")
@@ -87,7 +91,18 @@ def move_of(
     owners = _Groups(*_source_codes(source, tensor, cells))
     wants = receivers.find(_code(content, [len(c.ptr) - 1 for c in contents]))
     has = owners.find(_code(cell, [c.count for c in cells]))
-    shares = _shares(receivers, owners, wants, has, length, itemsize, turn, (source_ids, target_ids))
+    ids = source_ids, target_ids
+    shares = _shares(receivers, owners, wants, has, length, itemsize, turn, ids, node)
+
+    def made(found: Shares, number: int) -> FamilyMove:
+        head = tensor, number, target_number, contents, cells
+        return FamilyMove(*head, *_columns_of(found, content, cell, length))
+
+    return made(shares[0], source_number), made(shares[1], target_number)
+
+
+def _columns_of(shares: Shares, content: np.ndarray, cell: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
+    """The columns of a move: places, contents and cells of its shares, parts and elements; empty shares dropped."""
     combo, to, by, cut, first, last, parts = shares
     elements = np.prod(length[combo], axis=1, dtype=np.int64) if length.shape[1] else np.ones(len(combo), np.int64)
     whole = length[combo, cut] if length.shape[1] else np.ones(len(combo), np.int64)
@@ -95,7 +110,7 @@ def move_of(
     elements = elements // np.maximum(whole, 1) * part
     kept = elements > 0
     arrays = (to, by, content[combo], cell[combo], cut, first, last, parts, elements)
-    return FamilyMove(tensor, source_number, target_number, contents, cells, *(a[kept] for a in arrays))
+    return [a[kept] for a in arrays]
 
 
 def _columns(arrays: list[np.ndarray], count: int) -> np.ndarray:
@@ -174,11 +189,12 @@ class OwnerGroups:
         found = self.groups.find(_code(cell, self.sizes))
         count = self.groups.count(found)
         which = np.repeat(np.arange(len(cell)), count)
-        at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.groups.ptr[found], count)
+        at = (
+            np.arange(len(which))
+            - np.repeat(np.cumsum(count) - count, count)
+            + np.repeat(self.groups.ptr[found], count)
+        )
         return which, self.groups.places[at]
-
-
-Shares = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def _shares(
@@ -190,9 +206,11 @@ def _shares(
     itemsize: int,
     turn: int,
     ids: tuple[np.ndarray, np.ndarray],
-) -> Shares:
-    """The shares of every combination of content and cell: combination, receiver, owner, cut, first, last, parts."""
+    node: np.ndarray | None,
+) -> tuple[Shares, Shares]:
+    """The shares of every combination of content and cell, from owners and between receivers of a node."""
     out: list[Shares] = []
+    passed: list[Shares] = []
     together = len(np.intersect1d(ids[0], ids[1])) > 0
     d, s = receivers.count(wants), owners.count(has)
     size = np.prod(length, axis=1, dtype=np.int64) * itemsize if length.shape[1] else np.full(len(d), itemsize)
@@ -205,7 +223,17 @@ def _shares(
             for k in np.flatnonzero(mine):
                 out += _with_own(combos[k], to[k], by[k], own[k], length, size, turn)
             combos, to, by = combos[~mine], to[~mine], by[~mine]
-        out += _spread(combos, to, by, length, size, turn)
+        elif node is not None and dd > 1 and len(combos):
+            outside, inside, served = fed_once(combos, to, by, node[to], length, size, turn)
+            out.append(outside)
+            passed.append(inside)
+            combos, to, by = combos[~served], to[~served], by[~served]
+        out += spread(combos, to, by, length, size, turn)
+    return _sorted(out), _sorted(passed)
+
+
+def _sorted(out: list[Shares]) -> Shares:
+    """Shares together, in order of the combinations."""
     if not out:
         return tuple(np.zeros(0, dtype=np.int64) for _ in range(7))  # pyright: ignore[reportReturnType]
     combo, *rest = (np.concatenate(column) for column in zip(*out, strict=True))
@@ -224,58 +252,5 @@ def _with_own(
     found: list[Shares] = [(np.full(len(at), combo), to[at], by[mine], zero, zero, one, one)]
     others = np.setdiff1d(np.arange(len(to)), at)
     if len(others):
-        found += _spread(np.array([combo]), to[others][None], by[None], length, size, turn)
+        found += spread(np.array([combo]), to[others][None], by[None], length, size, turn)
     return found
-
-
-def _spread(
-    combos: np.ndarray, to: np.ndarray, by: np.ndarray, length: np.ndarray, size: np.ndarray, turn: int
-) -> list[Shares]:
-    """The shares of combinations of D receivers [combos, D] and S owners [combos, S] each."""
-    if not len(combos):
-        return []
-    d, s = to.shape[1], by.shape[1]
-    parts = s // math.gcd(d, s)
-    small = size[combos] < parts * SMALL
-    if not length.shape[1] or parts == 1:
-        small = np.ones(len(combos), dtype=bool)
-    found: list[Shares] = []
-    for some, pieces in ((small, 1), (~small, parts)):
-        if not some.any():
-            continue
-        j, owner, first, last = _template(d, s, pieces)
-        n, k = int(some.sum()), len(j)
-        cut = np.repeat(_cut_dim(length[combos[some]], pieces), k)
-        # In turn, so that the one index that some shares have more does not meet the same owner every time.
-        shift = (combos[some] + turn) % s if d % s else np.zeros(n, dtype=np.int64)
-        chosen = (owner[None] + shift[:, None]) % s
-        sender = np.take_along_axis(by[some], chosen, axis=1).reshape(-1)
-        sizes = np.tile(first, n), np.tile(last, n), np.full(n * k, pieces, dtype=np.int64)
-        found.append((np.repeat(combos[some], k), to[some][:, j].reshape(-1), sender, cut, *sizes))
-    return found
-
-
-def _template(d: int, s: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of d receivers and s owners, each copy in `parts`: receiver, owner, first part and last of every share."""
-    if parts == 1:
-        j = np.arange(d, dtype=np.int64)
-        owner = j * s // d if d >= s else j
-        return j, owner, np.zeros_like(j), np.ones_like(j)
-    rows: list[tuple[int, int, int, int]] = []
-    each = d * parts // s
-    for j in range(d):
-        at = j * parts
-        while at < (j + 1) * parts:
-            end = min((at // each + 1) * each, (j + 1) * parts)
-            rows.append((j, at // each, at - j * parts, end - j * parts))
-            at = end
-    columns = np.array(rows, dtype=np.int64).T
-    return columns[0], columns[1], columns[2], columns[3]
-
-
-def _cut_dim(length: np.ndarray, parts: int) -> np.ndarray:
-    """The dim along which every combination is cut: the first that is cut evenly enough, else the longest."""
-    if not length.shape[1]:
-        return np.zeros(len(length), dtype=np.int64)
-    fine = (length % parts == 0) | (length >= _FINE * parts)
-    return np.where(fine.any(axis=1), np.argmax(fine, axis=1), np.argmax(length, axis=1))

@@ -31,6 +31,15 @@ class Refitting(Protocol):
         """What goes between families."""
         ...
 
+    @property
+    def relays(self) -> tuple[FamilyMove, ...]:
+        """What is passed on inside nodes."""
+        ...
+
+    def passed_on(self, rank: int) -> RefitRegions:
+        """Return what a rank passes on, and is passed."""
+        ...
+
     def regions(self, rank: int) -> RefitRegions:
         """Return what a rank sends and receives."""
         ...
@@ -58,13 +67,26 @@ def moved(plan: Refitting, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int,
         plan.source.check(named, rank)
         held[rank] = [np.ascontiguousarray(named[name]) for name in plan.source.names(rank)]
     out: dict[int, dict[str, np.ndarray]] = {}
+    filled: dict[int, list[np.ndarray]] = {}
     for rank in plan.target.devices:
         legal = plan.target.parameters(rank)
         made = [np.zeros(shape, numpy_dtype(dtype)) for _, shape, dtype in legal]
         found = plan.regions(rank)
         copied(plan, found.where(found.target == rank), held, made)
+        filled[rank] = made
         out[rank] = {name: array for (name, _, _), array in zip(legal, made, strict=True)}
+    for rank in plan.target.devices if plan.relays else ():
+        passed_on(plan.passed_on(rank), rank, filled)
     return out
+
+
+def passed_on(found: RefitRegions, rank: int, filled: Mapping[int, list[np.ndarray]]) -> None:
+    """Copy what others pass on to a rank, out of their parameters into its own."""
+    for k in np.flatnonzero(found.target == rank).tolist():
+        source = filled[int(found.source[k])][int(found.source_parameter[k])]
+        target = filled[rank][int(found.target_parameter[k])]
+        values = strided(source, int(found.source_offset[k]), found.sizes[k], found.source_strides[k])
+        strided(target, int(found.target_offset[k]), found.sizes[k], found.target_strides[k])[...] = values
 
 
 def copied(plan: Refitting, found: RefitRegions, held: Mapping[int, list[np.ndarray]], made: list[np.ndarray]) -> None:

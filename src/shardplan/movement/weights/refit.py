@@ -45,11 +45,12 @@ class RefitPlan:
     topology: Where | None
     memory_limit: int | None
     moves: tuple[FamilyMove, ...]
+    relays: tuple[FamilyMove, ...] = ()
 
     @cached_property
     def hash(self) -> str:
         """The hash of both sides and of what is moved: a plan of other degrees, configs or tables has another."""
-        text = "\n".join([str(self.source), str(self.target), repr(self.only)])
+        text = "\n".join([str(self.source), str(self.target), repr(self.only), f"relays {bool(self.relays)}"])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -80,6 +81,17 @@ class RefitPlan:
             raise LayoutError(f"rank {shown(rank)} is on neither side; legal are the devices of source and target")
         return written(self._writer, self.moves, self._ids, (self.source.starts, self.target.starts), rank)
 
+    def passed_on(self, rank: int) -> RefitRegions:
+        """Return what a rank of the target passes on, and is passed, when it has its own: from target to target.
+
+        Both parameters are numbers in `target.names(rank)`; `move` is the number in `relays`. Errors as of `regions`.
+        """
+        if rank not in self.target.devices:
+            raise LayoutError(f"rank {shown(rank)} is not on the target; legal are its devices")
+        writer = RegionWriter(self.target.families, self.target.families)
+        ids = (self._ids[1], self._ids[1])
+        return written(writer, self.relays, ids, (self.target.starts, self.target.starts), rank)
+
     def runs(self, rank: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:
         """Yield the contiguous runs of a rank's regions, lazily: there can be 100 million.
 
@@ -99,9 +111,20 @@ class RefitPlan:
     @cached_property
     def traffic(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Who sends how much to whom: source ids, target ids and bytes, int64, a row a pair; no copies in place."""
-        sent = [self._ids[0][m.source] for m in self.moves]
-        got = [self._ids[1][m.target] for m in self.moves]
-        size = [m.elements * self.itemsizes(k)[2] for k, m in enumerate(self.moves)]
+        return self._pairs(self.moves, self._ids[0], [self.itemsizes(k)[2] for k in range(len(self.moves))])
+
+    @cached_property
+    def relayed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Who passes on how much to whom, inside nodes: ids and bytes as of `traffic`."""
+        sizes = [itemsize(self.target.families[m.target_family].dtype) for m in self.relays]
+        return self._pairs(self.relays, self._ids[1], sizes)
+
+    def _pairs(
+        self, moves: tuple[FamilyMove, ...], senders: np.ndarray, sizes: list[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        sent = [senders[m.source] for m in moves]
+        got = [self._ids[1][m.target] for m in moves]
+        size = [m.elements * each for m, each in zip(moves, sizes, strict=True)]
         none = np.zeros(0, dtype=np.int64)
         s, t, b = (np.concatenate([none, *arrays]) for arrays in (sent, got, size))
         apart = s != t
@@ -128,9 +151,12 @@ class RefitPlan:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of all messages at once; without a topology the busiest rank's at 50 GB/s, and 5 us."""
+        """The predicted seconds of all messages at once; without a topology the busiest rank's at 50 GB/s, and 5 us.
+
+        What is passed on goes piece by piece behind what comes in, over ways of its own, and counts at the same time.
+        """
         if self.topology is not None:
-            s, t, size = self.traffic
+            s, t, size = (np.concatenate(both) for both in zip(self.traffic, self.relayed, strict=True))
             fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
             return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
         busiest = max(max(self.sent_bytes, default=0), max(self.received_bytes, default=0))
@@ -142,10 +168,10 @@ class RefitPlan:
         fabric = None
         if self.topology is not None:
             fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
-        moves = enumerate(self.moves)
         families = self.source.families
+        moves = enumerate(zip(self.moves, self.relays or (None,) * len(self.moves), strict=True))
         return least_seconds(
-            [demand_of(m, families[m.source_family], self._ids, self.itemsizes(k)[2]) for k, m in moves], fabric
+            [demand_of(m, r, families[m.source_family], self._ids, self.itemsizes(k)[2]) for k, (m, r) in moves], fabric
         )
 
     def apply(self, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, np.ndarray]]:
@@ -181,6 +207,7 @@ def refit(
     topology: Topology | Placement | str | None = None,
     memory_limit: float | str | None = None,
     only: str | Iterable[str] | None = None,
+    relay: bool | None = False,
 ) -> RefitPlan:
     """Plan how the weights of one side become those of the other, with a proof that every element arrives.
 
@@ -190,6 +217,8 @@ def refit(
         topology: the cluster, by device ids, or a placement; None for the nominal switch.
         memory_limit: the bytes that each rank may allocate beyond its parameters, or text of them ("1 GB").
         only: logical tensors or stored parameters, as patterns with `*`: a part of the model; None for all.
+        relay: whether receivers of one content on one node (of the innermost level but one of the topology) are fed
+            once and pass it on (`passed_on`); None where that is cheaper. Who runs the plan must then run both.
 
     Raises:
         LayoutError: sides of other shapes, an element that nobody owns, or a pattern that nothing matches.
@@ -210,9 +239,18 @@ def refit(
     check_scaled(source, target)
     check_owners(source, target)
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
+    if relay and where is None:
+        raise LayoutError("relay=True needs a topology, which says what a node is; legal is topology=, or relay=False")
+    if relay is None:
+        plans = [
+            refit(source, target, topology, memory_limit, only, relay=r) for r in ((False, True) if where else (False,))
+        ]
+        return min(plans, key=lambda plan: plan.seconds)
+    node = _nodes(where, source, target) if relay and where is not None else None
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
     ids = np.array(source.devices, dtype=np.int64), np.array(target.devices, dtype=np.int64)
     moves: list[FamilyMove] = []
+    relays: list[FamilyMove] = []
     matched: set[str] = set()
     for number, family in enumerate(target.families):
         for tensor in family.tensors:
@@ -225,11 +263,20 @@ def refit(
             held = source.families[owner]
             wire = min(itemsize(held.dtype), itemsize(family.dtype))
             sides = (owner, held, ids[0]), (number, family, ids[1])
-            moves.append(move_of(tensor, sides, contents, cells, wire, len(moves)))
+            direct, inside = move_of(tensor, sides, contents, cells, wire, len(moves), node)
+            moves.append(direct)
+            relays.append(inside)
     for pattern in patterns or ():
         if pattern not in matched:
             legal = ", ".join(dict.fromkeys(t for f in target.families for t in f.tensors))
             raise LayoutError(
                 f"only = {shown(pattern)} matches nothing; legal are parameters of the target, and {legal}"
             )
-    return RefitPlan(source, target, patterns, where, limit, tuple(moves))
+    return RefitPlan(source, target, patterns, where, limit, tuple(moves), () if node is None else tuple(relays))
+
+
+def _nodes(where: Where, source: Weights, target: Weights) -> np.ndarray:
+    """The node of every place of the target: its unit at the innermost level but one."""
+    fabric = fabric_of(where, (source.mesh, target.mesh))
+    inner = fabric.wires[-1].level.size
+    return fabric.topology_ids(np.array(target.devices, dtype=np.int64)) // inner
