@@ -106,8 +106,8 @@ def options(
 
 
 for _command in (
-    redistribute, check, show, run, simulate, plan, fuse, place, reduce, audit, refit, reshard, diff, topologies, validate,
-    calibrate,
+    redistribute, check, show, run, simulate, plan, fuse, place, reduce, audit, refit, reshard, diff, topologies,
+    validate, calibrate,
 ):  # fmt: skip
     app.command()(_command)
 app.add_typer(lab_commands.app)
