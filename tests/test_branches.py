@@ -55,6 +55,7 @@ FOREIGN = {
     "interop/hlo.py": {"send", "opaque"},
     "simulation/closed/configurations.py": {"gather", "attention"},  # fields of strategies and their values
     "simulation/accuracy/step_fitting.py": {"attention"},
+    "movement/weights/table.py": {"split"},  # the key of a table
     "simulation/closed/form.py": {"attention"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},

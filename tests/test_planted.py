@@ -24,7 +24,7 @@ def server() -> Iterator[Server]:
 def test_there_are_a_hundred_over_all_rooms_each_once() -> None:
     said = [(f.name, f.old, f.new) for f in FAULTS]
     assert len(said) == len(set(said)) >= 100
-    assert {f.name.split(".")[1] for f in FAULTS} == ROOMS
+    assert {f.name.split(".")[1] for f in FAULTS if f.name.startswith("shardplan.")} == ROOMS
 
 
 def test_every_fault_alters_what_stands_in_the_source_once() -> None:

@@ -17,7 +17,7 @@ NAMES = (
     "Topology", "Placement", "placements", "ShardplanError", "ParseError", "LayoutError", "TypingError",
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
     "place", "reduce", "reductions", "audit", "simulate", "search", "Model", "Strategy",
-    "partition", "Schedule", "Job", "load", "Requests",
+    "partition", "Schedule", "Job", "load", "Requests", "fuse", "Weights", "refit",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -55,7 +55,9 @@ SIGNATURES = {
         ("params", None),
         ("done", None),
     ],
+    "fuse": [("program", "-"), ("placement", "-"), ("calibration", None)],
     "partition": [("model", "-"), ("strategy", "-"), ("topo", None)],
+    "refit": [("source", "-"), ("target", "-"), ("topology", None), ("memory_limit", None), ("only", None)],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }

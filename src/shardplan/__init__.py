@@ -10,9 +10,10 @@ Rooms, each of which imports from those above it only:
 - `core`        meshes, layouts, types, ops and programs, and what they mean
 - `hardware`    topologies, placements, and what communication costs on them
 - `plans`       a program with its certificate and its price, as a value and as a file
-- `movement`    the verbs redistribute, reduce and place
+- `movement`    the verbs redistribute, reduce, place and refit
 - `strategy`    models, as programs with names of their dims and parameters
 - `launches`    where a job that exists put its mesh, and whether that is placed well
+- `fused`       a collective fused into the kernel that feeds it: operators, and where they pay
 - `simulation`  timelines: predicted from a program, measured, compared
 - `execution`   programs run for real on torch, JAX and MPI, and on an emulated cluster
 - `interop`     drop-ins for torch and JAX, checkpoints, exports
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TypingError,
     )
     from shardplan.execution.run import run
+    from shardplan.fused.deciding.fuse import fuse
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.topology import Topology
     from shardplan.interop.importers import load
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from shardplan.movement.redistribute import redistribute
     from shardplan.movement.reductions.enumeration import reductions
     from shardplan.movement.reductions.reduce import reduce
+    from shardplan.movement.weights.refit import refit
+    from shardplan.movement.weights.weights import Weights
     from shardplan.plans.certificate import Certificate
     from shardplan.plans.plan import Plan
     from shardplan.simulation.inference.requests import Requests
@@ -91,9 +95,11 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TypingError",
+    "Weights",
     "audit",
     "collect",
     "distribute",
+    "fuse",
     "load",
     "partition",
     "place",
@@ -101,6 +107,7 @@ __all__ = [
     "redistribute",
     "reduce",
     "reductions",
+    "refit",
     "run",
     "same",
     "search",
@@ -116,6 +123,7 @@ _ROOMS = {
     "core.tensor": ("TensorType", "same"),
     "errors": tuple(name for name in __all__ if name.endswith("Error") or name in ("Infeasible", "TimedOut")),
     "execution.run": ("run",),
+    "fused.deciding.fuse": ("fuse",),
     "hardware.placement": ("Placement", "placements"),
     "hardware.topology": ("Topology",),
     "interop.importers": ("load",),
@@ -124,6 +132,8 @@ _ROOMS = {
     "movement.redistribute": ("redistribute",),
     "movement.reductions.reduce": ("reduce",),
     "movement.reductions.enumeration": ("reductions",),
+    "movement.weights.refit": ("refit",),
+    "movement.weights.weights": ("Weights",),
     "plans.certificate": ("Certificate",),
     "plans.plan": ("Plan",),
     "simulation.inference.requests": ("Requests",),

@@ -52,21 +52,25 @@ class Launch:
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
         }
-        self.ranks = [
-            FORKS.Process(
-                target=_rank,
-                args=(
-                    [str(script), *map(str, arguments)],
-                    common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    str(self.output / str(rank)),
-                    to_the_end,
-                ),
-            )
-            for rank in range(count)
-        ]
+        self._rank = lambda rank, name: FORKS.Process(
+            target=_rank,
+            args=(
+                [str(script), *map(str, arguments)],
+                common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                str(self.output / name),
+                to_the_end,
+            ),
+        )
+        self.ranks = [self._rank(rank, str(rank)) for rank in range(count)]
         with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=PATHS):  # for what is imported before the fork
             for rank in self.ranks:
                 rank.start()
+
+    def again(self, rank: int) -> None:
+        """Start a rank once more; what it says is in the files `RANK-again.out` and `.err`."""
+        self.ranks[rank].join()
+        self.ranks[rank] = self._rank(rank, f"{rank}-again")
+        self.ranks[rank].start()
 
     def wait(self, seconds: float, ranks: Iterable[int] | None = None, together: bool = True) -> None:
         """Until the ranks (all) have ended, or, `together`, one has failed."""

@@ -1,6 +1,7 @@
 """The three operators on forked ranks beside core's reference and torch's gradients; prints what differs as JSON.
 
-Arguments are the number of ranks, and `pure` where the C++ kernels must not be used.
+Arguments are what to do and of how many ranks, `pure` where the C++ kernels must not be used, and `net` or `nodes` for
+heaps between nodes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ from shardplan.fused.operators.asked import Asked, even, starts
 from shardplan.fused.tiles.schedule import TileSchedule
 
 EPOCHS = 3
+
+
+def backend(rank: int) -> str:
+    """`shm`; with `net` every rank is a node, with `nodes` two are."""
+    if "net" in sys.argv:
+        return f"net:127.0.0.1@{rank}"
+    return f"net:127.0.0.1@{rank // 2}" if "nodes" in sys.argv else "shm"
+
+
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -248,7 +258,7 @@ def embeddings(asked: Asked, shown: Shown) -> None:
 
 def values(rank: int, exchange: Exchange) -> Any:
     shown = Shown()
-    with SymmetricHeap.create(1 << 23, "shm", exchange, "operators") as heap:
+    with SymmetricHeap.create(1 << 23, backend(rank), exchange, "operators") as heap:
         asked = Asked(heap, seconds=20.0)
         for work in (gemms, moe, gemvs, embeddings):
             work(asked, shown)
@@ -267,7 +277,7 @@ def told(call: Any) -> tuple[str, float]:
 
 def silent(rank: int, exchange: Exchange) -> Any:
     """In the third call rank 0 leaves out its last signal; then nobody can go on until a reset."""
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "silent") as heap:
+    with SymmetricHeap.create(1 << 20, backend(rank), exchange, "silent") as heap:
         asked = Asked(heap, 4, seconds=1.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         for _ in range(2):
@@ -290,10 +300,11 @@ def silent(rank: int, exchange: Exchange) -> Any:
 
 
 def death(rank: int, exchange: Exchange) -> Any:
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "death") as heap:
+    with SymmetricHeap.create(1 << 20, backend(rank), exchange, "death") as heap:
         asked = Asked(heap, seconds=20.0)
         a, b = torch.ones(8, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)
+        exchange(b"")  # between nodes what a rank said last may die with it
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         said, seconds = told(lambda: gemm.forward(asked, a, b))
@@ -301,7 +312,7 @@ def death(rank: int, exchange: Exchange) -> Any:
 
 
 def mismatch(rank: int, exchange: Exchange) -> Any:
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "mismatch") as heap:
+    with SymmetricHeap.create(1 << 20, backend(rank), exchange, "mismatch") as heap:
         asked = Asked(heap, seconds=5.0)
         a, x = torch.ones(8, 4), torch.ones(4)
         calls = [lambda: gemm.forward(asked, a, torch.ones(4, 4)), lambda: gemv.forward(asked, a, x)]
@@ -310,7 +321,7 @@ def mismatch(rank: int, exchange: Exchange) -> Any:
 
 def index(rank: int, exchange: Exchange) -> Any:
     """Rank 0 has an index that is no row."""
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "index") as heap:
+    with SymmetricHeap.create(1 << 20, backend(rank), exchange, "index") as heap:
         ids = torch.tensor([0, 1, 2 + (rank == 0), 0])
         table = [torch.ones(3, 4)]
         said, seconds = told(
@@ -321,7 +332,7 @@ def index(rank: int, exchange: Exchange) -> Any:
 
 def preset(rank: int, exchange: Exchange) -> Any:
     """Counters over their wrap: an instance begins near the end of 32 bits."""
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "preset") as heap:
+    with SymmetricHeap.create(1 << 20, backend(rank), exchange, "preset") as heap:
         asked = Asked(heap, 4, seconds=5.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)

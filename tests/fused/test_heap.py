@@ -127,7 +127,13 @@ def test_virtual_ranks_are_threads() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "backend", "message"),
     [
-        (1, "tcp", "symmetric heap x: backend 'tcp'; legal are shm, virtual"),
+        (1, "tcp", "symmetric heap x: backend 'tcp'; legal are shm, virtual, net, net:ADDRESS, net:ADDRESS@NODE"),
+        (
+            1,
+            "net:192.0.2.7",
+            "symmetric heap x: backend 'net:192.0.2.7'; legal is net:ADDRESS of this rank: "
+            "Cannot assign requested address",
+        ),
         (0, "shm", "symmetric heap x: 0 bytes; legal is a positive integer"),
     ],
 )

@@ -21,14 +21,23 @@ FAULTS = ("silent:3", "death:3", "mismatch:2", "index:3", "preset:2")
 NAME = "gemm_all_to_all"
 
 
-@pytest.fixture(scope="module")
-def failed() -> dict[str, Any]:
-    found = run("operator_child", *FAULTS)
+@pytest.fixture(scope="module", params=[(), ("net",)])
+def failed(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found = run("operator_child", *request.param, *FAULTS)
     assert [name for name in segments() if f"-{os.getuid()}-" in name] == []
     return dict(zip(FAULTS, found, strict=True))
 
 
-@pytest.mark.parametrize("arguments", [("values:2", "values:3", "values:4"), ("pure", "values:2")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("values:2", "values:3", "values:4"),
+        ("pure", "values:2"),
+        ("net", "values:2", "values:3"),
+        ("nodes", "values:4"),
+        ("net", "pure", "values:2"),
+    ],
+)
 def test_values_and_gradients(arguments: tuple[str, ...]) -> None:
     for ranks in run("operator_child", *arguments):
         assert [each["wrong"] for each in ranks] == [[]] * len(ranks)

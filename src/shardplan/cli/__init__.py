@@ -1,16 +1,18 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
-Exit status: 0 done; 2 a user's mistake; 3 impossible, or a privilege, device, package or memory is missing; 4 a
-failure while running. What the commands print is made in `report`. Reading order:
+Exit status: 0 done; 1 where `diff` finds a difference; 2 a user's mistake; 3 impossible, or a privilege, device,
+package or memory is missing; 4 a failure while running. What the commands print is made in `report`. Reading order:
 
 - `options`       what the commands share: options, and how their texts are read
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
 - `searching`     the command plan
+- `fusing`        the command fuse
 - `placing`       the commands about placements: place, reduce, audit
 - `audit`         what `audit` does: a launch read from texts and files, and audited
 - `topologies`    the command that lists topologies
 - `measured`      the commands about measured collectives: validate, calibrate
+- `weights`       the commands about weights: refit, reshard, diff
 - `lab_commands`  the commands of the lab: run, sweep, validate
 - `lab`           what they do: programs measured beside their prediction
 - `bar`           a progress bar on the terminal
@@ -26,12 +28,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.fusing import fuse
 from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.cli.searching import plan
 from shardplan.cli.simulating import simulate
 from shardplan.cli.topologies import topologies
+from shardplan.cli.weights import diff, refit, reshard
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
 MISTAKE, IMPOSSIBLE, FAILED = 2, 3, 4
@@ -101,6 +105,9 @@ def options(
         raise typer.Exit
 
 
-for _command in (redistribute, check, show, run, simulate, plan, place, reduce, audit, topologies, validate, calibrate):
+for _command in (
+    redistribute, check, show, run, simulate, plan, fuse, place, reduce, audit, refit, reshard, diff, topologies,
+    validate, calibrate,
+):  # fmt: skip
     app.command()(_command)
 app.add_typer(lab_commands.app)

@@ -25,6 +25,7 @@ class Nested(Op):
     boxed: ClassVar[bool] = True
     body: Program
     at_once: ClassVar[bool]  # its steps do not depend on each other, and are posted together
+    overlaps: ClassVar[bool] = False  # computations and a move that a kernel may run as one
 
     @property
     def times(self) -> int:

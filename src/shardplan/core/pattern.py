@@ -2,7 +2,8 @@
 
 Devices are ids. A `Groups` is a collective whose algorithm (ring, tree, ...) the cost chooses; a `Messages` is explicit
 point-to-point traffic; a `Local` only copies; an `InTurn` is what the steps of a program, or the rounds of a step, do,
-again and again, and an `AtOnce` what moves do that are posted together, or a kernel beside messages.
+again and again, and an `AtOnce` what moves do that are posted together, or a kernel beside messages. An `Overlap` is
+kernels whose result goes out tile by tile.
 """
 
 from __future__ import annotations
@@ -77,14 +78,32 @@ class AtOnce:
     steps: tuple[StepPattern, ...]
 
 
-Pattern = Groups | Messages | Local | Work | InTurn | AtOnce
+@dataclass(frozen=True, slots=True, eq=False)
+class Overlap:
+    """Kernels whose result goes out tile by tile: the steps of the kernels, and that of the move alone.
+
+    `nbytes` are those of a device's result before the move, `whole` those of the sums of a reduction, else 0. `tiles`
+    are those of a destination, 0 where whoever prices it chooses; in one shot addends go to all, and nothing is
+    gathered.
+    """
+
+    kernels: tuple[StepPattern, ...]
+    move: StepPattern
+    nbytes: int
+    whole: int
+    tiles: int = 0
+    one_shot: bool = False
+    kind: str = "product"  # of the kernels: product, vector (of a matrix and a thin one) or bags
+
+
+Pattern = Groups | Messages | Local | Work | InTurn | AtOnce | Overlap
 
 
 def communicates(pattern: Pattern) -> bool:
     """Say whether anything goes from one device to another."""
     if isinstance(pattern, InTurn | AtOnce):
         return any(communicates(step.pattern) for step in pattern.steps)
-    return isinstance(pattern, Groups | Messages)
+    return isinstance(pattern, Groups | Messages | Overlap)
 
 
 def computes(pattern: Pattern) -> bool:
@@ -107,7 +126,7 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
             ids = np.concatenate([pattern.sender, pattern.receiver])
         case InTurn() | AtOnce():
             ids = np.concatenate([devices[:0], *(step.devices for step in pattern.steps)])
-        case Local() | Work():
+        case Local() | Work() | Overlap():
             ids = devices
         case _:
             assert_never(pattern)

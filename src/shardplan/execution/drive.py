@@ -53,6 +53,8 @@ class Hands(Generic[Wire]):
     device: int
     bind: Callable[[Op, Types, Types], Bound[Wire]]
     make: Callable[[TensorType], Callable[[Wire], Any]]
+    # What a body of computations and a move is as one kernel, None where there is none; else it is a loop of one run.
+    overlap: Callable[[Nested, Types, Types], Bound[Wire] | None] | None = None
 
     def steps(self, program: Program) -> tuple[BoundStep[Wire], ...]:
         """Bind the steps of a program; an error names its step."""
@@ -69,7 +71,9 @@ class Hands(Generic[Wire]):
                     elif visit.nested is None or visit.nested.at_once:
                         run = self.bind(step.op, visit.operands, visit.results)
                     else:
-                        run = self.looped(visit.nested, visit.results, places)
+                        one = self.overlap if visit.nested.overlaps else None
+                        run = one and one(visit.nested, visit.operands, visit.results)
+                        run = run or self.looped(visit.nested, visit.results, places)
                 except ShardplanError as error:
                     text = op_text(step.op, step.operands)
                     raise type(error)(f"step {visit.number} ({text}): {error}") from None

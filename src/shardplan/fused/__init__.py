@@ -7,6 +7,7 @@ Reading order:
 - `kernels/`    tiles on CPUs, by torch or by one C++ file
 - `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
 - `operators/`  the three operators on a rank's local tensors, forward and backward
+- `deciding/`   where fusing pays: the pass over programs, jobs and graphs of torch
 - `library`     the same as operators of PyTorch, traced and differentiated
 
 This room imports the rooms below it and numpy; torch only inside functions.
@@ -20,6 +21,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardplan.fused.calls.groups import bind, bound, unbind
     from shardplan.fused.calls.moved import MovedTally, MovedTile, counted
+    from shardplan.fused.deciding.calibrate import calibrate
+    from shardplan.fused.deciding.fuse import fuse
+    from shardplan.fused.deciding.graphs import GraphGroup, fuse_graph
+    from shardplan.fused.deciding.rows import Fusion, FusionRow
     from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
     from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
     from shardplan.fused.library import (
@@ -33,6 +38,11 @@ if TYPE_CHECKING:
     from shardplan.fused.tiles.shapes import BlockShape, RowShape
 
 __all__ = [
+    "Fusion",
+    "FusionRow",
+    "GraphGroup",
+    "fuse",
+    "fuse_graph",
     "BlockShape",
     "FusedTimeout",
     "HeapMismatch",
@@ -48,6 +58,7 @@ __all__ = [
     "bind",
     "bind_group",
     "bound",
+    "calibrate",
     "counted",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
@@ -58,6 +69,10 @@ __all__ = [
 _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
     "calls.moved": ("MovedTally", "MovedTile", "counted"),
+    "deciding.calibrate": ("calibrate",),
+    "deciding.fuse": ("fuse",),
+    "deciding.graphs": ("GraphGroup", "fuse_graph"),
+    "deciding.rows": ("Fusion", "FusionRow"),
     "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
     "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
     "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce"),

@@ -4,6 +4,8 @@ Reading order:
 
 - `torch`              a folder: in place of `DTensor.redistribute`, and for a whole model
 - `jax`                a folder: in place of `jax.device_put` and `with_sharding_constraint`
+- `checkpoint`         a folder: checkpoints on disk from any storage to any other, and compared
+- `descriptors`        a refit as runs of bytes, for transports that are not ours
 - `safetensors`        the checkpoint format, read and written with numpy alone
 - `safetensors_header` what a file says it holds, and what is checked of that
 - `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes

@@ -45,7 +45,7 @@ class Checkpoint:
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 fail(self.path, "is not a regular file")
-            self.header = decode(self.path, self._pread, status.st_size)
+            self.header = decode(self.path, self.pread, status.st_size)
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
             self.close()
             fail(self.path, f"cannot be read: {getattr(error, 'strerror', None) or error}")
@@ -96,7 +96,7 @@ class Checkpoint:
         target = _memory(out.reshape(-1))
         done = 0
         for begin, nbytes in runs:
-            self._pread(target[done : done + nbytes], begin, f"tensor {name!r}")
+            self.pread(target[done : done + nbytes], begin, f"tensor {name!r}")
             done += nbytes
         if entry.dtype == "bool" and (worst := int(out.view(np.uint8).max())) > 1:
             fail(self.path, f"tensor {name!r} has a bool of value {worst}; legal: 0 and 1")
@@ -119,8 +119,8 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {len(self.header.tensors)} tensors)"
 
-    def _pread(self, target: memoryview, begin: int, what: str) -> None:
-        """Fill `target` from position `begin` of the file; an error says `what` it was to hold."""
+    def pread(self, target: memoryview, begin: int, what: str) -> None:
+        """Fill `target` from position `begin` of the file; a `ParseError` says `what` it was to hold."""
         if self._fd < 0:
             raise ShardplanError(f"cannot read {what} of {self.path}: the checkpoint is closed; open it again")
         done = 0

@@ -8,6 +8,7 @@ Reading order:
 - `batches`         many tensors as one plan, and moves between meshes
 - `reductions`      the published enumeration and the best reduction over types (arXiv 2110.10548)
 - `placing`         placements ranked for the traffic of a job
+- `weights`         a model's weights from one framework's storage to another's
 
 A certificate is issued by `plans` and knows nothing of this room.
 """

@@ -11,9 +11,11 @@ name for. Reading order:
 - `placement_svg`      the same as a standalone SVG file
 - `timeline`           timelines as tables, predicted beside measured
 - `compared`           a predicted timeline beside a measured one, step by step and kind by kind
+- `fusion`             which collectives were fused, and why not the others
 - `place`              rankings of placements, and reduction programs
 - `audit`              what a launch's audit says
 - `measured`           what `validate` and `calibrate` print
+- `weights`            what the commands about weights print
 - `lab_text`           what the commands of the lab print
 - `lab_picture`        what they draw
 - `text`               what the commands about plans print, and the JSON of all

@@ -17,6 +17,7 @@
 - `updates`   updates of parameters: Sgd, AdamW
 - `opaque`    what an import keeps without knowing it: Opaque
 - `bodies`    those with a program in them: Repeat, Together
+- `fused`     a computation and the collective behind it as one: GemmAllToAll, GemvAllReduce, EmbeddingBagAllToAll
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """
@@ -29,6 +30,7 @@ from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
+from shardplan.core.ops.fused import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
@@ -105,6 +107,9 @@ OPS.update(
         Opaque,
         Repeat,
         Together,
+        GemmAllToAll,
+        GemvAllReduce,
+        EmbeddingBagAllToAll,
     )
 )
 
@@ -156,6 +161,9 @@ __all__ = [
     "ReduceScatter",
     "Reshape",
     "ScatterAdd",
+    "EmbeddingBagAllToAll",
+    "GemmAllToAll",
+    "GemvAllReduce",
     "Repeat",
     "Send",
     "Slice",

@@ -18,7 +18,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.nested import nested
+from shardplan.core.nested import Nested, nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
@@ -228,8 +228,13 @@ class Reverse:
         """Begin."""
         self.draft, self.types, self.value = draft, types, value
 
-    def back(self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str]) -> None:
-        """Fill in the cotangents of the values `needed`, given those of what the steps make."""
+    def back(
+        self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str], origin: int | None = None
+    ) -> None:
+        """Fill in the cotangents of the values `needed`, given those of what the steps make.
+
+        What is written is of step `origin` where it is said, as of the steps of a body.
+        """
         draft = self.draft
         draft.alike.update((c, name) for name, c in cotangents.items())
         for number in reversed(range(len(steps))):
@@ -237,7 +242,7 @@ class Reverse:
             wants = [o in needed and k not in step.stopped for k, o in enumerate(step.operands)]
             if not any(wants) or not any(r in cotangents for r in step.results):
                 continue
-            draft.origin = number
+            draft.origin = number if origin is None else origin
             came = [
                 draft.reduced(cotangents[r], self.types[r].layout.used) if r in cotangents else None
                 for r in step.results
@@ -256,6 +261,9 @@ class Reverse:
         if moving(step.op) is not None and nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
             return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
+        inner = nested(step.op)
+        if inner is not None and inner.overlaps:
+            return self._inside(number, inner, step, came, wants)
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")
@@ -273,3 +281,27 @@ class Reverse:
 
         made = self.draft.copy(part.done(*filter(None, found)).steps, read)
         return [None if x is None else made[x] if x in made else read(x) for x in found]
+
+    def _inside(
+        self, number: int, op: Nested, step: Step, came: Sequence[str | None], wants: Sequence[bool]
+    ) -> Sequence[str | None]:
+        """Write the gradient of a body that runs once; of what it makes, what is needed is made again."""
+        body, alike = op.body, dict(self.draft.alike)
+        names = [name for name, _ in body.inputs]
+        outside, makers = dict(zip(names, step.operands, strict=True)), {r: s for s in body.steps for r in s.results}
+        made: dict[str, str] = {}
+
+        def value(name: str) -> str:
+            if name in outside:
+                return self.value(outside[name])
+            if name not in made:
+                maker = makers[name]
+                copies = self.draft.every(maker.op, *map(value, maker.operands))
+                made.update(zip(maker.results, copies, strict=True))
+            return made[name]
+
+        found = {name: c for name, c in zip(body.outputs, came, strict=True) if c is not None}
+        needed = needing(body.steps, body.types, [n for n, want in zip(names, wants, strict=True) if want])
+        Reverse(self.draft, dict(body.types), value).back(body.steps, found, needed, number)
+        self.draft.alike = alike  # names of the body are not of this walk
+        return [found.get(name) for name in names]

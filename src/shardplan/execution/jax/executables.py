@@ -314,6 +314,8 @@ def _looped(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
 
     if op.at_once:
         return run((), ())[1]
+    if op.overlaps:
+        return run(arrays[: op.kept], ())[0]
     state = [wire.varying(x) for x in arrays[: op.kept]]
     state, stacks = lax.scan(run, state, arrays[whole:], length=op.times, reverse=op.backwards)
     return [*state, *stacks]

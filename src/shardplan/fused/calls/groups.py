@@ -25,3 +25,8 @@ def bound(group: str) -> SymmetricHeap:
         legal = ", ".join(g for g, heap in _HEAPS.items() if not heap.closed) or "none yet: bind(group, heap)"
         raise BackendError(f"group {shown(group)} has no open symmetric heap; bound are {legal}")
     return found
+
+
+def bound_groups() -> list[tuple[str, SymmetricHeap]]:
+    """Return the names of groups with an open heap, and the heaps."""
+    return [(group, heap) for group, heap in _HEAPS.items() if not heap.closed]

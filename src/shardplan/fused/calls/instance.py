@@ -40,6 +40,7 @@ class PutStep(NamedTuple):
 class SignalStep(NamedTuple):
     """A count to be stored: in epoch e `first + step * e`."""
 
+    to: int
     word: Words
     address: int
     first: int
@@ -189,7 +190,7 @@ class FusedInstance:
                     if part < 0 or arrived[part] % of == 0:
                         sent[to, counter] += 1
                         word = self.flags.words(to)[counter]
-                        found.append(SignalStep(word, word.ctypes.data, sent[to, counter], totals[to, counter]))
+                        found.append(SignalStep(to, word, word.ctypes.data, sent[to, counter], totals[to, counter]))
                 case TileWait(counter, want, step):
                     word = self.flags.words(rank)[counter]
                     source, of = senders.get(counter, (rank, 1))
@@ -215,7 +216,7 @@ class FusedInstance:
         try:
             self.heap.header.check(self.op)
             for step, epoch in self.owed:
-                _signal(step, epoch)
+                self._signal(step, epoch)
             self.owed = []
             if tally is not None:
                 tally.poison(self.heap, call.views[slot])
@@ -223,8 +224,9 @@ class FusedInstance:
                 match step:
                     case PutStep():
                         put(step)
+                        self.heap.push(step.to, step.view)
                     case SignalStep():
-                        _signal(step, self.epoch)
+                        self._signal(step, self.epoch)
                     case WaitStep():
                         self._wait(step)
                     case _:
@@ -251,6 +253,14 @@ class FusedInstance:
         if self.failed:
             raise FusedTimeout(f"{self.op}: failed before: {self.failed}; legal is a reset of the heap on all ranks")
 
+    def _signal(self, step: SignalStep, epoch: int) -> None:
+        kernels, count = native(), wrapped(step.first + step.step * epoch)
+        if kernels is None:
+            step.word[0] = count
+        else:
+            kernels.signal(step.address, count)
+        self.heap.push_word(step.to, step.word)
+
     def _wait(self, step: WaitStep) -> None:
         want = wrapped(step.want + step.step * self.epoch)
         kernels, header = native(), self.heap.header
@@ -271,14 +281,6 @@ class FusedInstance:
 
         if not reached(int(step.word[0]), want):
             header.wait(step.word, want, self.seconds if kernels is None else 0.0, late, self.op)
-
-
-def _signal(step: SignalStep, epoch: int) -> None:
-    kernels, count = native(), wrapped(step.first + step.step * epoch)
-    if kernels is None:
-        step.word[0] = count
-    else:
-        kernels.signal(step.address, count)
 
 
 def _index(box: TileBox) -> tuple[slice, ...]:

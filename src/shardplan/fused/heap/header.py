@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
-from shardplan.fused.heap.peers import Peer
 
 LINE = 64
 NOTE = 8192  # bytes of what a rank tells all others at once
@@ -24,6 +24,20 @@ SLEEP = 5e-5
 LOOK = 0.1  # seconds between looks at peers
 
 Words = np.ndarray  # int32
+Push = Callable[[int, int, int, int], None]  # to a rank, from the memory of a rank as it is here: offset, bytes
+
+
+class HeapPeer(Protocol):
+    """A rank as others see it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        ...
+
+    def alive(self) -> bool:
+        """Return whether it runs."""
+        ...
 
 
 def reached(seen: int, want: int) -> bool:
@@ -47,8 +61,11 @@ def wrapped(count: int) -> int:
 class HeapHeader:
     """The words of all heaps that one rank sees: `parts[r]` begins rank r's memory, uint8 [size]."""
 
-    def __init__(self, parts: Sequence[np.ndarray], rank: int, peers: Sequence[Peer]) -> None:
-        """Cut the words out."""
+    def __init__(
+        self, parts: Sequence[np.ndarray], rank: int, peers: Sequence[HeapPeer], push: Push | None = None
+    ) -> None:
+        """Cut the words out; `push` carries what is stored for ranks whose memory is not mapped."""
+        self.push = push
         self.parts, self.rank, self.peers, self.ranks = parts, rank, peers, len(parts)
         self.abort = [_words(part, 0) for part in parts]
         self.record = [part[LINE : LINE + RECORD] for part in parts]
@@ -111,14 +128,20 @@ class HeapHeader:
     def fail(self, text: str) -> None:
         """Have all ranks fail, and say why."""
         raw = np.frombuffer(text.encode()[: RECORD - 1] + b"\0", np.uint8)
-        for record, abort in zip(self.record, self.abort, strict=True):
+        for rank, (record, abort) in enumerate(zip(self.record, self.abort, strict=True)):
             if not abort[0]:
                 record[: len(raw)] = raw
+                self._carried(rank, rank, LINE, len(raw))
                 abort[0] = 1
+                self._carried(rank, rank, 0, 4)
 
     def failure(self) -> str:
         """Return what another rank said when it failed."""
         return bytes(self.record[self.rank]).partition(b"\0")[0].decode(errors="replace")
+
+    def _carried(self, to: int, part: int, offset: int, nbytes: int) -> None:
+        if self.push is not None:
+            self.push(to, part, offset, nbytes)
 
     def barrier(self, seconds: float, asking: str) -> None:
         """Return once all ranks are here; raises as `wait`."""
@@ -126,6 +149,7 @@ class HeapHeader:
         self.count += 1
         for peer in range(self.ranks):
             self.lines[peer][self.rank][0] = wrapped(self.count)
+            self._carried(peer, peer, LINE + RECORD + LINE * self.rank, 4)
         for source in range(self.ranks):
 
             def late(seen: int, source: int = source) -> str:
@@ -147,6 +171,8 @@ class HeapHeader:
         mine = self.notes[self.rank][turn]
         mine[4 : 4 + len(note)] = np.frombuffer(note, np.uint8)
         mine[:4].view(np.int32)[0] = len(note)
+        for peer in range(self.ranks):
+            self._carried(peer, self.rank, LINE + RECORD + LINE * self.ranks + turn * NOTE, 4 + len(note))
         self.barrier(seconds, asking)
         return [bytes(part[turn][4 : 4 + int(part[turn][:4].view(np.int32)[0])]) for part in self.notes]
 

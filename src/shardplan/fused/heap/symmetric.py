@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import numpy as np
 
 from shardplan.errors import BackendError, optional, shown
 from shardplan.fused.heap.failures import HeapMismatch
-from shardplan.fused.heap.header import LINE, HeapHeader, Words
+from shardplan.fused.heap.header import LINE, HeapHeader, HeapPeer, Words
+from shardplan.fused.heap.net import NetPeer, NetSegment
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import ALIGN, SEGMENTS, Segment, sweep
 
@@ -92,10 +94,17 @@ class SymmetricHeap:
     1 0 torch.Size([2, 3])
     """
 
-    def __init__(self, memory: Sequence[np.ndarray], rank: int, peers: Sequence[Peer], name: str) -> None:
-        """Stand on memory that all have mapped; see `create`."""
-        self.memory, self.rank, self.ranks, self.name = list(memory), rank, len(memory), name
-        self.header = HeapHeader(self.memory, rank, peers)
+    def __init__(
+        self,
+        memory: Sequence[np.ndarray],
+        rank: int,
+        peers: Sequence[HeapPeer],
+        name: str,
+        net: NetSegment | None = None,
+    ) -> None:
+        """Stand on memory that all have mapped, or on mirrors of it; see `create`."""
+        self.memory, self.rank, self.ranks, self.name, self.net = list(memory), rank, len(memory), name, net
+        self.header = HeapHeader(self.memory, rank, peers, None if net is None else self._carry)
         self.nbytes = len(memory[rank])
         self.used = HeapHeader.size(self.ranks)
         self.log = hashlib.sha256()
@@ -112,22 +121,26 @@ class SymmetricHeap:
         """Return this rank's view of a new heap of `nbytes` on every rank, all zero; collective.
 
         `exchange` gives all ranks what each of them gives, in the order of ranks: it is the whole bootstrap, and is
-        asked again for `reset`. Backends are `shm`, for processes, and `virtual`, for threads of this one.
+        asked again for `reset`. Backends are `shm`, for processes, `virtual`, for threads of this one, and `net`, for
+        processes on several nodes: see `net`.
 
         Raises `BackendError` where the backend is unknown or the machine has not so much memory, and `HeapMismatch`
         where ranks ask for different heaps.
         """
-        if backend not in SEGMENTS:
-            raise BackendError(f"symmetric heap {name}: backend {shown(backend)}; legal are {', '.join(SEGMENTS)}")
+        kind = backend.partition(":")[0]
+        if kind != "net" and backend not in SEGMENTS:
+            legal = ", ".join((*SEGMENTS, "net", "net:ADDRESS", "net:ADDRESS@NODE"))
+            raise BackendError(f"symmetric heap {name}: backend {shown(backend)}; legal are {legal}")
         if type(nbytes) is not int or nbytes <= 0:
             raise BackendError(f"symmetric heap {name}: {shown(nbytes)} bytes; legal is a positive integer")
-        if backend == "shm":
+        if kind != "virtual":
             sweep()
-        peer, asked, wrong = Peer.me(), f"{backend} {nbytes} {name}", None
+        peer, asked, wrong = Peer.me(), f"{kind} {nbytes} {name}", None
         try:  # one that fails tells the others instead of leaving them to wait
             # Room for the header of any number of ranks comes on top, once that number is known.
             ranks = len(exchange(asked.encode()))
-            segment = SEGMENTS[backend](-(-nbytes // ALIGN) * ALIGN + HeapHeader.size(ranks), name)
+            size = -(-nbytes // ALIGN) * ALIGN + HeapHeader.size(ranks)
+            segment = NetSegment(size, name, backend) if kind == "net" else SEGMENTS[kind](size, name)
             mine = f"{segment.token}\n{peer.pid}\n{peer.started}\n{asked}"
         except BackendError as error:
             segment, wrong, mine = None, error, ""
@@ -153,7 +166,15 @@ class SymmetricHeap:
             raise BackendError(f"symmetric heap {name}: rank {mapped.index(b'')} could not map it")
         rank = [fields[0] for fields in said].index(segment.token)
         segment.publish()
-        found = cls(memory, rank, [Peer(int(f[1]), int(f[2])) for f in said], name)
+        peers: list[Peer | NetPeer] = [Peer(int(f[1]), int(f[2])) for f in said]
+        net = segment if isinstance(segment, NetSegment) else None
+        if net is not None:
+            try:
+                peers = net.met([f[0] for f in said], [Peer(int(f[1]), int(f[2])) for f in said])
+            except BackendError:
+                net.close()
+                raise
+        found = cls(memory, rank, peers, name, net)
         found._exchange, found._close = exchange, segment.close
         return found
 
@@ -171,6 +192,22 @@ class SymmetricHeap:
     def table(self) -> np.ndarray:
         """Where each rank's memory lies in this process, int64 [ranks]."""
         return np.array([part.ctypes.data for part in self.memory], np.int64)
+
+    def _carry(self, to: int, part: int, offset: int, nbytes: int) -> None:
+        assert self.net is not None
+        self.net.push(to, part, self.memory[part].ctypes.data + offset, (nbytes,), (1,), 1)
+
+    def push(self, to: int, view: torch.Tensor) -> None:
+        """Send what was stored in a view of a rank's memory, where that is on another node; a signal goes behind it."""
+        if self.net is not None:
+            size = view.dtype.itemsize
+            strides = [n * size for n in view.stride()]
+            self.net.push(to, to, view.data_ptr(), tuple(view.shape), strides, size)
+
+    def push_word(self, to: int, word: Words) -> None:
+        """Send a counter."""
+        if self.net is not None:
+            self.net.push(to, to, word.ctypes.data, (1,), (4,), 4)
 
     def gather(self, note: bytes, seconds: float = SECONDS, asking: str = "") -> list[bytes]:
         """Return what every rank says, in the order of ranks; collective, through the heap."""
@@ -224,7 +261,10 @@ class SymmetricHeap:
         """
         if self._exchange is None:
             raise BackendError(f"symmetric heap {self.name}: reset of a heap without an exchange")
-        self._exchange(b"reset")
+        counts = b"" if self.net is None else json.dumps(self.net.counts()).encode()
+        said = self._exchange(counts)
+        if self.net is not None:
+            self.net.settle([json.loads(each) for each in said], self.seconds)
         self.memory[self.rank][:] = 0
         self.header.clear()
         self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
@@ -236,7 +276,11 @@ class SymmetricHeap:
         """Let go of the memory; of a view that somebody still holds, when that goes."""
         if not self.closed and self._close is not None:
             self.kept.clear()
-            self.memory, self.header = [], HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()])
+            self.memory, self.net, self.header = (
+                [],
+                None,
+                HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()]),
+            )
             self._close()
         self.closed = True
 

@@ -156,7 +156,7 @@ def forward(
         _all_at_once(got, steps[:begun], bag, rank)
         return begun
 
-    found = got.made.run(got.tiled, put, ahead=ahead if fits else None)["result"]
+    found = got.made.run(got.tiled, put, ahead=ahead if fits and asked.heap.net is None else None)["result"]
     return stored(NAME, found, out)
 
 

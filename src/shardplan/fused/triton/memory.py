@@ -34,8 +34,13 @@ class TileMemory:
 
     @classmethod
     def of(cls, heap: SymmetricHeap) -> TileMemory:
-        """Return the memory of a symmetric heap, this process being one rank of it."""
+        """Return the memory of a symmetric heap, this process being one rank of it.
+
+        Raises `BackendError` for a heap between nodes, whose other ranks a kernel cannot write.
+        """
         torch = optional("torch", "torch")
+        if heap.net is not None:
+            raise BackendError(f"symmetric heap {heap.name}: Triton kernels store into peers; legal is the backend shm")
 
         def alloc(nbytes: int, label: str) -> int:
             return heap.alloc((nbytes,), "u8", label).offset

@@ -14,11 +14,23 @@ from typing import assert_never
 
 import numpy as np
 
-from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Messages, Pattern, StepPattern, Work, computes
+from shardplan.core.pattern import (
+    AtOnce,
+    Groups,
+    InTurn,
+    Local,
+    Messages,
+    Overlap,
+    Pattern,
+    StepPattern,
+    Work,
+    computes,
+)
 from shardplan.errors import TopologyError, shown
 from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
+from shardplan.hardware.prices.fused import FusedConstants, FusedVariant, FusedWork, variant_seconds, variants
 from shardplan.hardware.prices.library import KINDS, Library, LibraryRow
 from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, messages
 from shardplan.hardware.topology import Topology
@@ -78,6 +90,8 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
             return _in_turn(pattern, fabric, algorithm)
         case AtOnce():
             return _at_once(pattern, fabric, algorithm)
+        case Overlap():
+            return _overlap(pattern, fabric, algorithm)
         case _:
             assert_never(pattern)
 
@@ -205,6 +219,59 @@ def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
     if busy > alpha + transfer:
         alpha, transfer, own = 0.0, busy, busy
     return Price("at once", alpha, transfer, tuple(moved.tolist()), load, own)
+
+
+def _overlap(pattern: Overlap, fabric: Fabric, algorithm: str) -> Price:
+    """Kernels whose result goes out tile by tile; where it does not say in how many, in the number that is fastest."""
+    work, constants, moved = overlapped(pattern, fabric, algorithm)
+    if work is None:
+        return moved
+    assert constants is not None
+    ways = [FusedVariant("one_shot" if pattern.one_shot else "fused", n) for n in (pattern.tiles,) if n]
+    ways = ways or [way for way in variants(work.reduces)[1:] if (way.kind == "one_shot") == pattern.one_shot]
+    found = {way: float(variant_seconds(work, way, constants)) for way in ways}
+    best = min(found, key=lambda way: found[way])
+    return Price(str(best), 0.0, found[best], moved.level_bytes, moved.load, found[best])
+
+
+def overlapped(
+    pattern: Overlap, fabric: Fabric, algorithm: str = "auto", measured: FusedConstants | None = None
+) -> tuple[FusedWork | None, FusedConstants | None, Price]:
+    """Return the work of kernels and their move, what the transport takes, and the price of the move, or of all of it.
+
+    Without `measured` constants the transport is as fast as the library says that the move is, a signal takes the
+    latency of the outermost level that it crosses, and tiles are free. There is no work where nothing moves.
+    """
+    busy = _busy(pattern, fabric, algorithm, measured)
+    moved = price(pattern.move.pattern, fabric, algorithm)
+    ran_as = pattern.move.pattern
+    if not isinstance(ran_as, Groups) or ran_as.members.shape[1] < 2 or not pattern.nbytes:
+        total = busy + moved.seconds
+        return None, None, Price("kernel", 0.0, total, moved.level_bytes, moved.load, total)
+    ranks = int(ran_as.members.shape[1])
+    work = FusedWork(busy, float(pattern.nbytes), ranks, bool(pattern.whole), float(pattern.whole))
+    if measured is None:
+        crossed = [j for j, n in enumerate(moved.level_bytes) if n > 0]
+        latency = float(fabric.latencies()[crossed[0] if crossed else -1])
+        sent = float(pattern.nbytes + pattern.whole) * (ranks - 1) / ranks
+        measured = FusedConstants(
+            fabric.topology.name or "topology",
+            latency=moved.alpha / (2 if pattern.whole else 1),
+            bandwidth=sent / max(moved.transfer - moved.own, 1e-30),
+            copy_bandwidth=fabric.topology.device.memory_bandwidth / 2,
+            signal=latency,
+            source="the topology's figures",
+        )
+    return work, measured, moved
+
+
+def _busy(pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConstants | None) -> float:
+    """The seconds of its kernels, by the measured rate of their kind where there is one."""
+    rate = None if measured is None else measured.rate(pattern.kind)
+    if rate is None:
+        return sum(price(step.pattern, fabric, algorithm).seconds for step in pattern.kernels)
+    works = [step.pattern for step in pattern.kernels if isinstance(step.pattern, Work)]
+    return sum(one.flops if pattern.kind == "product" else one.nbytes for one in works) / rate
 
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:

@@ -1,5 +1,7 @@
 """Drop-ins for DTensor: `redistribute` in place of `DTensor.redistribute`, `redistribute_state` for a whole model.
 
+`Refit` is the handle with which a trainer and a server, in processes of their own, refit weights at every step.
+
 What is started inside `with process_group():` travels on a process group of its own.
 
 Reading order:
@@ -13,6 +15,7 @@ Reading order:
 - `under_way`  moves that were started and not waited for
 - `compile`    the call under `torch.compile`
 - `state`      a folder: `redistribute_state`, for a whole model
+- `refit`      a folder: `Refit`
 """
 
 from shardplan.errors import missing
@@ -20,8 +23,9 @@ from shardplan.errors import missing
 try:
     from shardplan.execution.torch.group_state import process_group
     from shardplan.interop.torch.dtensor import redistribute
+    from shardplan.interop.torch.refit.handle import Refit
     from shardplan.interop.torch.state.move import redistribute_state
 except ModuleNotFoundError as error:
     raise missing(error, "torch") from None
 
-__all__ = ["process_group", "redistribute", "redistribute_state"]
+__all__ = ["Refit", "process_group", "redistribute", "redistribute_state"]

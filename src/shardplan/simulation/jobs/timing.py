@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from shardplan.core.nested import nested
 from shardplan.core.op import Op
-from shardplan.core.pattern import AtOnce, InTurn, Local, Pattern, Work, communicates
+from shardplan.core.pattern import AtOnce, InTurn, Local, Overlap, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -108,7 +108,7 @@ class Pricing:
     def _node(self, program: Program, step: Step, number: int) -> Node:
         op = nested(step.op)
         operands, results = program.step_types(step)
-        if op is None or op.at_once:
+        if op is None or op.at_once or op.overlaps:
             cost = self.cost(step.op, operands, results)
             issued = cost.price.seconds > 0 or cost.stream != COMPUTE
             return TimedOp(cost, step.operands, step.results, number, issued)
@@ -145,7 +145,7 @@ def works(pattern: Pattern) -> bool:
     """Say whether a kernel is among what it does."""
     if isinstance(pattern, InTurn | AtOnce):
         return any(works(step.pattern) for step in pattern.steps)
-    return isinstance(pattern, Work)
+    return isinstance(pattern, Work | Overlap)
 
 
 def _even(cost: Price) -> bool:

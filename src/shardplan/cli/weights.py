@@ -1,0 +1,206 @@
+"""The commands about weights: refit, reshard, diff."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, read_bytes, read_topology
+from shardplan.errors import LayoutError, ParseError, line
+
+if TYPE_CHECKING:
+    from shardplan.movement.weights.weights import Weights
+
+SIDE_HELP = "A table and its degrees, megatron-llama,tensor=2,stages=[2,1], a .toml file"
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="The model's config.json, or its folder; else the source's."),
+]
+Limit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Bytes in memory at most: 4GB, 512 MiB.")]
+Ignore = Annotated[
+    list[str] | None, typer.Option("--ignore", metavar="NAME", help="A tensor that is left out; may be repeated.")
+]
+_COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
+_KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
+_SPAN = re.compile(r"(\d+):(\d+)\Z")
+
+
+def read_side(option: str, text: str, config: Path | None, dtype: str | None, devices: range | None = None) -> Weights:
+    """Return the weights that a text says: a table and its degrees, or the path of a text of weights.
+
+    Raises `ParseError` and `LayoutError`, which name the option.
+    """
+    from shardplan.movement.weights.weights import Weights
+
+    table, *rest = _COMMA.split(text.strip())
+    path = Path(table)
+    try:
+        if path.is_file() and (said := path.read_text(encoding="utf-8")) and "\n[side]\n" in said:
+            return Weights.parse(said)
+        degrees = dict(_degree(part) for part in rest)
+        given = degrees.pop("devices", devices)
+        if config is None:
+            raise LayoutError("no config; legal is --config with the model's config.json")
+        return Weights.load(table, config, devices=given, dtype=dtype, **degrees)
+    except ParseError as error:
+        raise ParseError(f"{option}: {error}") from None
+    except LayoutError as error:
+        raise LayoutError(f"{option}: {error}") from None
+
+
+def _degree(part: str) -> tuple[str, Any]:
+    found = _KEY.match(part)
+    if found is None:
+        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
+    name, value = found.groups()
+    if span := _SPAN.match(value):
+        return name, range(int(span.group(1)), int(span.group(2)))
+    if value.isdigit():
+        return name, int(value)
+    numbers = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else []
+    if not numbers or not all(n.strip().isdigit() for n in numbers):
+        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
+    return name, [int(n) for n in numbers]
+
+
+def _layouts(text: str | None) -> Path | None:
+    """Return the path of a file of layouts, None where a text is a table."""
+    from shardplan.interop.checkpoint.layouts import is_layouts
+
+    if text is None or not text.endswith(".toml") or not Path(text).is_file():
+        return None
+    said = Path(text).read_text(encoding="utf-8")
+    return None if "\n[side]\n" in said else Path(text) if is_layouts(Path(text)) else None
+
+
+def _config(given: Path | None, source: Path) -> Path | None:
+    if given is not None:
+        return given
+    place = (source if source.is_dir() else source.parent) / "config.json"
+    return place if place.is_file() else None
+
+
+def _dtype(source: Path) -> str | None:
+    """Return the dtype of a checkpoint's elements where it has one only."""
+    from shardplan.interop.checkpoint.sources import open_checkpoint
+
+    with open_checkpoint(source, 2) as held:  # of files a device each has its own names
+        found = held.dtypes()
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def refit(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=f"{SIDE_HELP}, or a text of weights.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Likewise; on the devices after the source's.")],
+    config: Config = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The target's dtype, if it is another.")] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="The target is on the source's devices.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PATTERN", help="A part of the model; may be repeated.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", metavar="BYTES", help="Of a rank, beyond its parameters: 1GB.")
+    ] = None,
+    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    nodes: Nodes = None,
+    as_json: Json = False,
+) -> None:
+    """Plan how a model's weights get from one framework's storage to another's."""
+    from shardplan.movement.weights.refit import refit as plan_refit
+    from shardplan.report.text import json_text
+    from shardplan.report.weights import refit_object, refit_text
+
+    a = read_side("SOURCE", source, config, None)
+    b = read_side("TARGET", target, config, dtype)
+    if "devices=" not in target and not colocated and not Path(target).is_file():
+        first = max(a.devices) + 1
+        b = read_side("TARGET", target, config, dtype, range(first, first + len(b.devices)))
+    limit = None if memory_limit is None else int(read_bytes("--memory-limit", memory_limit))
+    plan = plan_refit(a, b, read_topology(topology, nodes), limit, only or None)
+    print(json_text(refit_object(plan)) if as_json else refit_text(plan))
+
+
+def reshard(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A checkpoint: a file, or a folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A folder, new or of a killed run.")],
+    to: Annotated[str, typer.Option("--to", metavar="TABLE", help=f"{SIDE_HELP}, or a file of layouts.")],
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="TABLE", help="Likewise; left out, what the source says itself.")
+    ] = None,
+    memory_limit: Limit = "1 GB",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The destination's dtype, if it is another.")] = None,
+    from_dtype: Annotated[
+        str | None, typer.Option("--from-dtype", help="The source's, if its files do not say.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--form", help="auto, plain, devices, ranks or distributed (torch.distributed.checkpoint).")
+    ] = "auto",
+    largest_file: Annotated[
+        str, typer.Option("--largest-file", metavar="BYTES", help="Of the forms plain and distributed.")
+    ] = "5 GB",
+    config: Config = None,
+    ignore: Ignore = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the source's recorded checksums.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as another framework, or another layout, stores it."""
+    from shardplan.cli.bar import progress_bar
+    from shardplan.interop.checkpoint import reshard as run
+    from shardplan.interop.checkpoint.reshard import recorded_weights
+    from shardplan.report.text import json_text
+    from shardplan.report.weights import reshard_object, reshard_text
+
+    limit = int(read_bytes("--memory-limit", memory_limit))
+    largest = int(read_bytes("--largest-file", largest_file))
+    layouts, source_layouts = _layouts(to), _layouts(from_)
+    where = _config(config, source)
+    own = from_dtype or _dtype(source)
+    a = recorded_weights(source) if from_ is None else None
+    if from_ is not None and source_layouts is None:
+        a = read_side("--from", from_, where, own)
+    b = None
+    if layouts is None:
+        if a is None and source_layouts is None:
+            raise LayoutError(f"{line(source)} does not say how it is stored; legal is --from with its table")
+        b = read_side("--to", to, where, dtype or (a.dtype if a is not None else own))
+    elif dtype is not None:
+        raise LayoutError("--dtype with a file of layouts, which keeps every dtype; legal is a table")
+    with progress_bar() as tell:
+        done = run(
+            source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
+            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell,
+        )  # fmt: skip
+    print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint: a file, or a folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    table: Annotated[
+        str | None, typer.Option("--table", metavar="TABLE", help=f"A's: {SIDE_HELP}; else what it says itself.")
+    ] = None,
+    other: Annotated[str | None, typer.Option("--other", metavar="TABLE", help="B's, likewise.")] = None,
+    config: Config = None,
+    memory_limit: Limit = "1 GB",
+    ignore: Ignore = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints, whatever their storage: status 1 where they differ, with the first element that does."""
+    from shardplan.cli.bar import progress_bar
+    from shardplan.interop.checkpoint import diff as compare
+    from shardplan.report.text import json_text
+    from shardplan.report.weights import diff_object, diff_text
+
+    limit = int(read_bytes("--memory-limit", memory_limit))
+    where = config or _config(None, a) or _config(None, b)
+    first = None if table is None else read_side("--table", table, where, _dtype(a))
+    second = None if other is None else read_side("--other", other, where, _dtype(b))
+    with progress_bar() as tell:
+        found = compare(a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), progress=tell)
+    print(json_text(diff_object(found)) if as_json else diff_text(found))
+    if not found.equal:
+        raise typer.Exit(1)

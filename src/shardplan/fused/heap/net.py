@@ -1,0 +1,321 @@
+"""The memory of a heap between nodes: `net`.
+
+A rank stores into a mirror of its peer's memory, and what it stored goes over TCP into the memory itself, in order, by
+one thread a rank (paper, section 3.2: a slice, and behind it its flag). Ranks of one node map each other's memory, as
+with `shm`. A backend's text is `net`, `net:ADDRESS` or `net:ADDRESS@NODE`: the address under which others reach this
+rank, 127.0.0.1 where none is given, and the node's name, by default the network namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.errors import BackendError, shown
+from shardplan.fused.heap.peers import Peer
+from shardplan.fused.heap.segments import Bytes, ShmSegment
+
+HEAD = struct.Struct("<iqqqq")  # part, offset, runs, bytes of a run, bytes between runs
+BYE = -1
+SECONDS = 10.0  # that a connection and the last messages may take
+CHUNK = 1 << 20
+
+
+class NetPlace(NamedTuple):
+    """Where a rank is: its segment's name, its address and port, and its node."""
+
+    token: str
+    address: str
+    port: int
+    node: str
+
+    @classmethod
+    def parse(cls, text: str) -> NetPlace:
+        """Read what `str` wrote."""
+        token, address, port, node = text.split("|")
+        return cls(token, address, int(port), node)
+
+    def __str__(self) -> str:
+        """Return it as one word of a note."""
+        return f"{self.token}|{self.address}|{self.port}|{self.node}"
+
+
+@dataclass(eq=False)
+class NetPeer:
+    """A rank on another node: it lives as long as its connection, or until it takes its leave."""
+
+    pid: int
+    rank: int
+    out: socket.socket
+    queue: deque[Any] = field(default_factory=deque[Any])  # memoryviews, and arrays not yet packed
+    left: bool = False
+    broken: bool = False
+    sent: int = 0
+    received: int = 0
+
+    def alive(self) -> bool:
+        """Return whether it is there, or has left in order."""
+        return self.left or not self.broken
+
+
+class _Incoming:
+    """A connection from a peer: what has come of a message so far."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link, self.peer = link, -1
+        self.raw = bytearray()
+
+    def message(self) -> tuple[tuple[int, int, int, int, int], bytes] | None:
+        """Take the next whole message, None where it has not come yet."""
+        if len(self.raw) < HEAD.size:
+            return None
+        head = HEAD.unpack_from(self.raw)
+        end = HEAD.size + head[2] * head[3]
+        if len(self.raw) < end:
+            return None
+        body = bytes(memoryview(self.raw)[HEAD.size : end])
+        del self.raw[:end]
+        return head, body
+
+
+class NetSegment:
+    """A rank's memory between nodes, mirrors of those on other nodes, and the thread that carries what is stored."""
+
+    def __init__(self, nbytes: int, job: str, backend: str = "net") -> None:
+        """Make it, and listen; raises `BackendError` for an address that is not this rank's."""
+        self.job, self.nbytes = job, nbytes
+        text = backend.partition(":")[2]
+        address, _, node = text.partition("@")
+        address = address or "127.0.0.1"
+        self.listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self.listening.bind((address, 0))
+            self.listening.listen(128)
+        except OSError as error:
+            self.listening.close()
+            why = error.strerror or error
+            raise BackendError(
+                f"symmetric heap {job}: backend {shown(backend)}; legal is net:ADDRESS of this rank: {why}"
+            ) from None
+        self.own = ShmSegment(nbytes, job)
+        self.place = NetPlace(self.own.token, address, self.listening.getsockname()[1], node or _node())
+        self.token = str(self.place)
+        self.parts: list[Bytes] = []
+        self.peers: dict[int, NetPeer] = {}
+        self.rank = -1
+        self.thread: threading.Thread | None = None
+        self.ending = False
+        self.wake, self.woken = socket.socketpair()
+
+    def open(self, token: str) -> Bytes:
+        """Map a segment of this node, or mirror one of another and connect to it."""
+        place, number = NetPlace.parse(token), len(self.parts)
+        if token == self.token:
+            self.rank = number
+        if place.node == self.place.node:
+            self.parts.append(self.own.open(place.token))
+            return self.parts[-1]
+        raw = np.zeros(self.nbytes + 4096, np.uint8)
+        skip = -raw.ctypes.data % 4096
+        self.parts.append(raw[skip : skip + self.nbytes])
+        try:
+            link = socket.create_connection((place.address, place.port), timeout=SECONDS)
+        except OSError as error:
+            where = f"{place.address}:{place.port}"
+            raise BackendError(f"symmetric heap {self.job}: rank {number} at {where}: {error}") from None
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.sendall(HEAD.pack(0, 0, 1, len(self.token), 0) + self.token.encode())
+        self.peers[number] = NetPeer(0, number, link)
+        return self.parts[-1]
+
+    def met(self, tokens: Sequence[str], peers: Sequence[Peer]) -> list[Peer | NetPeer]:
+        """All have opened all: accept the others, begin to carry, and return who they are."""
+        incoming: list[_Incoming] = []
+        self.listening.settimeout(SECONDS)
+        for _ in self.peers:
+            try:
+                one = _Incoming(self.listening.accept()[0])
+                one.link.settimeout(SECONDS)
+                while (hello := one.message()) is None:
+                    if not (more := one.link.recv(CHUNK)):
+                        raise BackendError(f"symmetric heap {self.job}: a peer closed its connection at once")
+                    one.raw += more
+            except OSError as error:
+                raise BackendError(f"symmetric heap {self.job}: a peer has not connected: {error}") from None
+            if (said := hello[1].decode(errors="replace")) not in tokens:
+                raise BackendError(f"symmetric heap {self.job}: a stranger connected: {shown(said)}")
+            one.peer = tokens.index(said)
+            incoming.append(one)
+        for number, peer in self.peers.items():
+            peer.pid = peers[number].pid
+        self.thread = threading.Thread(target=self._carry, args=(incoming,), daemon=True, name=f"heap {self.job}")
+        self.thread.start()
+        return [self.peers.get(k, peer) for k, peer in enumerate(peers)]
+
+    # What a rank stores
+
+    def push(
+        self, to: int, part: int, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+    ) -> None:
+        """Send what lies in a rank's mirror to where it belongs; nothing for a rank of this node.
+
+        `part` is whose memory the mirror is of, here and there; `strides` are in bytes.
+        """
+        peer = self.peers.get(to)
+        if peer is None or 0 in shape:
+            return
+        dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n > 1]
+        length = itemsize
+        while dims and dims[-1][1] == length:
+            length *= dims.pop()[0]
+        runs, between = dims.pop() if dims else (1, length)
+        start = address - self.parts[part].ctypes.data
+        for at in np.ndindex(*(n for n, _ in dims)):
+            offset = start + sum(k * s for k, (_, s) in zip(at, dims, strict=True))
+            memory = self.parts[part][offset:]
+            rows = np.lib.stride_tricks.as_strided(memory, (runs, length), (between, 1))
+            peer.sent += 1
+            peer.queue.append(memoryview(HEAD.pack(part, offset, runs, length, between)))
+            # A word may be stored again before it is sent; rows may not: the schedule says so.
+            peer.queue.append(memoryview(bytes(rows)) if runs * length <= 64 else rows)
+        with suppress(OSError):
+            self.wake.send(b"!")
+
+    # The thread
+
+    def _carry(self, incoming: list[_Incoming]) -> None:
+        ready = selectors.DefaultSelector()
+        self.woken.setblocking(False)
+        ready.register(self.woken, selectors.EVENT_READ)
+        for one in incoming:
+            one.link.setblocking(False)
+            ready.register(one.link, selectors.EVENT_READ, one)
+            while (message := one.message()) is not None:
+                self._stored(one, *message)
+        waiting: set[int] = set()
+        for peer in self.peers.values():
+            peer.out.setblocking(False)
+        while not self.ending or any(p.queue and not p.broken for p in self.peers.values()):
+            for key, _ in ready.select(0.2):
+                if key.fileobj is self.woken:
+                    with suppress(BlockingIOError):
+                        while self.woken.recv(4096):
+                            pass
+                elif isinstance(key.data, _Incoming):
+                    self._receive(ready, key.data)
+            for number, peer in self.peers.items():
+                blocked = self._send(peer)
+                if blocked and number not in waiting:
+                    waiting.add(number)
+                    ready.register(peer.out, selectors.EVENT_WRITE)
+                elif not blocked and number in waiting:
+                    waiting.discard(number)
+                    ready.unregister(peer.out)
+        ready.close()
+        for one in incoming:
+            one.link.close()
+
+    def _send(self, peer: NetPeer) -> bool:
+        """Send what a peer is to get; return whether its connection takes no more now."""
+        while peer.queue and not peer.broken:
+            head = peer.queue[0]
+            if isinstance(head, np.ndarray):
+                head = memoryview(np.ascontiguousarray(head).reshape(-1))
+                peer.queue[0] = head
+            try:
+                done = peer.out.send(head)
+            except BlockingIOError:
+                return True
+            except OSError:
+                peer.broken = True
+                return False
+            if done == len(head):
+                peer.queue.popleft()
+            else:
+                peer.queue[0] = head[done:]
+        return False
+
+    def _receive(self, ready: selectors.BaseSelector, one: _Incoming) -> None:
+        try:
+            more = one.link.recv(CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        if not more:
+            ready.unregister(one.link)
+            self.peers[one.peer].broken = True
+            return
+        one.raw += more
+        while (message := one.message()) is not None:
+            self._stored(one, *message)
+
+    def _stored(self, one: _Incoming, head: tuple[int, int, int, int, int], body: bytes) -> None:
+        """Store a message; of words all bytes at once."""
+        part, offset, runs, length, between = head
+        peer = self.peers[one.peer]
+        if part == BYE:
+            peer.left = True
+            return
+        memory = self.parts[part]
+        if runs == 1 and length == 4 and offset % 4 == 0:
+            memory[offset : offset + 4].view(np.int32)[0] = np.frombuffer(body, np.int32)[0]
+        else:
+            rows = np.lib.stride_tricks.as_strided(memory[offset:], (runs, length), (between, 1))
+            rows[:] = np.frombuffer(body, np.uint8).reshape(runs, length)
+        peer.received += 1
+
+    # The end
+
+    def counts(self) -> list[int]:
+        """Return how many messages went to every rank."""
+        return [self.peers[k].sent if k in self.peers else 0 for k in range(len(self.parts))]
+
+    def settle(self, counts: Sequence[Sequence[int]], seconds: float) -> None:
+        """Wait until all messages have come, `counts` being those of all ranks, and forget what mirrors hold."""
+        until = time.monotonic() + seconds
+        for number, peer in self.peers.items():
+            while peer.received < counts[number][self.rank]:
+                if time.monotonic() > until or not peer.alive():
+                    raise BackendError(f"symmetric heap {self.job}: messages of rank {number} have not come")
+                time.sleep(1e-4)
+            self.parts[number][:] = 0
+
+    def publish(self) -> None:
+        """Take the segment's name away."""
+        self.own.publish()
+
+    def close(self) -> None:
+        """Send what is left, take leave, and let go of all memory."""
+        for peer in self.peers.values():
+            if not peer.broken and self.thread is not None:
+                peer.queue.append(memoryview(HEAD.pack(BYE, 0, 0, 0, 0)))
+        self.ending = True
+        if self.thread is not None:
+            with suppress(OSError):
+                self.wake.send(b"!")
+            self.thread.join(SECONDS)
+        for link in (self.listening, self.wake, self.woken, *(peer.out for peer in self.peers.values())):
+            link.close()
+        self.parts = []
+        self.own.close()
+
+
+def _node() -> str:
+    """The network namespace of this process on this boot of the machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{boot.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,22 @@
+"""Checkpoints on disk, from any storage to any other: `reshard`, and `diff`, which says where two of them differ.
+
+Everything streams by byte ranges within a memory limit; no process group and no GPU is used.
+
+Reading order:
+
+- `layouts`      a file of layouts, as weights
+- `sources`      what a checkpoint holds: safetensors in its forms, and folders of torch.distributed.checkpoint
+- `distributed`  how the latter are read and written
+- `windows`      the parts of a parameter that are in memory at a time
+- `gather`       one window filled, by as few and as long reads as pay
+- `output`       a file written so that its name never holds half of one, checked and read again
+- `manifest`     what is finished, so that a killed run goes on
+- `targets`      the files that a destination has
+- `reshard`      the verb
+- `compare`      two checkpoints compared logically
+"""
+
+from shardplan.interop.checkpoint.compare import diff
+from shardplan.interop.checkpoint.reshard import reshard
+
+__all__ = ["diff", "reshard"]

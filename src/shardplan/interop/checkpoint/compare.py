@@ -1,0 +1,209 @@
+"""`diff`: whether two checkpoints hold one model, whatever their storage, and the first element that differs.
+
+The second is read as the first stores it, window by window, and compared bit for bit; no file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.errors import Infeasible, LayoutError, line
+from shardplan.hardware.units import format_bytes, limit_of
+from shardplan.interop.checkpoint.gather import WindowGather
+from shardplan.interop.checkpoint.layouts import layout_weights
+from shardplan.interop.checkpoint.reshard import (
+    BESIDE,
+    BUFFERS,
+    LARGEST_WINDOW,
+    LEAST_WINDOW,
+    REGION,
+    Progress,
+    fill_part,
+    names_of,
+    recorded_weights,
+)
+from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
+from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
+from shardplan.movement.weights.refit import RefitPlan, refit
+from shardplan.movement.weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDifference:
+    """Where two checkpoints first differ: the parameter and index in each (of a name only, no index), and the values.
+
+    `rank` and `other_rank` are device ids of either side.
+    """
+
+    rank: int
+    name: str
+    index: tuple[int, ...] | None
+    value: str
+    other_rank: int
+    other_name: str
+    other_index: tuple[int, ...] | None
+    other_value: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{_said(self.rank, self.name, self.index, self.value)}; " + _said(
+            self.other_rank, self.other_name, self.other_index, self.other_value
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointsCompared:
+    """What was compared: parameters, elements, and the first difference, None where there is none."""
+
+    parameters: int
+    elements: int
+    difference: CheckpointDifference | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold one model."""
+        return self.difference is None
+
+
+def _said(rank: int, name: str, index: tuple[int, ...] | None, value: str) -> str:
+    at = "" if index is None else f"[{', '.join(map(str, index))}]"
+    return f"rank {rank} {name}{at} {'=' if index is not None else 'is'} {value}"
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    weights: Weights | None = None,
+    other: Weights | None = None,
+    memory_limit: float | str = "1 GB",
+    ignore: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> CheckpointsCompared:
+    """Compare two checkpoints logically, and find the first element that differs, in the order of the first's names.
+
+    Args:
+        a: a checkpoint, in any form that `reshard` reads.
+        b: another.
+        weights: how `a` stores the model; None for what it says itself, if reshard wrote it, else as the other where
+            that is of one device, else whole tensors.
+        other: how `b` does, likewise.
+        memory_limit: the bytes that may be in memory beyond the interpreter, or text of them.
+        ignore: names of tensors that are left out where no table has them.
+        progress: called with bytes done, bytes to do, and what is being done.
+
+    Raises:
+        LayoutError: a checkpoint that is not what its weights say, or sides of other shapes.
+        ParseError: no checkpoint, or one that breaks its format.
+        Infeasible: a memory limit that is too small; it names the least.
+    """
+    limit = limit_of("memory limit", memory_limit)
+    assert limit is not None
+    first, second = _known(Path(a), weights), _known(Path(b), other)
+    with open_checkpoint(a, _devices(first)) as mine, open_checkpoint(b, _devices(second)) as theirs:
+        if first is None and second is None and (found := _names_differ(mine, theirs)) is not None:
+            return CheckpointsCompared(0, 0, found)
+        # one that says nothing is stored as the other, where that is of whole tensors
+        first, second = first or _as(second, mine) or _whole(mine, a), second or _as(first, theirs) or _whole(theirs, b)
+        mine.check(first, tuple(ignore))
+        theirs.check(second, tuple(ignore))
+        plan = refit(second, first)
+        return _compared(plan, mine, theirs, limit, progress)
+
+
+def _devices(weights: Weights | None) -> int:
+    return 1 if weights is None else len(weights.devices)
+
+
+def _known(path: Path, weights: Weights | None) -> Weights | None:
+    return recorded_weights(path) if weights is None else weights
+
+
+def _as(weights: Weights | None, held: OpenCheckpoint) -> Weights | None:
+    return weights if weights is not None and len(weights.devices) == len(held.places) == 1 else None
+
+
+def _whole(held: OpenCheckpoint, path: str | Path) -> Weights:
+    if len(held.places) > 1:
+        raise LayoutError(f"{line(path)} is sharded ({held.form}) and says not how; legal is to say its table")
+    return layout_weights(None, {name: (tuple(t.shape), t.dtype_name) for name, t in held.first.items()})
+
+
+def _names_differ(mine: OpenCheckpoint, theirs: OpenCheckpoint) -> CheckpointDifference | None:
+    """Return the first name that only one has, or whose shape or dtype differs."""
+    if len(mine.places) > 1 or len(theirs.places) > 1:
+        return None
+    a, b = mine.first, theirs.first
+    for name in sorted({*a, *b}):
+        said = [f"{t.dtype_name}{list(t.shape)}" if (t := x.get(name)) is not None else "absent" for x in (a, b)]
+        if said[0] != said[1]:
+            return CheckpointDifference(0, name, None, said[0], 0, name, None, said[1])
+    return None
+
+
+def _compared(
+    plan: RefitPlan, mine: OpenCheckpoint, theirs: OpenCheckpoint, limit: int, progress: Progress | None
+) -> CheckpointsCompared:
+    regions = max(len(plan.regions(r)) for r in plan.target.devices)
+    beside = BESIDE + regions * REGION
+    least = beside + BUFFERS * LEAST_WINDOW
+    if limit < least:
+        raise Infeasible(
+            f"diff within {format_bytes(limit)}: no way; the least that works is {least} bytes", least, least
+        )
+    size = min((limit - beside) // BUFFERS, LARGEST_WINDOW) // 8 * 8
+    gather = WindowGather(size)
+    ours, other = np.empty(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
+    total = sum(plan.target.nbytes(r) for r in plan.target.devices)
+    done = parameters = elements = 0
+    for rank in plan.target.devices:
+        legal = plan.target.parameters(rank)
+        found = plan.regions(rank)
+        pieces = PiecesOf(found.where(found.target == rank))
+        sizes = [(k, int(np.prod(s, dtype=np.int64)), numpy_dtype(d).itemsize) for k, (_, s, d) in enumerate(legal)]
+        for parts, used in windows(sizes, size):
+            for part in parts:
+                name, shape, dtype = legal[part.parameter]
+                fill_part(plan, theirs, gather, pieces, part, other, numpy_dtype(dtype))
+                width = numpy_dtype(dtype).itemsize
+                span = slice(part.at, part.at + (part.hi - part.lo) * width)
+                mine.tensor(plan.target.place(rank), name).read_into(memoryview(ours[span]), part.lo)  # pyright: ignore
+                if (at := _first(ours[span], other[span], width, pieces, part)) is not None:
+                    values = [str(x[span].view(numpy_dtype(dtype))[at - part.lo]) for x in (ours, other)]
+                    where = _where(plan, pieces, part, at)
+                    index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
+                    return CheckpointsCompared(
+                        parameters, elements, CheckpointDifference(rank, name, index, values[0], *where, values[1])
+                    )
+                elements += part.hi - part.lo
+            done += used
+            if progress is not None:
+                progress(done, total, legal[parts[-1].parameter][0])
+        parameters += len(legal)
+    return CheckpointsCompared(parameters, elements, None)
+
+
+def _first(ours: np.ndarray, other: np.ndarray, width: int, pieces: PiecesOf, part: WindowPart) -> int | None:
+    """Return the first element, of the parameter, whose bytes differ; what is padding is not compared."""
+    if np.array_equal(ours, other):
+        return None
+    apart = (ours.reshape(-1, width) != other.reshape(-1, width)).any(axis=1)
+    for k in np.flatnonzero(apart).tolist():
+        if any(True for _ in pieces.within(WindowPart(part.parameter, part.lo + k, part.lo + k + 1, 0))):
+            return part.lo + k
+    return None
+
+
+def _where(plan: RefitPlan, pieces: PiecesOf, part: WindowPart, at: int) -> tuple[int, str, tuple[int, ...]]:
+    """Return rank, name and index at the other side of an element."""
+    k, _, _, _, s_at, _ = next(pieces.within(WindowPart(part.parameter, at, at + 1, 0)))
+    rank = int(pieces.regions.source[k])
+    name = names_of(plan.source, rank)[int(pieces.regions.source_parameter[k])]
+    shape: Any = plan.source.shape(name, rank)
+    return rank, name, tuple(int(i) for i in np.unravel_index(s_at, shape)) if shape else ()

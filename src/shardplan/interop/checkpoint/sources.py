@@ -1,0 +1,205 @@
+"""What a checkpoint holds, by place and name: safetensors in its forms, and folders of torch.distributed.checkpoint.
+
+A plain checkpoint (one file, or files with an index) is that of one device. A sharded one has a file a device,
+`model-00003-of-00006.safetensors`, a folder a rank, `rank-00002/`, or vLLM's files, `model-rank-2-part-0.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.interop.checkpoint.gather import StoredTensor
+from shardplan.interop.safetensors import Checkpoint, TensorEntry
+from shardplan.interop.safetensors_header import NUMPY
+from shardplan.movement.weights.binding import check_named
+from shardplan.movement.weights.weights import Weights
+
+INDEX = "model.safetensors.index.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+_SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z")
+_VLLM = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors\Z")
+_FOLDER = re.compile(r"(?:.*[^0-9])?(\d+)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a safetensors file."""
+
+    file: Checkpoint
+    name: str
+    entry: TensorEntry
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its dtype."""
+        return NUMPY[self.entry.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.entry.shape
+
+    @property
+    def dtype_name(self) -> str:
+        """The short name of its dtype."""
+        return self.entry.dtype
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill bytes from the element `start` on; raises `ParseError` where the file got shorter."""
+        self.file.pread(target, self.entry.begin + start * self.dtype.itemsize, f"tensor {self.name!r}")
+
+
+class OpenCheckpoint:
+    """A checkpoint with its headers read: tensors by place in mesh order, and by name."""
+
+    def __init__(
+        self, path: Path, form: str, places: Sequence[Mapping[str, StoredTensor]], files: Sequence[Path]
+    ) -> None:
+        """Take what was found; see `open_checkpoint`."""
+        self.path, self.form, self.places, self.files = path, form, tuple(places), tuple(files)
+        self.opened: list[Checkpoint] = []
+
+    @property
+    def first(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the first place."""
+        return next(iter(self.places))
+
+    def tensor(self, place: int, name: str) -> StoredTensor:
+        """Return a tensor of a place."""
+        return self.places[place][name]
+
+    def check(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
+        """Raise `LayoutError` where tensors are missing, additional, misshapen or of another dtype than weights say.
+
+        A name in `ignored` may be there without being asked for.
+        """
+        if len(self.places) != len(weights.devices):
+            raise LayoutError(
+                f"{line(self.path)} is of {len(self.places)} devices ({self.form}), and "
+                f"{weights.table.name or 'the table'} of {len(weights.devices)}; legal are as many"
+            )
+        for rank in weights.devices:
+            legal = weights.parameters(rank)
+            held = self.places[weights.place(rank)]
+            names = {name for name, _, _ in legal}
+            found = {name: t for name, t in held.items() if name in names or name not in ignored}
+            check_named(legal, found, f"{line(self.path)}, rank {rank} of {weights.table.name or 'the table'}")
+            for name, _, dtype in legal:
+                if held[name].dtype_name != dtype:
+                    raise LayoutError(
+                        f"{line(self.path)}: {name} is {held[name].dtype_name}, and the weights say {dtype}; legal is "
+                        f"--from-dtype {held[name].dtype_name} (from_ with that dtype), or a table that says it"
+                    )
+
+    def dtypes(self) -> dict[str, int]:
+        """Return the elements of every dtype."""
+        out: dict[str, int] = {}
+        for held in self.places:
+            for t in held.values():
+                out[t.dtype_name] = out.get(t.dtype_name, 0) + int(np.prod(t.shape, dtype=np.int64))
+        return out
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.opened:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path, devices: int = 1) -> OpenCheckpoint:
+    """Open a checkpoint of so many devices, and read all its headers.
+
+    Raises:
+        ParseError: there is none, or a file breaks its format; a tensor that is in two files of one device.
+        MissingExtra: a folder of torch.distributed.checkpoint, without torch.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _opened(path, "one file", [[path]])
+    if not path.is_dir():
+        raise ParseError(f"{line(path)}: there is no such file or folder; legal is a checkpoint")
+    if (path / METADATA).is_file():
+        from shardplan.interop.checkpoint.distributed import opened_distributed
+
+        tensors, files = opened_distributed(path)
+        return OpenCheckpoint(path, "torch.distributed.checkpoint", [tensors], files)
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        return _of_files(path, files, devices)
+    folders = sorted(
+        ((int(m.group(1)), p) for p in path.iterdir() if p.is_dir() and (m := _FOLDER.match(p.name))),
+        key=lambda x: x[0],
+    )
+    if not folders:
+        raise ParseError(
+            f"{line(path)} holds no checkpoint; legal are safetensors files, a folder a rank, or a folder of "
+            "torch.distributed.checkpoint"
+        )
+    every = [sorted(p.glob("*.safetensors")) for _, p in folders]
+    if empty := [p for (_, p), found in zip(folders, every, strict=True) if not found]:
+        raise ParseError(f"{line(empty[0])} holds no safetensors file; legal is one in each")
+    return _opened(path, "a folder a rank", every)
+
+
+def _of_files(path: Path, files: list[Path], devices: int) -> OpenCheckpoint:
+    if (path / INDEX).is_file():
+        return _opened(path, "files with an index", [_indexed(path)])
+    ranks = [(int(m.group(1)), f) for f in files if (m := _VLLM.match(f.name))]
+    if len(ranks) == len(files):
+        by_rank = [[f for r, f in ranks if r == rank] for rank in sorted({r for r, _ in ranks})]
+        return _opened(path, "files a rank", by_rank)
+    shards = [m for f in files if (m := _SHARD.match(f.name))]
+    counts = {int(m.group(3)) for m in shards}
+    if devices > 1 and len(shards) == len(files) and counts == {len(files)}:
+        return _opened(path, "a file a device", [[f] for f in files])
+    if len(shards) == len(files) and counts != {len(files)}:
+        raise ParseError(f"{line(path)} has {len(files)} files of {max(counts)}; legal are all of them")
+    return _opened(path, "files without an index" if len(files) > 1 else "one file", [files])
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        names = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = [path / str(name) for name in dict.fromkeys(names.values())]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ParseError(f"{line(path / INDEX)}: {shown(error)}; legal is an index with a weight_map") from None
+    if absent := [f for f in files if not f.is_file()]:
+        raise ParseError(f"{line(path / INDEX)} names {absent[0].name}, which is not there; legal are all files of it")
+    return sorted(files)
+
+
+def _opened(path: Path, form: str, places: list[list[Path]]) -> OpenCheckpoint:
+    out = OpenCheckpoint(path, form, [], [f for files in places for f in files])
+    found: list[dict[str, FileTensor]] = []
+    try:
+        for files in places:
+            held: dict[str, FileTensor] = {}
+            for file in files:
+                opened = Checkpoint(file)
+                out.opened.append(opened)
+                for name, entry in opened.header.tensors.items():
+                    if name in held:
+                        raise ParseError(
+                            f"{line(path)}: tensor {name!r} is in {held[name].file.path.name} and in {file.name}; "
+                            "legal is one of them"
+                        )
+                    held[name] = FileTensor(opened, name, entry)
+            found.append(held)
+    except BaseException:
+        out.close()
+        raise
+    out.places = tuple(found)
+    return out

@@ -1,0 +1,101 @@
+"""The files that a destination has, and what lies in each: parameters one after another, wider dtypes first."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardplan.core.dtypes import itemsize, numpy_dtype
+from shardplan.errors import LayoutError, shown
+from shardplan.interop.safetensors_header import encode
+from shardplan.movement.weights.weights import Weights
+
+FORMS = ("auto", "plain", "devices", "ranks", "distributed")
+LARGEST_FILE = 5 * 10**9  # bytes of a file of a plain checkpoint, as transformers cuts
+_METADATA = {"format": "pt"}  # what transformers asks for
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file under way: its name, its rank, and the (number, name, shape, dtype) of its parameters in order."""
+
+    name: str
+    rank: int
+    parameters: tuple[tuple[int, str, tuple[int, ...], str], ...]
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Number, elements and bytes of an element of every parameter."""
+        return [(number, math.prod(shape), itemsize(dtype)) for number, _, shape, dtype in self.parameters]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(n * width for _, n, width in self.sizes)
+
+    def header(self, folder: Path) -> bytes:
+        """Return what a safetensors file begins with."""
+        arrays = [(n, np.broadcast_to(np.zeros((), numpy_dtype(d)), s)) for _, n, s, d in self.parameters]
+        return encode(folder / self.name, arrays, _METADATA)
+
+
+def form_of(form: str, weights: Weights) -> str:
+    """Return the form that `auto` is: plain for one device, a file a device for several; raises `LayoutError`."""
+    if form not in FORMS:
+        raise LayoutError(f"form = {shown(form)}; legal are {', '.join(FORMS)}")
+    several = len(weights.devices) > 1
+    if form == "auto":
+        return "devices" if several else "plain"
+    if several and form in ("plain", "distributed"):
+        raise LayoutError(
+            f"form = {form!r} for {len(weights.devices)} devices; legal are devices and ranks, or weights of one "
+            "device, whose tensors are whole"
+        )
+    return form
+
+
+def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> list[TargetFile]:
+    """Return the files of a destination, in order."""
+    every = {r: [(k, *p) for k, p in enumerate(weights.parameters(r))] for r in weights.devices}
+    count = len(weights.devices)
+    if form in ("devices", "ranks"):
+        named = {
+            r: f"rank-{k:05d}/model.safetensors" if form == "ranks" else f"model-{k + 1:05d}-of-{count:05d}.safetensors"
+            for k, r in enumerate(weights.devices)
+        }
+        return [TargetFile(named[r], r, _ordered(every[r])) for r in weights.devices]
+    (rank,) = weights.devices
+    groups: list[list[tuple[int, str, tuple[int, ...], str]]] = [[]]
+    used = 0
+    for p in every[rank]:
+        size = math.prod(p[2]) * itemsize(p[3])
+        if groups[-1] and used + size > largest:
+            groups.append([])
+            used = 0
+        groups[-1].append(p)
+        used += size
+    if form == "distributed":
+        return [TargetFile(f"__0_{k}.distcp", rank, tuple(g)) for k, g in enumerate(groups)]
+    if len(groups) == 1:
+        return [TargetFile("model.safetensors", rank, _ordered(groups[0]))]
+    return [
+        TargetFile(f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors", rank, _ordered(g))
+        for k, g in enumerate(groups)
+    ]
+
+
+def _ordered(
+    parameters: list[tuple[int, str, tuple[int, ...], str]],
+) -> tuple[tuple[int, str, tuple[int, ...], str], ...]:
+    return tuple(sorted(parameters, key=lambda p: -itemsize(p[3])))  # so that each is aligned
+
+
+def index_bytes(files: list[TargetFile]) -> bytes:
+    """Return the index of a plain checkpoint of several files."""
+    names = {name: file.name for file in files for _, name, _, _ in file.parameters}
+    data = {"metadata": {"total_size": sum(f.nbytes for f in files)}, "weight_map": dict(sorted(names.items()))}
+    return (json.dumps(data, indent=2) + "\n").encode()

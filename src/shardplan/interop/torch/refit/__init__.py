@@ -1,0 +1,12 @@
+"""`Refit`: a refit prepared once and run at every step, between processes that share nothing but a store.
+
+Reading order:
+
+- `tensors`    the parameters of a live module, by the names of a table
+- `chunks`     what two ranks exchange, cut into messages that fit a memory limit
+- `exchange`   staging, and views of parameters and of staging, made once
+- `meeting`    the store, who has come, and that all run one plan
+- `commit`     one version for all ranks, or none
+- `serving`    the version that a target holds, kept with its tensors
+- `handle`     the handle
+"""

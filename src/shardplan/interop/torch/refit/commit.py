@@ -1,0 +1,57 @@
+"""The end of a refit: one version for all ranks, or none. Up a binomial tree and down again, in buffers made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardplan.errors import LayoutError
+from shardplan.execution.torch.wire import TorchWire
+
+NONE = -1  # no version was given
+
+
+class RefitCommit:
+    """Three numbers a rank: the largest version given, the smallest, and what follows where none was given."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        """Take the ranks in their order; the first is the root."""
+        self.ranks, self.me = tuple(ranks), ranks.index(rank)
+        self.mine = torch.empty(3, dtype=torch.int64)
+        self.other = torch.empty(3, dtype=torch.int64)
+        self.bytes = self.mine.view(torch.uint8), self.other.view(torch.uint8)
+
+    def run(self, wire: TorchWire, version: int | None, following: int) -> int:
+        """Return the version of all ranks, once all have come; raises `LayoutError` where ranks gave different ones."""
+        most = torch.iinfo(torch.int64).max
+        for k, value in enumerate((NONE, most, following) if version is None else (version, version, following)):
+            self.mine[k].fill_(value)
+        step = 1
+        while step < len(self.ranks) and not self.me & step:
+            if self.me + step < len(self.ranks):
+                self._take(wire, self.me + step, self.bytes[1])
+                large, small, after = self.other.tolist()
+                here = self.mine.tolist()
+                for k, value in enumerate((max(here[0], large), min(here[1], small), max(here[2], after))):
+                    self.mine[k].fill_(value)
+            step *= 2
+        if self.me:
+            self._give(wire, self.me - step)
+            self._take(wire, self.me - step, self.bytes[0])
+        while step > 1:
+            step //= 2
+            if self.me + step < len(self.ranks):
+                self._give(wire, self.me + step)
+        large, small, after = self.mine.tolist()
+        if large not in (NONE, small):
+            raise LayoutError(f"a refit was given versions from {small} to {large}; legal is one version on all ranks")
+        return after if large == NONE else large
+
+    def _give(self, wire: TorchWire, at: int) -> None:
+        _, sent = wire.post([], [(self.ranks[at], self.bytes[0])])
+        wire.wait(sent)
+
+    def _take(self, wire: TorchWire, at: int, into: torch.Tensor) -> None:
+        taken, _ = wire.post([(self.ranks[at], into)], [])
+        wire.wait(taken)

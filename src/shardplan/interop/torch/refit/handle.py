@@ -1,0 +1,345 @@
+"""`Refit`: the handle that a trainer and a server call at every step: prepared once, a call moves, and no more."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from shardplan.errors import BackendError, LayoutError, TimedOut, shown
+from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.group_state import GroupState
+from shardplan.execution.torch.wire import TorchWire
+from shardplan.interop.torch.refit.commit import RefitCommit
+from shardplan.interop.torch.refit.exchange import RefitExchange
+from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, store_of
+from shardplan.interop.torch.refit.serving import ServedVersion, served_by
+from shardplan.interop.torch.refit.sides import joined
+from shardplan.interop.torch.refit.tensors import BoundTensors
+from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.weights import Weights
+
+TIMEOUT = 300.0  # seconds that any wait may take
+_COMMIT = "every rank says that it has all"
+
+
+class RefitStarted:
+    """A refit under way on a thread of its own; `wait` for it before its parameters are used or changed."""
+
+    __slots__ = ("_error", "_thread", "version")
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        self.version: int | None = None
+        self._error: BaseException | None = None
+
+        def body() -> None:
+            try:
+                self.version = run()
+            except BaseException as error:  # raised where it is waited for
+                self._error = error
+
+        self._thread = threading.Thread(target=body, name="shardplan-refit", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended, in success or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the version, once all ranks have it.
+
+        Raises what the refit raised, at every call, and `TimedOut` after `timeout` seconds (it goes on then).
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimedOut(f"the refit has not ended within {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self.version is not None
+        return self.version
+
+
+class Refit:
+    """A refit of a live model, prepared: plan, agreement, process group, staging and views are made once.
+
+    Every rank of both sides makes one, and then calls it equally often. A call plans nothing, agrees on nothing, asks
+    the store nothing and makes no storage. What it brings is in place in the target's own tensors, and `version` is set
+    on all ranks or on none. Where a call fails, `version` is None, `serve` refuses, a handle of a part of the model
+    refuses to run, and the next call of a full one meets the others anew, also where some were started again.
+
+    Sources must not change their parameters during a call, and targets not use theirs.
+    """
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        model: Any = None,
+        *,
+        rank: int | None = None,
+        store: Any = None,
+        group: Any = None,
+        finish: Callable[[Any], object] | None = None,
+        source: Any = None,
+        target: Any = None,
+        timeout: float = TIMEOUT,
+        name: str = "refit",
+    ) -> None:
+        """Bind the model, meet the other ranks, and make everything that calls need.
+
+        Args:
+            plan: what `shardplan.refit` returns, with one hash on all ranks.
+            model: the live model of the side that this rank is on: a module, a list of modules (Megatron's chunks,
+                whose names start with their number), or tensors by name; contiguous, of the weights' dtypes.
+            rank: the device id of this process in the plan; that of `group` where none is given.
+            store: where all ranks meet: `tcp://HOST:PORT` (served by the lowest rank), `file:///PATH`, or a store.
+            group: in place of a store, a process group of torch.distributed whose global ranks are the plan's ids.
+            finish: called with the target's model once its parameters are there, before they have a version: an
+                engine's own processing after loading.
+            source: in place of `model` on a rank that has both sides: the trainer's.
+            target: likewise, the server's, a model of its own.
+            timeout: seconds that any wait may take.
+            name: tells refits apart that meet in one store, in unlike orders on their ranks.
+
+        Raises:
+            LayoutError: parameters that are missing, additional or misshapen, all at once; a rank with another plan,
+                named.
+            Infeasible: a memory limit without room for the staging.
+            TimedOut: ranks that did not come, named.
+            BackendError: no store, or one that fails.
+        """
+        if not isinstance(plan, RefitPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"Refit of {shown(plan)}; legal is what shardplan.refit returns")
+        self.plan, self.finish, self.timeout, self.name = plan, finish, float(timeout), name
+        store, self.rank = _meeting_place(store, group, rank, plan.ranks, self.timeout)
+        if self.rank not in plan.ranks:
+            raise LayoutError(f"rank {shown(self.rank)} is on neither side of the plan; legal are {plan.ranks}")
+        sides = _sides(plan, self.rank, model, source, target)
+        self.source = None if sides[0] is None else BoundTensors(plan.source, sides[0], self.rank, "source")
+        self.target = None if sides[1] is None else BoundTensors(plan.target, sides[1], self.rank, "target")
+        self._exchange = RefitExchange(plan, self.rank, self.source, self.target, torch.device("cpu"))
+        self._served = ServedVersion() if self.target is None else served_by(self.target.held[0].tensor)
+        self._commit = RefitCommit(plan.ranks, self.rank)
+        self._meeting = RefitMeeting(store, plan.ranks, self.rank, name, self.timeout)
+        self._texts = (
+            *(f"round {k} of {len(self._exchange.rounds)}" for k in range(len(self._exchange.rounds))),
+            _COMMIT,
+        )
+        self._state: GroupState | None = None
+        self._following = 1
+        self._busy = threading.Lock()
+        self._closed = False
+        self.said = f"refit {plan.source.table.name or 'source'} to {plan.target.table.name or 'target'}"
+        self._meet()
+
+    @staticmethod
+    def join(
+        weights: Weights,
+        model: Any,
+        *,
+        side: str,
+        rank: int,
+        store: Any,
+        memory_limit: float | str | None = None,
+        topology: Any = None,
+        only: Any = None,
+        finish: Callable[[Any], object] | None = None,
+        timeout: float = TIMEOUT,
+        name: str = "refit",
+    ) -> Refit:
+        """Prepare a refit from one's own side alone: the sides' texts and hashes are exchanged, and each rank plans.
+
+        Args:
+            weights: how this side stores the model, with devices that are its ranks.
+            model: the live model, as of `Refit`.
+            side: "source" or "target".
+            rank: the device id of this process.
+            store: where both sides meet, as of `Refit`.
+            memory_limit: as of `shardplan.refit`, equal on all ranks.
+            topology: likewise.
+            only: likewise.
+            finish: as of `Refit`.
+            timeout: seconds that any wait may take.
+            name: as of `Refit`.
+
+        Raises:
+            LayoutError: two sides that disagree (a config, a shape, a tensor that only one has), in one line, or ranks
+                of one side that do.
+            TimedOut: a side that did not come.
+        """
+        place = store_of(store, (*weights.devices, rank), rank, timeout)
+        plan = joined(weights, side, rank, place, (memory_limit, topology, only), timeout, name)
+        return Refit(plan, model, rank=rank, store=place, finish=finish, timeout=timeout, name=name)
+
+    # What a loop calls
+
+    def __call__(self, version: int | None = None) -> int:
+        """Move; collective over both sides. Returns the version of all ranks: that given on some, else one more.
+
+        Raises:
+            TimedOut, BackendError: a rank that did not arrive, or was lost, named; parameters may be torn.
+            LayoutError: ranks that gave different versions, or a module whose parameters no longer fit.
+        """
+        self._take()
+        return self._run(version)
+
+    def start(self, version: int | None = None) -> RefitStarted:
+        """Move on a thread; `wait` on what is returned. Raises `BackendError` where one is under way."""
+        self._take()
+        return RefitStarted(lambda: self._run(version))
+
+    @property
+    def version(self) -> int | None:
+        """The version that the target's parameters hold (on a source: that were sent); None where there is none."""
+        return self._served.version
+
+    def serve(self) -> int:
+        """Return the version; raises `BackendError`, with the reason, where the weights must not be served."""
+        return self._served.served()
+
+    @property
+    def staging_bytes(self) -> int:
+        """The bytes that the handle holds beside the parameters."""
+        return self._exchange.nbytes
+
+    def close(self) -> None:
+        """End the process group and give the staging back; calling afterwards is an error."""
+        self._closed = True
+        self._leave()
+        del self._exchange.staging, self._exchange.rounds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # One call
+
+    def _take(self) -> None:
+        if self._closed:
+            raise BackendError(f"{self.said}: the handle is closed; legal is a new one")
+        if not self._busy.acquire(blocking=False):
+            raise BackendError(f"{self.said}: a call is under way; legal is to wait for it first")
+
+    def _run(self, version: int | None) -> int:
+        try:
+            if self._served.torn and self.plan.only is not None:
+                self._served.served()
+            if self._state is None:
+                self._meet()
+            assert self._state is not None
+            self._served.begin()
+            watch = TorchWatch(
+                self.plan.ranks, self.rank, self.said, self._digest, self._texts, self.timeout, self._state
+            )
+            wire = TorchWire(self._state.group, watch, torch.device("cpu"))
+            try:
+                watch.begin("")
+                with torch.inference_mode() if self._exchange.inference else torch.no_grad():
+                    self._move(watch, wire)
+                found = self._commit.run(wire, version, self._following)
+            except BaseException as error:
+                watch.broke(error, wire)
+                wire.abandon()
+                raise
+            self._following = found + 1
+            self._served.succeed(found)
+            return found
+        except BaseException as error:
+            self._served.fail(error)
+            self._leave()
+            raise
+        finally:
+            self._busy.release()
+
+    def _move(self, watch: TorchWatch, wire: TorchWire) -> None:
+        moved = [side.moved() for side in (self.source, self.target) if side is not None]  # each of them looks
+        if any(moved):
+            self._exchange.bind()
+        exchange = self._exchange
+        for k, (sends, receives) in enumerate(exchange.rounds):
+            watch.begin_step(k)
+            ins, _ = wire.post([(m.peer, m.data) for m in receives], [])
+            outs = []
+            for message in sends:
+                message.copies.run()
+                outs += wire.post([], [(message.peer, message.data)])[1]
+            if not k:
+                exchange.local.run()  # while the first messages travel
+            for message, pending in zip(receives, ins, strict=True):
+                wire.wait([pending])
+                message.copies.run()
+            wire.wait(outs)
+        if not exchange.rounds:
+            exchange.local.run()
+        watch.begin_step(len(exchange.rounds))
+        if self.target is not None and self.finish is not None:
+            self.finish(self.target.model)
+
+    # Meeting the others
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(f"{self.plan.hash} {self.plan.memory_limit}".encode()).hexdigest()
+
+    def _meet(self) -> None:
+        said = {
+            "source": f"{self.plan.source.table.name} {self.plan.source.hash}",
+            "target": f"{self.plan.target.table.name} {self.plan.target.hash}",
+            "only": shown(self.plan.only),
+            "memory limit": str(self.plan.memory_limit),
+        }
+        agreed(self._meeting.gather(said), self.said)
+        self._state = self._meeting.state()
+        self._state.agreed.add(self._digest)
+
+    def _leave(self) -> None:
+        """End the group: whoever still waits for this rank learns of it."""
+        state, self._state = self._state, None
+        if state is not None:
+            state.end()
+            state.group = None
+
+
+def _meeting_place(store: Any, group: Any, rank: int | None, ranks: tuple[int, ...], timeout: float) -> tuple[Any, int]:
+    """Return the store and this rank."""
+    if store is not None and group is not None:
+        raise LayoutError("Refit with store= and group=; legal is one of them")
+    if store is not None:
+        if rank is None:
+            raise LayoutError("Refit with store= and no rank; legal is rank= the device id of this process in the plan")
+        return store_of(store, ranks, rank, timeout), rank
+    if not dist.is_available() or not dist.is_initialized():
+        raise BackendError("Refit: neither store= nor a process group; legal is store=, or init_process_group first")
+    c10d: Any = dist.distributed_c10d
+    group = group or c10d._get_default_group()
+    known = dist.get_process_group_ranks(group)
+    if strange := [r for r in ranks if r not in known]:
+        raise LayoutError(
+            f"the plan has device {strange[0]}, and the group the ranks {shown(known)}; legal are ids in it"
+        )
+    own = c10d.PrefixStore(f"shardplan {group.group_name}", c10d._get_default_store())
+    return own, dist.get_rank() if rank is None else rank
+
+
+def _sides(plan: RefitPlan, rank: int, model: Any, source: Any, target: Any) -> tuple[Any, Any]:
+    """Return the models of both sides on this rank, None where it is not on one."""
+    on = rank in plan.source.devices, rank in plan.target.devices
+    if model is not None:
+        if source is not None or target is not None or all(on):
+            raise LayoutError(
+                f"rank {rank} is on {'both sides' if all(on) else 'one side'}; legal is "
+                + ("source= and target=" if all(on) else "model= alone")
+            )
+        return (model, None) if on[0] else (None, model)
+    for is_on, given, side in ((on[0], source, "source"), (on[1], target, "target")):
+        if is_on != (given is not None):
+            raise LayoutError(
+                f"rank {rank} is {'' if is_on else 'not '}on the {side}'s side, and {side}= is "
+                f"{'missing' if is_on else 'given'}; legal is a model for each side that the rank is on"
+            )
+    return source, target

@@ -1,0 +1,139 @@
+"""The meeting of all ranks of a refit in a store: who has come, that all run one plan, and a group of their own.
+
+A meeting has a number, which is how often a rank has come, and the largest of all ranks: a rank that was started again
+finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `arrivals/RANK`,
+and below the number `said/RANK` (what each runs), `verdict`, the group's own keys, and those of `faults`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, line, shown
+from shardplan.execution.rank_names import named
+from shardplan.execution.torch.group_state import GroupState
+
+POLL = 0.01, 0.25  # seconds between two looks for ranks that have not come: at first, and at the longest
+
+
+def store_of(text: Any, ranks: Sequence[int], rank: int, timeout: float) -> Any:
+    """Return the store that a text names, or a store as it is.
+
+    Legal are `tcp://HOST:PORT`, which the lowest rank serves and which ends with it, `file:///PATH`, and any store of
+    torch.distributed. Raises `ParseError` and `BackendError`.
+    """
+    if not isinstance(text, str):
+        if isinstance(text, Store):
+            return text
+        raise ParseError(
+            f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed"
+        )
+    kind, _, rest = text.partition("://")
+    host, _, port = rest.rpartition(":")
+    try:
+        if kind == "tcp" and host and port.isdigit():
+            bound = timedelta(seconds=timeout)
+            return TCPStore(host, int(port), None, rank == min(ranks), bound, wait_for_workers=False)
+        if kind == "file" and rest:
+            return FileStore(rest, -1)
+    except (RuntimeError, OSError) as error:
+        raise BackendError(f"store = {shown(text)}, rank {rank}: {line(str(error).splitlines()[0])}") from None
+    raise ParseError(f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed")
+
+
+class RefitMeeting:
+    """One rank's view of the ranks that refit together over a store."""
+
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int, name: str, timeout: float) -> None:
+        """Take the store, the device ids of all ranks, the own one, a name and the seconds that a wait may take."""
+        self.store = PrefixStore(f"shardplan/refit/{name}", store)
+        self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
+        self.number = 0
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a wait may take."""
+        return timedelta(seconds=self.timeout)
+
+    def gather(self, said: Mapping[str, str]) -> dict[int, dict[str, str]]:
+        """Come to the next meeting and return what every rank says there; raises `TimedOut` naming who is absent."""
+        until = time.monotonic() + self.timeout
+        try:
+            self._arrive(until)
+            self.store.set(self._key(f"said/{self.rank}"), json.dumps(dict(said)))
+            heard: dict[int, dict[str, str]] = {}
+            for rank in self.ranks:
+                left = timedelta(seconds=max(until - time.monotonic(), 0.001))
+                try:
+                    self.store.wait([self._key(f"said/{rank}")], left)
+                except (RuntimeError, dist.DistError):
+                    raise self._late([rank]) from None
+                heard[rank] = json.loads(self.store.get(self._key(f"said/{rank}")))
+            return heard
+        except (RuntimeError, dist.DistError) as error:
+            raise BackendError(
+                f"{self.name}, rank {self.rank}: the store of the refit failed: {line(str(error).splitlines()[0])}"
+            ) from None
+
+    def _arrive(self, until: float) -> None:
+        """Wait until every rank has come as often as the one that has come the most."""
+        mine = self.store.add(f"arrivals/{self.rank}", 1)
+        waiting, pause = [r for r in self.ranks if r != self.rank], POLL[0]
+        while True:
+            times = {r: self.store.add(f"arrivals/{r}", 0) for r in waiting}
+            top = max((mine, *times.values()))
+            if top > mine:
+                mine = self.store.add(f"arrivals/{self.rank}", top - mine)
+                waiting = [r for r in self.ranks if r != self.rank]
+            waiting = [r for r in waiting if times.get(r, 0) < mine]
+            if not waiting:
+                self.number = mine
+                return
+            if time.monotonic() > until:
+                raise self._late(waiting)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL[1])
+
+    def _late(self, ranks: Sequence[int]) -> TimedOut:
+        return TimedOut(
+            f"{self.name} did not start: {named(ranks)} of {len(self.ranks)} ranks did not arrive within "
+            f"{self.timeout:g} s"
+        )
+
+    def _key(self, part: str) -> str:
+        return f"{self.number}/{part}"
+
+    def state(self) -> GroupState:
+        """Return the state of a process group of gloo, made now for these ranks in their order."""
+        try:
+            own = PrefixStore(self._key("gloo"), self.store)
+            group = dist.ProcessGroupGloo(own, self.ranks.index(self.rank), len(self.ranks), self.limit)
+        except (RuntimeError, dist.DistError) as error:
+            raise BackendError(f"{self.name}, rank {self.rank}: {line(str(error).splitlines()[0])}") from None
+        return GroupState(group, PrefixStore(self._key("faults"), self.store), self.ranks)
+
+
+def agreed(heard: Mapping[int, Mapping[str, str]], name: str) -> None:
+    """Raise `LayoutError` unless all ranks say the same: it names the ranks that differ, and in what."""
+    texts = {rank: json.dumps(dict(said), sort_keys=True) for rank, said in heard.items()}
+    count = Counter(texts.values())
+    if len(count) <= 1:
+        return
+    most = max(count, key=lambda text: (count[text], -min(r for r in texts if texts[r] == text)))
+    usual = next(rank for rank in heard if texts[rank] == most)
+    other = [rank for rank in heard if texts[rank] != most]
+    first = heard[other[0]]
+    keys = [key for key in heard[usual] if first.get(key) != heard[usual][key]]
+    said = "; ".join(f"its {key} is {first.get(key)}, on rank {usual} it is {heard[usual][key]}" for key in keys)
+    raise LayoutError(
+        f"{name}: {named(other)} of {len(heard)} ranks came with another plan: {said}; legal is one plan on all ranks, "
+        "and nothing was sent"
+    )

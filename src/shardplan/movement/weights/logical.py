@@ -1,0 +1,75 @@
+"""Logical tensors: what the model means. A tensor is a name and dims, each a product of atoms, and has no storage.
+
+A dim may have a range of its first atom: `l[3:61], x, e` is there for 58 of 61 layers, under their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shardplan.errors import LayoutError, ParseError, shown
+
+_DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)\])?\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalDim:
+    """The atoms of a dim, major first, and the text of its range, `""` where it is whole."""
+
+    atoms: tuple[str, ...]
+    first: str = ""
+    stop: str = ""
+
+    def __str__(self) -> str:
+        """Return the text, as `l[3:61]`."""
+        body = " ".join(self.atoms) or "1"
+        return f"{body}[{self.first}:{self.stop}]" if self.first or self.stop else body
+
+
+def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
+    """Read the dims of a logical tensor; raises `ParseError`.
+
+    >>> [str(d) for d in logical_dims("router", "l[3:61], x, g r d")]
+    ['l[3:61]', 'x', 'g r d']
+    """
+    found: list[LogicalDim] = []
+    for part in text.split(","):
+        match = _DIM.match(part)
+        if match is None:
+            raise ParseError(
+                f"{tensor} = {shown(text)}: the dim {shown(part.strip())} is none; legal is as 'l[3:61], g r d, e'"
+            )
+        atoms = () if match.group(1) == "1" else tuple(match.group(1).split())
+        found.append(LogicalDim(atoms, (match.group(2) or "").strip(), (match.group(3) or "").strip()))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """A logical tensor with sizes: per dim the atoms, the size, and the indices [first, stop) that there are."""
+
+    name: str
+    dims: tuple[LogicalDim, ...]
+    sizes: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a range that is none, and an atom that stands twice."""
+        for d, n, (first, stop) in zip(self.dims, self.sizes, self.ranges, strict=True):
+            if not 0 <= first <= stop <= n:
+                raise LayoutError(f"{self.name}: {d} is {first} to {stop} of {n}; legal is a range within 0 to {n}")
+        atoms = [a for d in self.dims for a in d.atoms]
+        if len(set(atoms)) < len(atoms):
+            twice = next(a for a in atoms if atoms.count(a) > 1)
+            raise LayoutError(f"{self.name} has the atom {twice} twice; legal is each atom once: give one another name")
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """How many indices there are in every dim."""
+        return tuple(stop - first for first, stop in self.ranges)
+
+    @property
+    def text(self) -> str:
+        """The dims as text."""
+        return ", ".join(map(str, self.dims))

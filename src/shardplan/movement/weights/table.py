@@ -1,0 +1,262 @@
+"""`WeightTable`: how a framework stores a family of models, as data: families of parameters, and no names.
+
+A table is a TOML file with a family file beside it; both may stand on another (`base`), and what a file says wins over
+what it stands on, but for the parameters that `without` names. A family says the logical tensors: their dims, as
+products of atoms, whose sizes are arithmetic over the config. A table says `mesh` (and `meshes`, by name, on the same
+devices), `degrees` with defaults, `numbers` (axes that stand in the name), `atoms`, `split` (this side's own digits of
+an atom), `holes` (what stands in the name), and `parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`,
+`plus`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.hardware.toml_fields import basic_string
+from shardplan.movement.weights.form import RULES, StoredForm, cuts_of, parse_product
+
+SHIPPED = Path(__file__).parent / "tables"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*(?:\.local)?)\}")
+Pairs = tuple[tuple[str, str], ...]
+On = tuple[tuple[str, str | int], ...]
+_KEYS = {
+    "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
+              "holes", "parameters", "without"),
+    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes"),
+}  # fmt: skip
+_MOST_BASES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TableParameter:
+    """One entry of a table: a pattern of names, what stands under them, and where."""
+
+    name: str
+    form: StoredForm
+    on: On = ()
+    when: str = ""
+    unless: str = ""
+    mesh: str = ""
+    dtype: str = ""
+    plus: int = 0
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What stands in braces in the name, in order."""
+        return tuple(dict.fromkeys(_PLACE.findall(self.name)))
+
+    def named(self, values: Mapping[str, int]) -> str:
+        """Return the name with its braces filled."""
+        return _PLACE.sub(lambda match: str(values[match.group(1)]), self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """A table with its family, complete: nothing refers to another file.
+
+    `meshes` has the axes of each mesh, major first, that of `""` first; `tensors` the dims of logical tensors; `same`
+    which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the sizes of
+    a block; `dtypes` those of tensors that do not have the side's.
+    """
+
+    name: str
+    source: str
+    meshes: tuple[tuple[str, tuple[str, ...]], ...]
+    degrees: tuple[tuple[str, str | int], ...]
+    numbers: Pairs
+    atoms: Pairs
+    tensors: Pairs
+    same: tuple[tuple[str, str, str], ...]
+    scales: tuple[tuple[str, str, tuple[str, ...]], ...]
+    dtypes: Pairs
+    split: Pairs
+    holes: Pairs
+    parameters: tuple[TableParameter, ...]
+
+    @staticmethod
+    def read(path_or_name: str | Path) -> WeightTable:
+        """Read a table by path, or by the name of a shipped one; raises `LayoutError` and `ParseError`."""
+        path = located(path_or_name, "a table of weights")
+        data = _merged(path, "table", 0)
+        family = data.pop("family", None)
+        if not isinstance(family, str):
+            raise LayoutError(f"{line(path)}: the table names no family; legal is family = a path, or a shipped family")
+        return _table(str(line(path)), data | {"of": _merged(located(family, "a family", path.parent), "family", 0)})
+
+    @staticmethod
+    def of(data: dict[str, Any], where: str) -> WeightTable:
+        """Make a table from its complete data, as `toml` writes it; raises `LayoutError` and `ParseError`."""
+        return _table(where, data)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The tables of owners that its cuts name."""
+        dims = [d for p in self.parameters for d in p.form.dims] + [parse_product(text) for _, text in self.holes]
+        return tuple(dict.fromkeys(c.rule for d in dims for c in cuts_of(d) if c.rule not in RULES))
+
+    def toml(self) -> str:
+        """Return the table as TOML, complete."""
+        out = [f"name = {basic_string(self.name)}", f"source = {basic_string(self.source)}"]
+        sections: dict[str, list[tuple[str, Any]]] = {
+            "meshes": [(name or "main", list(axes)) for name, axes in self.meshes],
+            **{f.name: list(getattr(self, f.name)) for f in fields(self) if f.name in ("degrees", "numbers", "atoms")},
+            "of.tensors": list(self.tensors),
+            "of.same": [(name, {"as": other, "when": when}) for name, other, when in self.same],
+            "of.scales": [(name, {"of": other, "block": list(block)}) for name, other, block in self.scales],
+            "of.dtypes": list(self.dtypes),
+            "split": list(self.split),
+            "holes": list(self.holes),
+        }
+        for title, rows in sections.items():
+            if rows:
+                out += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in rows)]
+        for p in self.parameters:
+            out.append("[[parameters]]")
+            rows = {"name": p.name, "is": str(p.form), "on": dict(p.on), "when": p.when, "unless": p.unless}
+            rows |= {"mesh": p.mesh, "dtype": p.dtype, "plus": p.plus}
+            out += [f"{key} = {toml_value(value)}" for key, value in rows.items() if value]
+        return "\n".join(out) + "\n"
+
+
+def toml_value(value: object) -> str:
+    """Return a value as TOML writes it: strings, whole numbers, truth, floats, lists and tables of them."""
+    if isinstance(value, str):
+        return basic_string(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }"
+    return repr(value)
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the shipped tables, sorted."""
+    return tuple(sorted(p.stem for p in SHIPPED.glob("*.toml") if not p.stem.endswith(".family")))
+
+
+def located(path_or_name: str | Path, what: str, beside: Path | None = None) -> Path:
+    """Return the path of a table or family: as given, beside a file, or shipped; raises `LayoutError`."""
+    given = Path(path_or_name)
+    named = given if given.suffix == ".toml" else given.with_name(given.name + ".toml")
+    for path in ((beside or Path()) / given, (beside or Path()) / named, SHIPPED / named.name):
+        if path.is_file() and path.suffix == ".toml":
+            return path
+    raise LayoutError(
+        f"{what} {shown(str(path_or_name))} is no file and is not shipped; shipped are {', '.join(shipped())}"
+    )
+
+
+def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
+    """The data of a file, on that of its base."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ParseError(f"{line(path)}: {line(error)}; legal is a TOML file") from None
+    for key in data:
+        if key not in _KEYS[kind]:
+            raise LayoutError(f"{line(path)}: unknown key {key!r}; legal: {', '.join(_KEYS[kind])}")
+    if data.get("version", 1) != 1:
+        raise LayoutError(f"{line(path)}: version {shown(data['version'])}; legal is 1")
+    base, without = data.pop("base", None), data.pop("without", [])
+    if base is None:
+        return data
+    if depth == _MOST_BASES or not isinstance(base, str):
+        raise LayoutError(f"{line(path)}: base = {shown(base)}; legal is a file that does not stand on this one")
+    below = _merged(located(base, "a base", path.parent), kind, depth + 1)
+    for key, value in data.items():
+        old = below.get(key)
+        if key == "parameters" and isinstance(old, list):
+            mine = {p.get("name") for p in value if isinstance(p, dict)} | set(without)
+            below[key] = [p for p in old if not isinstance(p, dict) or p.get("name") not in mine] + value
+        elif isinstance(old, dict) and isinstance(value, dict):
+            below[key] = old | value
+        else:
+            below[key] = value
+    return below
+
+
+def _table(where: str, data: dict[str, Any]) -> WeightTable:
+    def section(name: str, of: dict[str, Any]) -> dict[str, Any]:
+        found = of.get(name, {})
+        if not isinstance(found, dict) or not all(_NAME.match(key) for key in found):
+            raise LayoutError(f"{where}: [{name}] is {shown(found)}; legal is a table of names")
+        return found
+
+    def texts(name: str, of: dict[str, Any]) -> Pairs:
+        found = section(name, of)
+        for key, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, str | int):
+                raise LayoutError(f"{where}: {name}.{key} = {shown(value)}; legal is text, or a whole number")
+        return tuple((key, str(value)) for key, value in found.items())
+
+    family = section("of", data)
+    meshes = {"": data["mesh"]} if "mesh" in data else {}
+    meshes |= {("" if name == "main" else name): axes for name, axes in section("meshes", data).items()}
+    for name, axes in meshes.items():
+        if (
+            not isinstance(axes, list)
+            or not all(isinstance(a, str) and _NAME.match(a) for a in axes)
+            or len(set(axes)) < len(axes)
+        ):
+            raise LayoutError(f"{where}: the mesh {name or 'mesh'} = {shown(axes)}; legal is a list of distinct axes")
+    if "" not in meshes:
+        raise LayoutError(f"{where}: no mesh; legal is mesh = a list of axes, major first")
+    same = [(k, _field(where, v, "as"), str(v.get("when", ""))) for k, v in section("same", family).items()]
+    scales = [
+        (k, _field(where, v, "of"), tuple(map(str, v.get("block", ())))) for k, v in section("scales", family).items()
+    ]
+    degrees = section("degrees", data)
+    for key, value in degrees.items():
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise LayoutError(f"{where}: the degree {key} = {shown(value)}; legal is a whole number, or text of one")
+    return WeightTable(
+        str(data.get("name", "")),
+        str(data.get("source", "")),
+        tuple((name, tuple(axes)) for name, axes in meshes.items()),
+        tuple(degrees.items()),
+        texts("numbers", data),
+        tuple((dict(texts("atoms", family)) | dict(texts("atoms", data))).items()),
+        texts("tensors", family),
+        tuple(same),
+        tuple(scales),
+        texts("dtypes", family),
+        texts("split", data),
+        texts("holes", data),
+        tuple(_parameter(where, p) for p in data.get("parameters", [])),
+    )
+
+
+def _field(where: str, value: object, key: str) -> str:
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        raise LayoutError(f"{where}: {shown(value)} lacks {key!r}; legal is a table with it")
+    return value[key]
+
+
+def _parameter(where: str, data: object) -> TableParameter:
+    legal = ("name", "is", "on", "when", "unless", "mesh", "dtype", "plus")
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not isinstance(data.get("is"), str):
+        raise LayoutError(f"{where}: the parameter {shown(data)} lacks name or is; legal: {', '.join(legal)}")
+    unknown = [key for key in data if key not in legal]
+    if unknown:
+        raise LayoutError(f"{where}: {data['name']}: unknown key {unknown[0]!r}; legal: {', '.join(legal)}")
+    on = data.get("on", {})
+    if not isinstance(on, dict) or not all(isinstance(v, int) or v in ("first", "last") for v in on.values()):
+        raise LayoutError(f"{where}: {data['name']}: on = {shown(on)}; legal are axes, each first, last or a number")
+    plus = data.get("plus", 0)
+    if not isinstance(plus, int):
+        raise LayoutError(f"{where}: {data['name']}: plus = {shown(plus)}; legal is a whole number")
+    try:
+        form = StoredForm.parse(data["is"])
+    except ParseError as error:
+        raise ParseError(f"{where}: {data['name']}: {str(error).splitlines()[0]}", error.text, error.position) from None
+    words = {key: str(data.get(key, "")) for key in ("when", "unless", "mesh", "dtype")}
+    return TableParameter(data["name"], form, tuple(on.items()), plus=plus, **words)

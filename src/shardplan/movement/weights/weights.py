@@ -1,0 +1,256 @@
+"""`Weights`: how one side stores a model, as data: a table, the degrees, the sizes of a config, and devices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardplan.core.dtypes import itemsize, short_name
+from shardplan.core.mesh import Mesh
+from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.movement.weights.binding import check_named
+from shardplan.movement.weights.cuts import OwnerTable
+from shardplan.movement.weights.family import StoredFamily
+from shardplan.movement.weights.logical import LogicalTensor
+from shardplan.movement.weights.sizing import TableSizes
+from shardplan.movement.weights.table import WeightTable, toml_value
+
+Scalar = str | int | float | bool
+_DTYPES = ("dtype", "torch_dtype")  # where a config says it
+_LENGTH = 16  # hexadecimal digits of a hash
+
+
+@dataclass(frozen=True)  # no slots: what is worked out once is remembered
+class Weights:
+    """One side: a table, the degrees and tables of owners that were given, what the table needs of the config, devices.
+
+    Made by `load` or `parse`; two sides of equal text are equal. A *rank* here is a device's id.
+
+    >>> config = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+    ...           "num_hidden_layers": 2, "vocab_size": 10}
+    >>> w = Weights.load("vllm-llama", config, tensor=2)
+    >>> w.names(1)[2:4]
+    ['model.norm.weight', 'model.layers.0.input_layernorm.weight']
+    >>> w.shape("model.layers.1.self_attn.qkv_proj.weight", 1), Weights.parse(str(w)) == w
+    ((8, 8), True)
+    """
+
+    table: WeightTable
+    config: tuple[tuple[str, Scalar], ...]
+    given: tuple[tuple[str, int | OwnerTable], ...]
+    devices: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def load(
+        path_or_name: str | Path,
+        config: Mapping[str, Any] | str | Path,
+        *,
+        devices: Iterable[int] | None = None,
+        dtype: str | None = None,
+        **degrees: Any,
+    ) -> Weights:
+        """Return one side of a table (a path, or the name of a shipped one), a config, and degrees.
+
+        Args:
+            path_or_name: a TOML file, or a shipped table: `vllm-llama`.
+            config: the model's config as a mapping, or the path of its config.json or of the folder that has it.
+            devices: the ids of the devices, in mesh order; 0, 1, ... where none are given.
+            dtype: the elements' dtype; that of the config where none is given, and bf16 where it has none.
+            degrees: sizes of axes by the table's names, and tables of owners (`stages=[23, 24, 24, 23]`).
+
+        Raises:
+            LayoutError: a degree, a config or a table that does not fit, or a shape that does not multiply out.
+            ParseError: a file or an expression that is malformed.
+        """
+        table = WeightTable.read(path_or_name)
+        sizes = _config(config)
+        if dtype is None:
+            dtype = next((str(sizes[k]).removeprefix("torch.") for k in _DTYPES if sizes.get(k)), "bf16")
+        return made(table, sizes, degrees, devices, dtype)
+
+    @staticmethod
+    def parse(text: str) -> Weights:
+        """Read what `str` writes, to an equal value; raises `ParseError` and `LayoutError`."""
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ParseError(f"the text of weights: {line(error)}; legal is what str(weights) writes") from None
+        side = data.pop("side", None)
+        if not isinstance(side, dict) or side.get("version") != 1:
+            raise ParseError("the text of weights has no [side] of version 1; legal is what str(weights) writes")
+        devices = [i for start, stop in side["devices"] for i in range(start, stop)]
+        return made(
+            WeightTable.of(data, "the text of weights"), side["config"], side["degrees"], devices, side["dtype"]
+        )
+
+    def __str__(self) -> str:
+        """Return the text: TOML, a few kB, families and no names; `parse` reads it back to an equal value."""
+        spans: list[list[int]] = []
+        for i in self.devices:
+            if spans and spans[-1][1] == i:
+                spans[-1][1] = i + 1
+            else:
+                spans.append([i, i + 1])
+        head = {"version": 1, "dtype": self.dtype, "devices": spans}
+        head |= {"degrees": dict(self.given), "config": dict(self.config)}
+        return self.table.toml() + "[side]\n" + "".join(f"{k} = {toml_value(v)}\n" for k, v in head.items())
+
+    @cached_property
+    def hash(self) -> str:
+        """The hash of the text: it covers table, config, degrees, tables of owners, devices and dtype."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:_LENGTH]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The table's mesh with its sizes and devices."""
+        return Mesh({a: self.sizing.degrees[a] for a in self.table.meshes[0][1]} or {"device": 1}, devices=self.devices)
+
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        """Every degree, those by default too."""
+        return dict(self.sizing.degrees)
+
+    @cached_property
+    def sizing(self) -> TableSizes:
+        """The sizes of atoms, degrees and meshes."""
+        return TableSizes(self.table, dict(self.config), dict(self.given))
+
+    def asked(self) -> set[str]:
+        """Return the keys of the config that the table asks for."""
+        _ = self.families
+        return self.sizing.used
+
+    @cached_property
+    def tensors(self) -> dict[str, LogicalTensor]:
+        """The logical tensors that are stored, by name."""
+        return {t: self.sizing.tensor(t) for f in self.families for t in f.tensors}
+
+    @cached_property
+    def families(self) -> tuple[StoredFamily, ...]:
+        """The stored parameters that this config has, lowered, in order of the table."""
+        found = tuple(self.sizing.family(p, self.dtype) for p in self.table.parameters if self.sizing.has(p))
+        if not found:
+            raise LayoutError(f"{self.table.name or 'the table'} stores no parameter; legal is at least one")
+        return found
+
+    def place(self, rank: int) -> int:
+        """Return a rank's place in mesh order; raises `LayoutError`."""
+        if rank not in self._places:
+            raise LayoutError(f"rank {shown(rank)} is not one of these weights; legal are {_spans(self.devices)}")
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {device: place for place, device in enumerate(self.devices)}
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """For every place, the number that the first name of every family has in `names`, and the number of names."""
+        counts = np.array([np.where(f.present, f.counts, 0) for f in self.families])
+        sums = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)])
+        return tuple(map(tuple, sums.T.tolist()))
+
+    def names(self, rank: int) -> list[str]:
+        """Return the names of the parameters that a rank has, family by family; raises `LayoutError`."""
+        return [name for name, _, _ in self.parameters(rank)]
+
+    def parameters(self, rank: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return the name, local shape and dtype of every parameter of a rank, in order; raises `LayoutError`."""
+        place = self.place(rank)
+        out: list[tuple[str, tuple[int, ...], str]] = []
+        for family in self.families:
+            if family.present[place]:
+                shape = family.local_shape(place)
+                out += [(name, shape, family.dtype) for name in family.device_names(place)]
+        if len({name for name, _, _ in out}) < len(out):
+            names = [name for name, _, _ in out]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise LayoutError(f"rank {rank} has two parameters called {twice}; legal is a name for each")
+        return out
+
+    def shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the local shape of a parameter of a rank; raises `LayoutError` where the rank does not have it."""
+        for known, shape, _ in self.parameters(rank):
+            if known == name:
+                return shape
+        raise LayoutError(f"rank {rank} has no parameter {shown(name)}; legal are those of names({rank})")
+
+    def check(self, named: Mapping[str, Any], rank: int) -> None:
+        """Compare tensors by name (anything with a `shape`) with what a rank should have.
+
+        Raises `WeightsMismatch`, a `LayoutError`, with every missing, additional and misshapen parameter at once.
+        """
+        check_named(self.parameters(rank), named, f"rank {rank} of {self.table.name or 'the table'}")
+
+    def nbytes(self, rank: int) -> int:
+        """Return the bytes of all parameters of a rank."""
+        return sum(math.prod(shape) * itemsize(dtype) for _, shape, dtype in self.parameters(rank))
+
+
+def made(
+    table: WeightTable, config: Mapping[str, Any], given: Mapping[str, Any], devices: Iterable[int] | None, dtype: str
+) -> Weights:
+    """Return weights of a table that is read; as `Weights.load`."""
+    degrees: dict[str, int | OwnerTable] = {}
+    legal = [*(name for name, _ in table.degrees), *table.rules]
+    for name, value in given.items():
+        if name not in legal:
+            raise LayoutError(f"{table.name or 'the table'} has no degree {name}; legal are {', '.join(legal)}")
+        degrees[name] = _owners(name, value) if name in table.rules else _degree(name, value)
+    sizes = TableSizes(table, config, degrees)
+    found = tuple(range(sizes.count)) if devices is None else tuple(devices)
+    if len(found) != sizes.count:
+        raise LayoutError(f"{len(found)} devices for a mesh of {sizes.count}; legal is a device for each place")
+    mesh = Mesh({a: sizes.degrees[a] for a in table.meshes[0][1]} or {"device": 1}, devices=found)
+    probe = Weights(table, _scalars(config, config), tuple(degrees.items()), mesh.devices, short_name(dtype))
+    used = probe.asked()
+    return Weights(table, _scalars(config, used), tuple(sorted(degrees.items())), mesh.devices, short_name(dtype))
+
+
+def _degree(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LayoutError(f"the degree {name} is {shown(value)}; legal is a whole number of at least 1")
+    return value
+
+
+def _owners(name: str, value: object) -> OwnerTable:
+    entries = list(value) if isinstance(value, list | tuple) else []
+    if entries and all(isinstance(v, int) and v >= 0 for v in entries):
+        return tuple(entries)
+    if entries and all(isinstance(v, list | tuple) and all(isinstance(i, int) for i in v) for v in entries):
+        return tuple(tuple(v) for v in entries)
+    raise LayoutError(f"{name} is {shown(value)}; legal is a list of counts, or of lists of indices, one a piece")
+
+
+def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str, Scalar], ...]:
+    return tuple((k, config[k]) for k in sorted(keys) if isinstance(config.get(k), str | int | float | bool))
+
+
+def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        inner = config.get("text_config")  # of models that also see
+        return config if not isinstance(inner, Mapping) else {**config, **inner}
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParseError(f"{line(path)}: {line(error)}; legal is a model's config.json") from None
+    if not isinstance(found, dict):
+        raise ParseError(f"{line(path)}: {shown(found)}; legal is a model's config.json, an object")
+    return _config(found)
+
+
+def _spans(devices: tuple[int, ...]) -> str:
+    low, high = min(devices), max(devices)
+    return f"{low} to {high}" if high - low + 1 == len(devices) else shown(devices)

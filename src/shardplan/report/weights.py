@@ -1,0 +1,162 @@
+"""What `refit`, `reshard` and `diff` print, and their JSON objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.weights import Weights
+
+SHOWN = 40  # parameters printed, and files
+
+
+def moves_rows(plan: RefitPlan) -> list[dict[str, Any]]:
+    """Return for every pair of stored parameters its tensor, both names, both types, and the bytes that arrive."""
+    rows: list[dict[str, Any]] = []
+    for number, move in enumerate(plan.moves):
+        source, target = plan.source.families[move.source_family], plan.target.families[move.target_family]
+        rows.append(
+            {
+                "tensor": move.tensor,
+                "source": source.entry.name,
+                "source_type": _type(source.dtype, str(source.entry.form)),
+                "target": target.entry.name,
+                "target_type": _type(target.dtype, str(target.entry.form)),
+                "bytes": int(move.elements.sum()) * plan.itemsizes(number)[1],
+            }
+        )
+    return rows
+
+
+def _type(dtype: str, form: str) -> str:
+    return f"{dtype}[{form}]"
+
+
+def moves_text(plan: RefitPlan) -> list[str]:
+    """Return a line for every stored parameter of the target: its name, what it comes from, and its bytes."""
+    every = moves_rows(plan)
+    by_target: dict[str, list[dict[str, Any]]] = {}
+    for row in every:
+        by_target.setdefault(row["target"], []).append(row)
+    rows = [
+        [
+            name,
+            format_bytes(sum(r["bytes"] for r in found)),
+            " + ".join(dict.fromkeys(r["source_type"] for r in found)),
+            found[0]["target_type"],
+        ]
+        for name, found in by_target.items()
+    ]
+    kept = rows[:SHOWN]
+    widths = [max(len(r[k]) for r in kept) for k in range(3)] if kept else []
+    lines = [
+        f"  {r[0].ljust(widths[0])}  {r[1].rjust(widths[1])}  {r[2].ljust(widths[2])} -> {r[3]}".rstrip() for r in kept
+    ]
+    return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
+
+
+def side_text(weights: Weights) -> str:
+    """Return a side as a few words: its table, its degrees above 1, its devices and its dtype."""
+    degrees = ", ".join(f"{a}={n}" for a, n in weights.degrees.items() if n > 1)
+    count = len(weights.devices)
+    where = f"{count} device{'s' if count > 1 else ''}"
+    return f"{weights.table.name or 'a table'} {weights.dtype}, {where}{f' ({degrees})' if degrees else ''}"
+
+
+def refit_text(plan: RefitPlan) -> str:
+    """Return a refit's plan as text: both sides, every stored parameter, what ranks send and receive, seconds."""
+    _, _, size = plan.traffic
+    total = sum(row["bytes"] for row in moves_rows(plan))
+    limit = "none" if plan.memory_limit is None else format_bytes(plan.memory_limit)
+    return "\n".join(
+        [
+            f"refit       {plan.hash}",
+            f"source      {side_text(plan.source)}",
+            f"target      {side_text(plan.target)}",
+            f"parameters  {format_bytes(total)} at the target",
+            *moves_text(plan),
+            f"travels     {format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
+            f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
+            f"{format_bytes(max(plan.received_bytes, default=0))} to one",
+            f"memory      limit {limit} a rank beyond its parameters",
+            f"seconds     {format_seconds(plan.seconds)} predicted",
+        ]
+    )
+
+
+def refit_object(plan: RefitPlan) -> dict[str, Any]:
+    """Return a refit's plan as the object of `--json`."""
+    return {
+        "hash": plan.hash,
+        "source": {"text": str(plan.source), "hash": plan.source.hash},
+        "target": {"text": str(plan.target), "hash": plan.target.hash},
+        "moves": moves_rows(plan),
+        "ranks": list(plan.ranks),
+        "sent_bytes": list(plan.sent_bytes),
+        "received_bytes": list(plan.received_bytes),
+        "memory_limit": plan.memory_limit,
+        "seconds": plan.seconds,
+    }
+
+
+def reshard_text(done: Any, dry_run: bool) -> str:
+    """Return what `reshard` did, or would do: both sides, every stored parameter, files, memory and rate."""
+    count, skipped = len(done.files), sum(f.skipped for f in done.files)
+    lines = [
+        f"source      {side_text(done.plan.source)}",
+        f"target      {side_text(done.plan.target)}, form {done.form}",
+        f"parameters  {format_bytes(done.nbytes)}",
+        *moves_text(done.plan),
+        f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
+        f"{format_bytes(done.least_memory_bytes)}",
+        f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
+    ]
+    if dry_run:
+        for f in done.files[:SHOWN]:
+            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}  needs {', '.join(f.tensors)}")
+        lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
+        return "\n".join([*lines, "nothing was written"])
+    written = sum(f.nbytes for f in done.files if not f.skipped)
+    rate = format_bytes(written / max(done.seconds, 1e-9))
+    return "\n".join([*lines, f"written     {format_bytes(written)} in {format_seconds(done.seconds)}, {rate}/s"])
+
+
+def reshard_object(done: Any) -> dict[str, Any]:
+    """Return what `reshard` did as the object of `--json`."""
+    return {
+        "form": done.form,
+        "source": side_text(done.plan.source),
+        "target": side_text(done.plan.target),
+        "parameters": moves_rows(done.plan),
+        "files": [
+            {"name": f.name, "bytes": f.nbytes, "tensors": list(f.tensors), "skipped": f.skipped} for f in done.files
+        ],
+        "total_bytes": done.nbytes,
+        "memory_bytes": done.memory_bytes,
+        "least_memory_bytes": done.least_memory_bytes,
+        "read_bytes": done.read_bytes,
+        "seconds": done.seconds,
+    }
+
+
+def diff_text(found: Any) -> str:
+    """Return what `diff` found, in one line."""
+    if found.difference is not None:
+        return f"differ: {found.difference}"
+    return f"equal: {found.parameters} parameters, {found.elements} elements"
+
+
+def diff_object(found: Any) -> dict[str, Any]:
+    """Return what `diff` found as the object of `--json`."""
+    d = found.difference
+    where = None
+    if d is not None:
+        keys = ("rank", "name", "index", "value", "other_rank", "other_name", "other_index", "other_value")
+        where = {k: list(v) if isinstance(v := getattr(d, k), tuple) else v for k in keys}
+    return {
+        "equal": found.equal,
+        "parameters": found.parameters,
+        "elements": found.elements,
+        "difference": where,
+    }

@@ -1,0 +1,192 @@
+"""The pass: what is fused, what is not and why, in programs and in jobs; and what the simulator makes of it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardplan as sp
+from core.test_fused import BAGS, EXPERTS, GEMV, LAYERS, REFUSED, ULYSSES, assert_alike
+from execution.fused_cases import EAGER, box, recommender
+from shardplan.core.fusing import decomposed
+from shardplan.core.nested import nested
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.errors import ShardplanError, TopologyError
+from shardplan.fused.deciding.fuse import fuse
+from shardplan.fused.deciding.rows import REASONS, Fusion, FusionRow
+from shardplan.hardware.prices.fused import FusedConstants
+from strategy.jobs import model
+
+# Compute-bound on a fast network: nothing pays.
+SLOW_TILES = FusedConstants("shm", 0, 1e15, 1e15, 1e-3, ((1, 1.0), (2, 2.0)), source="made up")
+NODES = sp.Topology.parse(
+    'name = "two nodes"\n[device]\nmemory = "1 kB"\n'
+    '[[levels]]\nname = "node"\nsize = 2\nlink = "switch"\nbandwidth = "1 GB/s"\nlatency = "5 us"\n'
+    '[[levels]]\nname = "gpu"\nsize = 4\nlink = "switch"\nbandwidth = "9 GB/s"\nlatency = "1 us"\n'
+)
+
+
+def one_row(text: str, where: sp.Topology | None = None, constants: FusedConstants | None = EAGER) -> FusionRow:
+    program = Program.parse(text)
+    found = fuse(program, where or box(max(program.devices) + 1), constants)
+    (row,) = found.rows
+    assert (found.program == program) is not row.fused
+    return row
+
+
+@pytest.mark.parametrize("text", [EXPERTS, ULYSSES, GEMV, BAGS, LAYERS])
+def test_what_pays_is_fused_and_means_the_same(text: str) -> None:
+    program = Program.parse(text)
+    found = fuse(program, box(program.devices[-1] + 1), EAGER)
+    (row,) = found.rows
+    assert row.fused and row.choice != "unfused" and row.best_seconds == row.seconds[row.choice]
+    assert row.best_seconds is not None and row.unfused_seconds is not None
+    assert row.best_seconds <= 0.95 * row.unfused_seconds
+    assert_alike(program, found.program)
+    assert_alike(program, decomposed(found.program))
+    assert fuse(found.program, box(program.devices[-1] + 1), EAGER).rows == ()
+
+
+def reasons() -> dict[str, FusionRow]:
+    """A row of each reason that programs have."""
+    found = {reason: one_row(text) for reason, (text, _, _) in REFUSED.items()}
+    found["fused"] = one_row(EXPERTS)
+    found["not_faster"] = one_row(EXPERTS, constants=SLOW_TILES)
+    across = Program.parse(EXPERTS)
+    mesh = sp.Mesh({"x": 2}, devices=(0, 4))
+    moved = Program.parse(str(across).replace("mesh x=2", f"mesh {mesh}"))
+    found["no_peer_access"] = one_row(str(moved), NODES)
+    found["unknown_group"] = one_row(GEMV, box(2))
+    found["memory"] = one_row(EXPERTS.replace("4,", "40,").replace("4@x", "40@x"), NODES)
+    return found
+
+
+def test_every_reason_is_given_and_names_what_blocks() -> None:
+    found = reasons()
+    assert set(found) == set(REASONS)
+    for reason, row in found.items():
+        assert row.reason == reason, str(row)
+        assert (row.choice == "unfused") == (reason != "fused")
+        assert bool(row.blocked) == (reason not in ("fused", "not_faster")), str(row)
+        assert row.nbytes > 0 and row.types and row.source
+    assert found["no_peer_access"].text.startswith("its groups cross the level node")
+    assert found["several_users"].blocked.startswith("step 0 (einsum(%a, %b;")
+    assert found["effect_between"].blocked.startswith("step 1 (elementwise(%z;")
+
+
+def test_a_transport_between_nodes_may_cross_them() -> None:
+    mesh = sp.Mesh({"x": 2}, devices=(0, 4))
+    text = EXPERTS.replace("mesh x=2", f"mesh {mesh}")
+    assert one_row(text, NODES, replace(EAGER, backend="net")).fused
+
+
+def test_nothing_to_fuse_is_said() -> None:
+    program = Program.parse("program\n  mesh x=2\n  input %a: f32[4@x]\n  output %a")
+    found = fuse(program, box(2))
+    assert found.rows == () and found.program is program
+    assert str(found).startswith("no candidates: nowhere does an all-to-all or a sum follow a product")
+
+
+def test_without_a_calibration_the_rows_say_so() -> None:
+    found = fuse(Program.parse(EXPERTS), box(2))
+    assert found.rows[0].source == found.source == "the topology's figures (one box), not calibrated"
+    assert fuse(Program.parse(EXPERTS), box(2), EAGER).source == "made up"
+
+
+def test_rows_are_printed_and_are_json(tmp_path: Path) -> None:
+    EAGER.save(tmp_path / "c.toml")
+    found = fuse(Program.parse(EXPERTS), box(2), tmp_path / "c.toml")
+    said = json.loads(json.dumps(found.to_dict()))
+    assert said["rows"][0]["seconds"]["unfused"] == pytest.approx(0.44, rel=1e-3)
+    assert said["saved_seconds"] == pytest.approx(0.4, rel=1e-3)
+    assert "40 B  440 ms unfused, 40 ms fused  fused n=1 (fused)" in str(found)
+    assert found.summary == "1 candidate: 1 fused; constants: made up"
+
+
+def test_other_values_are_refused() -> None:
+    program = Program.parse(EXPERTS)
+    with pytest.raises(ShardplanError, match="the placement is None; legal are a placement, a topology"):
+        fuse(program, None)  # type: ignore[arg-type]
+    with pytest.raises(ShardplanError, match="fuse of 3; legal is a Program"):
+        fuse(3, box(2))  # type: ignore[type-var]
+    with pytest.raises(TopologyError, match="calibration is 3; legal are FusedConstants, the path of a file, or None"):
+        fuse(program, box(2), 3)  # type: ignore[arg-type]
+
+
+def test_the_simulator_prices_a_fused_op_as_the_row_says() -> None:
+    for text in (EXPERTS, GEMV, BAGS):
+        program, where = Program.parse(text.replace("f32", "bf16")), sp.Topology.load("dgx-a100", nodes=1)
+        big = Program.parse(str(program).replace("4, 3", "4, 3"))
+        found = fuse(big, where)
+        row = found.rows[0]
+        forced = fuse(big, where, EAGER)
+        assert forced.rows[0].fused
+        line = sp.simulate(forced.program, where)
+        assert line.seconds > 0
+        assert min(s for way, s in row.seconds.items() if way != "unfused") <= line.seconds * (1 + 1e-9)
+
+
+def test_large_products_are_overlapped_in_the_simulator() -> None:
+    text = EXPERTS.replace("4, 3]", "8192, 1024]").replace("3, 5]", "1024, 4096]").replace("4, 5]", "8192, 4096]")
+    program = Program.parse(text.replace("4@x, 5]", "8192@x, 4096]").replace("f32", "bf16"))
+    where = sp.Topology.load("dgx-a100", nodes=1)
+    found = fuse(program, where)
+    (row,) = found.rows
+    assert row.fused and row.unfused_seconds is not None and row.best_seconds is not None
+    before, after = (sp.simulate(p, where).seconds for p in (program, found.program))
+    assert after == pytest.approx(row.best_seconds)
+    assert after < 0.95 * before
+    assert sp.simulate(found.program, where).peak_bytes > 0
+
+
+def test_jobs_are_fused_program_by_program_and_simulated() -> None:
+    strategy = sp.Strategy(data=2, expert=2, global_batch=4)
+    job = sp.partition(model("moe", optimizer="sgd", dtype="f32"), strategy)
+    found = fuse(job, box(2), EAGER)
+    assert isinstance(found, Fusion)
+    assert [(row.place, row.reason) for row in found.rows] == [("0F 3.19", "fused"), ("0B 9.12", "effect_between")]
+    names = {step.op.name for program in found.program.programs.values() for step in _steps(program)}
+    assert "gemm_all_to_all" in names
+    assert fuse(job, box(2), SLOW_TILES).program.programs[0, "F"] == job.programs[0, "F"]
+    times = [sp.simulate(one, box(2)).seconds for one in (job, found.program)]
+    # Without work to hide the move of 384 bytes, each of the four runs takes a signal of 1 us more.
+    assert times[1] - times[0] == pytest.approx(4e-6, rel=0.1)
+
+
+def _steps(program: Program) -> Iterator[Step]:
+    for step in program.steps:
+        yield step
+        op = nested(step.op)
+        if op is not None:
+            yield from _steps(op.body)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 3), st.sampled_from([EXPERTS, ULYSSES, GEMV, BAGS, LAYERS]), st.booleans())
+def test_fusing_a_program_of_several_keeps_its_results(copies: int, text: str, eager: bool) -> None:
+    """Copies of a program one after another in one: some fused, or none."""
+    one = Program.parse(text)
+    steps: list[Step] = []
+    for k in range(copies):
+        names = {n: n for n, _ in one.inputs}
+        for step in one.steps:
+            names |= {r: f"{r}.{k}" for r in step.results}
+            given, made = (tuple(names[n] for n in side) for side in (step.operands, step.results))
+            steps.append(replace(step, operands=given, results=made))
+    program = Program(one.inputs, steps, [f"{o}.{k}" for k in range(copies) for o in one.outputs])
+    found = fuse(program, box(program.devices[-1] + 1), EAGER if eager else SLOW_TILES)
+    assert [row.fused for row in found.rows] == [eager] * copies
+    assert_alike(program, found.program)
+    assert decomposed(found.program).output_types == program.output_types
+
+
+def test_a_step_of_a_recommender_is_fused_forward() -> None:
+    program = recommender()
+    found = fuse(program, box(2), EAGER)
+    assert [row.reason for row in found.rows] == ["fused", "effect_between"]
+    assert_alike(program, found.program)

@@ -1,0 +1,162 @@
+"""What a refit binds of a live module, how it cuts what ranks exchange, and versions that are served."""
+
+import numpy as np
+import pytest
+import torch
+
+from shardplan.errors import BackendError, Infeasible, LayoutError
+from shardplan.interop.torch.refit.chunks import chunks, slots
+from shardplan.interop.torch.refit.serving import served_by
+from shardplan.interop.torch.refit.tensors import BoundTensors
+from shardplan.movement.weights.refit import refit
+from shardplan.movement.weights.weights import Weights
+
+CONFIG = {
+    "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "vocab_size": 10, "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+HF = Weights.load("hf-llama", CONFIG)
+
+
+def module(weights: Weights, **skip: int) -> torch.nn.Module:
+    root = torch.nn.Module()
+    for name, shape, _ in weights.parameters(weights.devices[0]):
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            at = at._modules[part]
+        at.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
+    return root
+
+
+def test_a_module_is_bound_by_its_parameters_and_buffers_may_be_more() -> None:
+    model = module(HF)
+    model.model.layers.add_module("rotary", torch.nn.Module())
+    model.model.layers.rotary.register_buffer("inv_freq", torch.zeros(3))
+    bound = BoundTensors(HF, model, 0, "source")
+    assert [b.local.data_ptr() for b in bound.held] == [
+        dict(model.named_parameters())[n].data_ptr() for n in HF.names(0)
+    ]
+
+
+def test_every_misfit_is_said_at_once() -> None:
+    model = module(HF)
+    model.model.norm.weight = torch.nn.Parameter(torch.zeros(7))
+    del model.lm_head.weight
+    model.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(LayoutError) as error:
+        BoundTensors(HF, model, 0, "target")
+    assert str(error.value) == (
+        "rank 0 of hf-llama, target: 1 missing (lm_head.weight); 1 additional (more); 1 misshapen (model.norm.weight "
+        "is [7], legal is [8])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(8, dtype=torch.bfloat16), "is torch.bfloat16; legal is torch.float32, as the weights say"),
+        (torch.zeros(16)[::2], "has strides (2,); legal is a contiguous tensor with memory"),
+        (torch.zeros(8, device="meta"), "has strides (1,); legal is a contiguous tensor with memory"),
+    ],
+)
+def test_what_cannot_be_written_in_place_is_refused(tensor: torch.Tensor, message: str) -> None:
+    model = module(HF)
+    model.model.norm.weight = torch.nn.Parameter(tensor)
+    with pytest.raises(LayoutError) as error:
+        BoundTensors(HF, model, 0, "target")
+    assert str(error.value) == f"rank 0 of hf-llama, target: model.norm.weight {message}"
+
+
+def test_tied_tensors_and_chunks_and_compiled_modules() -> None:
+    tied = Weights.load("hf-llama", CONFIG | {"tie_word_embeddings": True})
+    model = module(HF)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert len(BoundTensors(tied, model, 0, "source").held) == len(HF.names(0)) - 1
+    chunked = Weights.load("megatron-llama", CONFIG, divisible=2)
+    held = {n.removeprefix("0."): torch.nn.Parameter(torch.zeros(s)) for n, s, _ in chunked.parameters(0)}
+    part = torch.nn.Module()
+    for name, x in held.items():
+        *path, last = name.split(".")
+        at = part
+        for step in path:
+            if step not in at._modules:
+                at.add_module(step, torch.nn.Module())
+            at = at._modules[step]
+        at.register_parameter(last, x)
+    BoundTensors(chunked, [part], 0, "source")
+    wrapped = torch.nn.Module()
+    wrapped.add_module("_orig_mod", module(HF))
+    BoundTensors(HF, wrapped, 0, "source")
+
+
+def test_a_parameter_that_was_replaced_is_bound_again() -> None:
+    model = module(HF)
+    bound = BoundTensors(HF, model, 0, "target")
+    assert not bound.moved()
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(8))
+    assert bound.moved() and not bound.moved()
+    at = HF.names(0).index("model.norm.weight")
+    assert bound.held[at].tensor is model.model.norm.weight
+    model.model.norm.weight.data = torch.full((8,), 2.0)
+    assert bound.moved() and bool((bound.held[at].local == 2).all())
+
+
+@pytest.mark.parametrize("limit", [200, 1000, 10_000, None])
+def test_messages_hold_every_element_once_within_their_slots(limit: int | None) -> None:
+    a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
+    b = Weights.load("vllm-llama", CONFIG, tensor=2, devices=[2, 3])
+    plan = refit(a, b, memory_limit=limit)
+    size = slots(plan)
+    held: dict[int, int] = {}
+    for (s, t), n in size.items():
+        held[s], held[t] = held.get(s, 0) + n, held.get(t, 0) + n
+    assert limit is None or max(held.values()) <= limit
+    for (s, t), slot in size.items():
+        ends: list[list[tuple[int, ...]]] = []
+        for rank in (s, t):
+            found = plan.regions(rank)
+            cut = chunks(plan, found.where((found.source == s) & (found.target == t)), slot)
+            assert all(c.nbytes <= slot for c in cut)
+            rows = [
+                (int(c.rows.source_parameter[k]), int(c.rows.source_offset[k]), *c.rows.sizes[k].tolist(), int(c.at[k]))
+                for c in cut
+                for k in range(len(c.rows))
+            ]
+            ends.append(rows)
+            seen = np.concatenate([c.rows.elements for c in cut]).sum()
+            here = (plan.traffic[0] == s) & (plan.traffic[1] == t)
+            assert seen * 4 == plan.traffic[2][here].sum()
+        assert ends[0] == ends[1]
+
+
+def test_a_limit_without_room_names_the_least() -> None:
+    a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
+    plan = refit(a, Weights.load("vllm-llama", CONFIG, tensor=2, devices=[2, 3]), memory_limit=20)
+    with pytest.raises(Infeasible) as error:
+        slots(plan)
+    assert error.value.least_bytes == 32
+    assert str(error.value) == (
+        "a refit within 20 B a rank: rank 2 needs 32 bytes for a message to or from each of its peers; legal is that "
+        "or more"
+    )
+    assert max(slots(refit(plan.source, plan.target, memory_limit=32)).values()) == 16
+
+
+def test_a_version_is_that_of_the_tensors_and_not_of_a_handle() -> None:
+    x = torch.zeros(1)
+    first, again = served_by(x), served_by(x)
+    first.succeed(3)
+    assert again.served() == 3
+    again.begin()
+    with pytest.raises(BackendError, match="not served: a refit is under way"):
+        first.served()
+    again.fail(ValueError("torn\nmore"))
+    assert first.torn
+    with pytest.raises(BackendError) as error:
+        first.served()
+    assert str(error.value) == (
+        "these weights are not served: the last refit failed: torn; legal is to serve after a full refit"
+    )

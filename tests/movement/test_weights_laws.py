@@ -1,0 +1,144 @@
+"""Laws of stored weights: text, lowering against an oracle that lists elements, and refits of random tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from movement import weights_oracle as oracle
+from shardplan.errors import LayoutError
+from shardplan.movement.weights.form import StoredForm
+from shardplan.movement.weights.refit import refit
+from shardplan.movement.weights.table import WeightTable
+from shardplan.movement.weights.weights import Weights, made
+
+AXES = ("a", "b", "c")
+SIZES = ("l", "g", "r", "d", "e", "f", "x", "v", "h", "i")
+FAMILY = {
+    "tensors": {
+        "q": "l, g r d, e", "k": "l, g d, e", "gate": "l, x, f, e", "up": "l, x, f, e", "embed": "v, e",
+        "norm": "l, e", "router": "l[lo:], x, e",
+    }
+}  # fmt: skip
+# Slots <0>, <1>, <2> take cuts. Every axis goes to at most one of: the hole l, the hole x, slot 0, slot 1.
+VARIANTS: dict[str, list[dict[str, str]]] = {
+    "attention": [
+        {"{l}.q": "q = (g r d)<0>, e<1>", "{l}.k": "k = (g d)<0>, e<1>"},
+        {"{l}.q": "q = e<1>, g<0> r d", "{l}.k": "k = e<1>, g<0> d"},
+        {"{l}.qk": "(q: g r d | k: g d)<0>, e<1>"},
+        {"{l}.qk": "(q: (g r)<0> d | k: g<0> d), e<1>"},
+        {"{l}.qk": "(g (q: r d | k: d))<0>, e<1>"},
+        {"{l}.q": "q = (g r (i p))<0>, e<1>", "{l}.k": "k = g<0> (i p), e<1>"},
+        {"q": "q = l, e<1>, g<0>, r, d", "k": "k = e<1>, l, (g d)<0>"},
+    ],
+    "experts": [
+        {"{l}.{x}.gate": "gate = f<0>, e<1>", "{l}.{x}.up": "up = e<1>, f<0>"},
+        {"{l}.gu": "x<2>, (gate: f<0> | up: f<0>), e<1>"},
+        {"{l}.gu": "x<2>, e<1>, (f (gate: | up: ))<0>"},
+        {"{l}.gu": "(gate: | up: ), x<2>, f<0>, e<1>"},
+        {"{l}.{x}.gu": "(n (gate: j | up: j))<0>, e<1>"},
+    ],
+    "rest": [
+        {"embed": "(embed: v | 0: pad)<0>, e<1>", "{l}.norm": "norm = e<0>", "{l}.router": "router = x<0>, e<1>"},
+        {
+            "embed": "embed = e<1>, (0: 2 | v | 0: pad)<0>",
+            "{l}.norm": "norm = 1, e<0>",
+            "{l}.router": "router = e<0>, x<1>",
+        },
+    ],
+}
+
+
+@st.composite
+def cuts(draw: st.DrawFn, axes: list[str]) -> str:
+    """Text of cuts over some axes: nested, or at once."""
+    rule = st.sampled_from(["", ".ceil", ".first", ".last", ".robin", "~"])
+    if not axes:
+        return ""
+    if draw(st.booleans()):
+        return f"@{'*'.join(axes)}{draw(rule)}"
+    return "".join(f"@{a}{draw(rule)}" for a in axes)
+
+
+@st.composite
+def sides(draw: st.DrawFn, devices: int) -> dict[str, Any]:
+    """The data of a table over the family, and its degrees."""
+    holes: dict[str, list[str]] = {"l": [], "x": []}
+    order = draw(st.permutations(AXES))
+    rest: list[str] = []
+    for axis in order:
+        place = draw(st.sampled_from(["l", "x", "", "", ""]))
+        (holes[place] if place else rest).append(axis)
+    parameters: list[dict[str, Any]] = []
+    for group in VARIANTS.values():
+        for name, text in draw(st.sampled_from(group)).items():
+            free = list(rest) + (holes["x"] if "{x}" not in name and "router" not in name and "x" in text else [])
+            free += holes["l"] if "{l}" not in name and "l" in text.split("=")[-1].replace(",", " ").split() else []
+            slots: list[list[str]] = [[], [], []]
+            for axis in free:
+                k = draw(st.sampled_from([0, 1, 2, 3]))
+                if k < 3:
+                    slots[k].append(axis)
+            for k in range(3):
+                said = draw(cuts(slots[k]))
+                text = text.replace(f"<{k}>", said)
+            parameters.append({"name": name, "is": text})
+    degrees = {axis: draw(st.integers(1, 3)) for axis in AXES}
+    return {
+        "mesh": list(order),
+        "degrees": degrees,
+        "atoms": {"p": "d // i", "n": "f // j", "pad": draw(st.integers(0, 3)), "j": "h"},
+        "split": {"d": "p i", "f": "n j"},
+        "holes": {h: h + draw(cuts(axes)) for h, axes in holes.items()},
+        "parameters": parameters,
+    }
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Weights, Weights]:
+    """Two sides of one family at random sizes."""
+    config: dict[str, int] = {s: draw(st.integers(1, 4)) for s in SIZES}
+    config["d"] = config["i"] * draw(st.integers(1, 3))
+    config["f"] = config["h"] * draw(st.integers(1, 3))
+    config["lo"] = draw(st.integers(0, config["l"]))
+    found: list[Weights] = []
+    for _ in range(2):
+        data = draw(sides(8))
+        atoms = {s: f"{s}_size" for s in SIZES} | {"lo": "lo_size"}
+        table = WeightTable.of(data | {"atoms": atoms | data["atoms"], "of": FAMILY}, "random")
+        sized = {f"{k}_size": v for k, v in config.items()}
+        count = np.prod(list(data["degrees"].values()))
+        apart = draw(st.booleans())
+        first = 0 if not found or not apart else max(found[0].devices) + 1
+        try:
+            found.append(made(table, sized, {}, range(first, first + int(count)), "f32"))
+        except LayoutError as error:
+            assume("cannot be cut" not in str(error))
+            raise
+    return found[0], found[1]
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_a_random_refit_is_what_the_oracle_says(problem: tuple[Weights, Weights]) -> None:
+    source, target = problem
+    values = oracle.logical(source)
+    before, wanted = oracle.filled(source, values), oracle.filled(target, values)
+    for side, arrays in ((source, before), (target, wanted)):
+        for rank in side.devices:
+            assert {n: a.shape for n, a in arrays[rank].items()} == {n: s for n, s, _ in side.parameters(rank)}
+        assert Weights.parse(str(side)) == side
+        for p in side.table.parameters:
+            assert StoredForm.parse(str(p.form)) == p.form
+    try:
+        plan = refit(source, target)
+    except LayoutError as error:
+        assert "has no owner" in str(error)
+        raise
+    after = plan.apply(before)
+    for rank in target.devices:
+        for name, array in wanted[rank].items():
+            np.testing.assert_array_equal(after[rank][name], array, err_msg=f"{rank} {name}")
