@@ -58,7 +58,9 @@ def _disjoint(contents: DimContents) -> bool:
 
 def least_seconds(demands: Sequence[Demand], fabric: Fabric | None) -> float:
     """Return a lower bound on the seconds of a refit; without a fabric that of the nominal rate and latency."""
-    devices = np.unique(np.concatenate([np.zeros(0, np.int64), *(x[:, 1] for d in demands for x in (d.wanted, d.owned))]))
+    devices = np.unique(
+        np.concatenate([np.zeros(0, np.int64), *(x[:, 1] for d in demands for x in (d.wanted, d.owned))])
+    )
     if fabric is None:
         enter, left = _at_level(demands, devices, devices)
         most = max(

@@ -174,7 +174,11 @@ class OwnerGroups:
         found = self.groups.find(_code(cell, self.sizes))
         count = self.groups.count(found)
         which = np.repeat(np.arange(len(cell)), count)
-        at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.groups.ptr[found], count)
+        at = (
+            np.arange(len(which))
+            - np.repeat(np.cumsum(count) - count, count)
+            + np.repeat(self.groups.ptr[found], count)
+        )
         return which, self.groups.places[at]
 
 
