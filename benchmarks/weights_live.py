@@ -13,7 +13,7 @@ of the slowest rank. Ways:
   loaded by the servers as DTensors of their slices where one parameter is one tensor, as whole tensors where it is not.
 
 Every way must leave the same bits on the servers. Memory is the peak of live storages that a call makes, parameters
-left out, of the worst rank.
+left out, of the worst rank; of the handle, whose calls make none, its staging.
 """
 
 from __future__ import annotations

@@ -8,5 +8,7 @@ Reading order:
 - `meeting`    the store, who has come, and that all run one plan
 - `commit`     one version for all ranks, or none
 - `serving`    the version that a target holds, kept with its tensors
+- `sides`      two sides that know only themselves
 - `handle`     the handle
+- `engine`     a server's weight-transfer engine over it, with plain dicts
 """

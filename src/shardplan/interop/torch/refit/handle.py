@@ -121,7 +121,8 @@ class Refit:
         self.source = None if sides[0] is None else BoundTensors(plan.source, sides[0], self.rank, "source")
         self.target = None if sides[1] is None else BoundTensors(plan.target, sides[1], self.rank, "target")
         self._exchange = RefitExchange(plan, self.rank, self.source, self.target, torch.device("cpu"))
-        self._served = ServedVersion() if self.target is None else served_by(self.target.held[0].tensor)
+        held = [] if self.target is None else self.target.held
+        self._served = served_by(held[0].tensor) if held else ServedVersion()
         self._commit = RefitCommit(plan.ranks, self.rank)
         self._meeting = RefitMeeting(store, plan.ranks, self.rank, name, self.timeout)
         self._texts = (
