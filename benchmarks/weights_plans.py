@@ -114,7 +114,7 @@ def planned(name: str, kind: str, config: dict[str, Any], a: Any, b: Any, node: 
     topology = preset.resize(gpus=node)
     direct = sp.refit(source, target, topology)
     best = sp.refit(source, target, topology, relay=None)
-    needed = sum(target.nbytes(r) for r in target.devices) - padding(source, target, direct)
+    needed = sum(target.nbytes(r) for r in target.devices)  # no vocabulary of these is padded
     got = sum(best.received_bytes) + int(best.relayed[2].sum())
     sent = [n for n in best.sent_bytes if n]
     return {
@@ -126,12 +126,6 @@ def planned(name: str, kind: str, config: dict[str, Any], a: Any, b: Any, node: 
         "regions s": median(lambda: direct.regions(first), count), "regions": len(direct.regions(first)),
         "names": len(source.names(0)),
     }  # fmt: skip
-
-
-def padding(source: Any, target: Any, plan: Any) -> int:
-    """Bytes of the target that are padding: what no share fills."""
-    moved = sum(int(m.elements.sum()) * 2 for m in plan.moves)
-    return sum(target.nbytes(r) for r in target.devices) - max(moved, 1)
 
 
 def executed(model: str, a: dict[str, Any], b: dict[str, Any]) -> str:
