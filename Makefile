@@ -16,7 +16,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	reshard_overhead placement_set placement_beyond event_cost \
 	reduction_programs reduction_peers lab_experiments lab_redistribution \
 	lab_kill lab_stages lab_strategies claimed_seconds over_bound planning_cases strategy_gspmd strategy_dtensor strategy_runs partition_time imports \
-	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b step_accuracy tile_mutants)
+	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b step_accuracy tile_mutants weights_plans weights_pairs weights_probe)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test docs lint format demo demo-torch bench clean

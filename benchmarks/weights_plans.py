@@ -135,9 +135,10 @@ def executed(model: str, a: dict[str, Any], b: dict[str, Any]) -> str:
                         "n_shared_experts": 1, "intermediate_size": 32}  # fmt: skip
     make = more.deepseek if model == "dsv3" else frameworks.checkpoint
     whole = make(c, np.random.default_rng(0))
-    stages = even(c["num_hidden_layers"], a["pipeline"])
-    before = (more.deepseek_megatron if model == "dsv3" else frameworks.megatron)(c, whole, **a | {"stages": stages})
-    wanted = (more.deepseek_served if model == "dsv3" else frameworks.served)(c, whole, **b)
+    stages = even(9, a["pipeline"])
+    train: Callable[..., Any] = more.deepseek_megatron if model == "dsv3" else frameworks.megatron
+    serve: Callable[..., Any] = more.deepseek_served if model == "dsv3" else frameworks.served
+    before, wanted = train(c, whole, **a | {"stages": stages}), serve(c, whole, **b)
     source = sp.Weights.load(f"megatron-{kind}", c, dtype="f32", **a | {"stages": stages})
     target = sp.Weights.load(f"vllm-{kind}", c, dtype="f32", devices=range(1000, 1000 + len(wanted)), **b)
     after = sp.refit(source, target).apply(before)
