@@ -1,13 +1,14 @@
-"""Limits of a refit: the least seconds in which all its elements can arrive, whoever sends them.
+"""Limits of a refit: the least seconds in which all its elements can arrive, from owners, by receivers.
 
 At every level of the hardware, what a unit (a device, a node) needs and does not own must enter it, once: inside it can
-be passed on. What some units alone own, and others need, must leave these units, once, over their ways together. So
-stages that share no sender count at the same time, and a stage whose owners are few counts alone.
+be passed on. What some devices alone own, and units without an owner need, must leave once, over the ways of these
+devices: others carry nothing. So stages that share no sender count at the same time, and a stage with few owners counts
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,14 +67,12 @@ def _disjoint(contents: DimContents) -> bool:
 
 def least_seconds(demands: Sequence[Demand], fabric: Fabric | None) -> float:
     """Return a lower bound on the seconds of a refit; without a fabric that of the nominal rate and latency."""
-    devices = np.unique(
-        np.concatenate([np.zeros(0, np.int64), *(x[:, 1] for d in demands for x in (d.wanted, d.owned))])
-    )
+    ids = [x[:, 1] for d in demands for x in (d.wanted, d.owned)]
+    devices = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]))
     if fabric is None:
-        enter, left = _at_level(demands, devices, devices)
-        most = max(
-            most_over(enter, np.full(len(enter), BANDWIDTH)), *(size / (len(s) * BANDWIDTH) for s, size in left), 0.0
-        )
+        enter, left = _at_level(demands, devices, np.arange(len(devices)))
+        least = [size / (len(owners) * BANDWIDTH) for owners, size in left]
+        most = max(most_over(enter, np.full(len(enter), BANDWIDTH)), *least, 0.0)
         return most + LATENCY if most else 0.0
     # By messages, as every refit moves: a collective may reach more of a rate.
     rows = fabric.library.serving("messages", "auto")
@@ -84,50 +83,64 @@ def least_seconds(demands: Sequence[Demand], fabric: Fabric | None) -> float:
         enter, left = _at_level(demands, devices, at // wires.stride)
         own = capacity(fabric, j, at)
         bounds = [most_over(enter, own[: len(enter)])]
-        for units, size in left:
-            bounds.append(most_over(np.array([float(size)]), summed_capacity(fabric, j, units[None], own)))
+        for owners, size in left:
+            units = np.unique(at[owners] // wires.stride)
+            rate = capacity(fabric, j, at[owners])[units].sum()
+            if wires.level.link != "switch":
+                rate = summed_capacity(fabric, j, units[None], own)[0]
+            bounds.append(size / float(rate) if size else 0.0)
         worst.append(started(fabric, j, max(bounds), at))
     return Bound.largest(worst).seconds
 
 
 Leaving = list[tuple[np.ndarray, int]]
+_MOST_SETS = 1024  # of owners; with more, each alone and all together
 
 
 def _at_level(demands: Sequence[Demand], devices: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, Leaving]:
-    """The bytes that must enter every unit, and those that must leave some units together."""
+    """The bytes that must enter every unit, and those that must leave owners which have them alone."""
     enter: dict[str, np.ndarray] = {}
     leave: dict[str, dict[bytes, int]] = {}
     count = int(unit.max(initial=0)) + 1
     for d in demands:
-        wants = np.stack([d.wanted[:, 0], unit[np.searchsorted(devices, d.wanted[:, 1])]], axis=1)
-        has = np.stack([d.owned[:, 0], unit[np.searchsorted(devices, d.owned[:, 1])]], axis=1)
-        each = wants if d.apart else np.stack([d.wanted[:, 0], d.wanted[:, 1]], axis=1)
-        code = np.unique(has[:, 0] * count + has[:, 1])
-        lacks = ~np.isin(wants[:, 0] * count + wants[:, 1], code)
+        wanting, owning = (np.searchsorted(devices, x[:, 1]) for x in (d.wanted, d.owned))
+        wants, has = d.wanted[:, 0] * count + unit[wanting], d.owned[:, 0] * count + unit[owning]
+        lacks = ~np.isin(wants, has)
         into = np.zeros(count)
         if d.apart:
-            pairs = np.unique(wants[lacks], axis=0)
-            np.add.at(into, pairs[:, 1], d.nbytes[pairs[:, 0]])
+            pairs = np.unique(wants[lacks])
+            np.add.at(into, pairs % count, d.nbytes[pairs // count])
         else:  # blocks overlap: what one device needs is a bound for its unit
             alone = np.zeros(len(devices))
-            np.add.at(alone, np.searchsorted(devices, each[lacks][:, 1]), d.nbytes[wants[lacks][:, 0]])
+            np.add.at(alone, wanting[lacks], d.nbytes[d.wanted[lacks, 0]])
             np.maximum.at(into, unit, alone)
         enter[d.tensor] = np.maximum(enter.get(d.tensor, 0.0), into)
-        own = _leaving(np.unique(wants[lacks][:, 0]), code, count, d)
+        code = np.unique(d.owned[:, 0] * len(devices) + owning)
+        own = _leaving(np.unique(d.wanted[lacks, 0]), code, len(devices), d)
         old = leave.setdefault(d.tensor, {})
         leave[d.tensor] = own if sum(own.values()) > sum(old.values()) else old
     total: dict[bytes, int] = {}
     for own in leave.values():
         for key, size in own.items():
             total[key] = total.get(key, 0) + size
-    sets: Leaving = [(np.frombuffer(key, dtype=np.int64), size) for key, size in total.items()]
+    return sum(enter.values(), np.zeros(count)), _together(total)
+
+
+def _together(total: Mapping[bytes, int]) -> Leaving:
+    """The bytes that sets of owners have between them: each with the sets that lie in it, and all."""
+    known = [(frozenset(np.frombuffer(key, dtype=np.int64).tolist()), size) for key, size in total.items()]
+    sets: Leaving = []
+    for owners, size in known:
+        if len(known) <= _MOST_SETS:
+            size = sum(other for inner, other in known if inner <= owners)
+        sets.append((np.array(sorted(owners), dtype=np.int64), size))
     if len(sets) > 1:
-        sets.append((np.unique(np.concatenate([s for s, _ in sets])), sum(size for _, size in sets)))
-    return sum(enter.values(), np.zeros(count)), sets
+        sets.append((np.array(sorted(frozenset().union(*(o for o, _ in known))), dtype=np.int64), sum(total.values())))
+    return sets
 
 
 def _leaving(blocks: np.ndarray, code: np.ndarray, count: int, demand: Demand) -> dict[bytes, int]:
-    """The bytes of blocks by the units that own them together."""
+    """The bytes of blocks by the owners that have them together."""
     out: dict[bytes, int] = {}
     first = np.searchsorted(code, blocks * count, side="left").tolist()
     stop = np.searchsorted(code, (blocks + 1) * count, side="left").tolist()
@@ -136,9 +149,3 @@ def _leaving(blocks: np.ndarray, code: np.ndarray, count: int, demand: Demand) -
         size = int(demand.nbytes[block])
         out[key] = out.get(key, 0) + size if demand.apart else max(out.get(key, 0), size)
     return out
-
-
-def busiest(sent: Iterable[int]) -> float:
-    """Return the largest over the mean of those that send at all; 1 where nobody does."""
-    some = [s for s in sent if s]
-    return max(some) / (sum(some) / len(some)) if some else 1.0

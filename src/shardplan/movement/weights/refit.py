@@ -164,7 +164,7 @@ class RefitPlan:
 
     @cached_property
     def bound(self) -> float:
-        """The least seconds in which all elements can arrive, whoever sends them; see `limits`."""
+        """The least seconds in which all elements can arrive, sent by owners; see `limits`."""
         fabric = None
         if self.topology is not None:
             fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
