@@ -23,7 +23,7 @@ from shardplan.plans.starts import Bound, started
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Demand:
+class RefitDemand:
     """What a move must bring: blocks of some bytes, who wants each, and who owns each, by device id; int64.
 
     `wanted` and `owned` have a row (block, device) for each. `apart` says that blocks share no element.
@@ -42,7 +42,7 @@ def demand_of(
     source: StoredFamily,
     ids: tuple[np.ndarray, np.ndarray],
     itemsize: int,
-) -> Demand:
+) -> RefitDemand:
     """Return what a move must bring, with what receivers pass on; `itemsize` bytes an element travel."""
     both = [move] if relay is None else [move, relay]
     keys = np.concatenate([np.concatenate([m.content, m.cell], axis=1) for m in both])
@@ -57,7 +57,7 @@ def demand_of(
     owners = OwnerGroups.of(source, move.tensor, move.cells)
     blocks, places = owners.places_of(found[:, move.content.shape[1] :])
     owned = np.stack([blocks, ids[0][places]], axis=1)
-    return Demand(move.tensor, nbytes, pairs, owned, all(map(_disjoint, move.contents)))
+    return RefitDemand(move.tensor, nbytes, pairs, owned, all(map(_disjoint, move.contents)))
 
 
 def _disjoint(contents: DimContents) -> bool:
@@ -65,7 +65,7 @@ def _disjoint(contents: DimContents) -> bool:
     return int((contents.stop - contents.start).sum()) == int((stop - start).sum())
 
 
-def least_seconds(demands: Sequence[Demand], fabric: Fabric | None) -> float:
+def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric | None) -> float:
     """Return a lower bound on the seconds of a refit; without a fabric that of the nominal rate and latency."""
     ids = [x[:, 1] for d in demands for x in (d.wanted, d.owned)]
     devices = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]))
@@ -97,7 +97,7 @@ Leaving = list[tuple[np.ndarray, int]]
 _MOST_SETS = 1024  # of owners; with more, each alone and all together
 
 
-def _at_level(demands: Sequence[Demand], devices: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, Leaving]:
+def _at_level(demands: Sequence[RefitDemand], devices: np.ndarray, unit: np.ndarray) -> tuple[np.ndarray, Leaving]:
     """The bytes that must enter every unit, and those that must leave owners which have them alone."""
     enter: dict[str, np.ndarray] = {}
     leave: dict[str, dict[bytes, int]] = {}
@@ -139,7 +139,7 @@ def _together(total: Mapping[bytes, int]) -> Leaving:
     return sets
 
 
-def _leaving(blocks: np.ndarray, code: np.ndarray, count: int, demand: Demand) -> dict[bytes, int]:
+def _leaving(blocks: np.ndarray, code: np.ndarray, count: int, demand: RefitDemand) -> dict[bytes, int]:
     """The bytes of blocks by the owners that have them together."""
     out: dict[bytes, int] = {}
     first = np.searchsorted(code, blocks * count, side="left").tolist()
