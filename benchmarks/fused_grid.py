@@ -9,6 +9,8 @@ its median and 20th percentile are told. Results are compared with what each ran
 - `unfused`: compute all, then put the parts into the peers' memory on the same heap, signal, and wait for theirs
 - `unfused_barrier`: the same with a barrier of all ranks in place of signals, as the spec has it
 - `fused n`: the operator with n tiles a destination; of the vector's product `one_shot`, and `two_shot` with n tiles
+- `unfused_out`, `fused_out n`: the same two where the result stays in the heap (the operators' `_out` forms); all
+  others copy it into new memory, which takes as long as to compute it where there is little to compute
 - `compute_only`
 
 *Transport gain* is unfused over gloo, *fusion gain* fused over unfused; they are never mixed. Before the grid a
@@ -65,7 +67,7 @@ def variants(kind: str) -> tuple[str, ...]:
     if kind == "gemv":
         fused = ("one_shot", *(f"two_shot {n}" for n in COUNTS[:3]))
     else:
-        fused = tuple(f"fused {n}" for n in COUNTS)
+        fused = (*(f"fused {n}" for n in COUNTS), "unfused_out", *(f"fused_out {n}" for n in COUNTS))
     return ("gloo", "gloo_chunked", "unfused_barrier", "unfused", *fused, "compute_only")
 
 
@@ -78,8 +80,12 @@ class GridRank:
         self.run: dict[str, Callable[[], torch.Tensor]] = {
             name: self._fused(name)
             for name in variants(sizes.kind)
-            if name.split()[0] in ("fused", "one_shot", "two_shot")
+            if name.split()[0] in ("fused", "fused_out", "one_shot", "two_shot")
         }
+        if sizes.kind != "gemv":
+            self.stays = heap.alloc(self.pair.wanted.shape, "f32", "out").local
+            self.sent = heap.alloc(self.pair.wanted.shape, "f32", "sent").local
+            self.run["unfused_out"] = lambda: self.pair.unfused(Asked(heap), self.sent)
         self.run |= {"unfused": lambda: self.pair.unfused(Asked(heap)), "compute_only": self.pair.compute}
         self.run["unfused_barrier"] = self._barrier
         whole = self.pair.out[None] if sizes.kind == "gemv" else self.pair.out[: len(self.pair.out) // heap.ranks]
@@ -90,6 +96,8 @@ class GridRank:
     def _fused(self, name: str) -> Callable[[], torch.Tensor]:
         variant, _, n = name.partition(" ")
         asked = Asked(self.heap, int(n or 1))
+        if variant == "fused_out":
+            return lambda: self.pair.fused(asked, variant, self.stays)
         return lambda: self.pair.fused(asked, variant)
 
     def _barrier(self) -> torch.Tensor:
@@ -181,7 +189,7 @@ def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, 
     for k, sizes in enumerate(shapes):
         with SymmetricHeap.create(heap_bytes([sizes], 10), "shm", exchange, f"grid {k}") as heap:
             one = GridRank(sizes, heap)
-            names = [n for n in variants(sizes.kind) if all_ or not n.startswith(("gloo", "unfused_"))]
+            names = [n for n in variants(sizes.kind) if all_ or not n.startswith(("gloo", "unfused_", "fused_"))]
             worst = one.checked()
             one.times(names, 2, -1)
             found.append({"times": one.times(names, count, k), "away": worst})
@@ -226,6 +234,10 @@ def row(sizes: Sizes, times: dict[str, list[float]], constants: KindConstants) -
     told["regret"] = max(0.0, ratio(times, choice, fastest)[0] - 1)
     pairs = {"transport gain": ("unfused", "gloo"), "fusion gain": (best, "unfused"), "decided": (choice, "unfused")}
     pairs["beside a barrier"] = best, "unfused_barrier"
+    if stays := [n for n in median if n.startswith("fused_out")]:
+        best_out = min(stays, key=lambda n: ratio(times, n, "unfused_out")[0])
+        told["best in the heap"] = best_out
+        pairs |= {"fusion gain in the heap": (best_out, "unfused_out"), "in the heap/gloo": (best_out, "gloo")}
     pairs |= {"best/gloo": (best, "gloo"), "gloo_chunked/gloo": ("gloo_chunked", "gloo")}
     pairs["compute/gloo"] = "compute_only", "gloo"
     for name, (a, b) in pairs.items():
@@ -240,6 +252,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "fusion gain, communication-heavy (asked 0.75)": {r["kind"]: r["fusion gain"] for r in bold},
         "the same beside copy and barrier": {r["kind"]: r["beside a barrier"] for r in bold},
         "fused / gloo, communication-heavy (asked 0.6)": {r["kind"]: r["best/gloo"] for r in bold},
+        "fusion gain where results stay in the heap": {
+            r["kind"]: r["fusion gain in the heap"] for r in bold if "fusion gain in the heap" in r
+        },
+        "fused / gloo where results stay in the heap": {
+            r["kind"]: r["in the heap/gloo"] for r in bold if "in the heap/gloo" in r
+        },
         "decided / unfused, all shapes (asked 1.05)": geomean(r["decided"] for r in rows),
         "worst decided / unfused (asked 1.15)": max(r["decided"] for r in rows),
         "median regret (asked 0.05)": statistics.median(r["regret"] for r in rows),

@@ -92,11 +92,11 @@ class RankPair(Protocol):
         """The same as a call that has everything at hand, as a compiled schedule has."""
         ...
 
-    def unfused(self, asked: Asked) -> torch.Tensor:
-        """Compute all, then send it on the heap."""
+    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute all, then send it on the heap; `out` is a tensor of the heap, for results that are not copied."""
         ...
 
-    def fused(self, asked: Asked, variant: str) -> torch.Tensor:
+    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the fused operator."""
         ...
 
@@ -130,11 +130,12 @@ class GemmPair:
         for first, last in cuts:
             self.tile(first, last, self.out[first:last])
 
-    def unfused(self, asked: Asked) -> torch.Tensor:
-        return moved(asked, "bench_gemm", self.out.shape, self.blocks.forward, self.compute(), self.blocks.own)
+    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+        who = self.blocks
+        return moved(asked, "bench_gemm", self.out.shape, who.forward, self.compute(), who.own, out=out)
 
-    def fused(self, asked: Asked, variant: str) -> torch.Tensor:
-        return gemm.forward(asked, self.a, self.b)
+    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        return gemm.forward(asked, self.a, self.b, out=out)
 
 
 class BagsPair:
@@ -194,11 +195,11 @@ class BagsPair:
             return
         self._kernel(view).store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
 
-    def unfused(self, asked: Asked) -> torch.Tensor:
-        return moved(asked, "bench_bags", self.out.shape, self.forward, self.compute(), self.own)
+    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+        return moved(asked, "bench_bags", self.out.shape, self.forward, self.compute(), self.own, out=out)
 
-    def fused(self, asked: Asked, variant: str) -> torch.Tensor:
-        return embedding.forward(asked, self.tables, self.indices, self.offsets, batch=self.batch)
+    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        return embedding.forward(asked, self.tables, self.indices, self.offsets, batch=self.batch, out=out)
 
 
 class VectorPair:
@@ -226,7 +227,7 @@ class VectorPair:
     def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
         return lambda: self.tile(first, last, view)
 
-    def unfused(self, asked: Asked) -> torch.Tensor:
+    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
         addends = self.compute()[None]
         made = instance(asked.heap, "bench_vector", TileSchedule(order=asked.order), "", asked.seconds)  # type: ignore[arg-type]
         call = made.call(self.out.shape, self.shape, {"result": torch.float32}, (1,))
@@ -236,7 +237,7 @@ class VectorPair:
 
         return in_order(made.run(call, put)["result"])[:, 0]
 
-    def fused(self, asked: Asked, variant: str) -> torch.Tensor:
+    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemv.forward(asked, self.a, self.x, variant)
 
 

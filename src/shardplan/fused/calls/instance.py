@@ -76,7 +76,7 @@ class TileCall:
     steps: tuple[tuple[TileStep, ...], ...]
     views: tuple[dict[str, torch.Tensor], ...]
     protocol: TileProtocol
-    facts: dict[str, Any]  # what kernels keep beside it
+    facts: dict[Any, Any]  # what kernels keep beside it
     owed: tuple[SignalStep, ...] = ()  # acks of a result that outlives the call: sent when the next one begins
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-VERSION = 1
+VERSION = 2
 SECONDS = 120.0
 ORDERED = ("x86_64", "AMD64", "i686")  # where plain stores of a core become visible in order
 
@@ -42,6 +42,12 @@ class TileKernels:
         self.gemv = found.shardplan_gemv
         self.gemv.argtypes = (ctypes.c_int, address, i64, i64, i64, address, i64, address)
         self.gemv.restype = None
+        self.one_shot = found.shardplan_one_shot
+        self.one_shot.argtypes = (
+            *(ctypes.c_int, address, i64, i64, i64, address, i64),
+            *(address, address, i64, i64, i64, address, address, address),
+        )
+        self.one_shot.restype = i64
 
 
 def folder() -> Path:

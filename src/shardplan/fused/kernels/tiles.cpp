@@ -84,6 +84,17 @@ struct Bags {
   int64_t mean, bag_stride, table_stride;  // strides of the result in elements
 };
 
+struct Lane {
+  void* to;            // all of a rank's addends, on another rank
+  int32_t* flag;       // the count behind them: first + step * epoch
+  int64_t first, step;
+};
+
+struct Want {
+  const int32_t* word;
+  int64_t want, step;
+};
+
 inline void store_flag(int32_t* flag, int32_t value) {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -170,7 +181,7 @@ inline bool there(const int32_t* word, int32_t want) {
 
 extern "C" {
 
-int64_t shardplan_version() { return 1; }
+int64_t shardplan_version() { return 2; }
 
 void shardplan_signal(int32_t* flag, int32_t value) { store_flag(flag, value); }
 
@@ -213,6 +224,25 @@ void shardplan_gemv(int kind, const void* a, int64_t stride, int64_t rows, int64
   if (kind == F32) gemv_f32(static_cast<const float*>(a), stride, rows, depth, x, columns, y);
   else if (kind == BF16) gemv_bf16(static_cast<const bf16*>(a), stride, rows, depth, x, columns, y);
   else gemv_f16(static_cast<const f16*>(a), stride, rows, depth, x, columns, y);
+}
+
+// A sum in one shot: addends [rows, columns] go to every lane, and once those of all ranks have come, `sums` is their
+// sum in the order of ranks, `came` [ranks, rows, columns]. Returns how many came within so many nanoseconds each.
+int64_t shardplan_one_shot(int kind, const void* a, int64_t stride, int64_t rows, int64_t depth, const float* x, int64_t columns,
+                           const Lane* lanes, const Want* wants, int64_t ranks, int64_t epoch, int64_t nanoseconds,
+                           const float* came, float* addends, float* sums) {
+  const int64_t size = rows * columns;
+  shardplan_gemv(kind, a, stride, rows, depth, x, columns, addends);
+  for (int64_t r = 0; r < ranks; ++r) {
+    memcpy(lanes[r].to, addends, size * sizeof(float));
+    store_flag(lanes[r].flag, int32_t(uint32_t(lanes[r].first + lanes[r].step * epoch)));
+  }
+  for (int64_t r = 0; r < ranks; ++r)
+    if (!shardplan_wait(wants[r].word, int32_t(uint32_t(wants[r].want + wants[r].step * epoch)), nanoseconds)) return r;
+  memcpy(sums, came, size * sizeof(float));
+  for (int64_t r = 1; r < ranks; ++r)
+    for (int64_t k = 0; k < size; ++k) sums[k] += came[r * size + k];
+  return ranks;
 }
 
 }  // extern "C"
