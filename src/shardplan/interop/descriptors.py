@@ -17,6 +17,14 @@ from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
 
 
+def direct(plan: RefitPlan, what: str) -> None:
+    """Raise `LayoutError` for a plan whose receivers pass on what they get, which transports do not run."""
+    if plan.relays:
+        raise LayoutError(
+            f"{what} of a plan with relays; legal is one of refit(..., relay=False), where none passes on"
+        )
+
+
 class RefitDescriptor(NamedTuple):
     """One run of bytes: at `offset` of the own parameter `name`, to or from `peer_offset` of the peer's `peer_name`.
 
@@ -43,7 +51,8 @@ def descriptors(plan: RefitPlan, rank: int, peer: int | None = None) -> Iterator
         peer: only what goes to and comes from this rank; None for all.
 
     Raises:
-        LayoutError: a rank on neither side, or a parameter whose dtype or constant changes on the way.
+        LayoutError: a rank on neither side, a plan with relays, or a parameter whose dtype or constant changes on the
+            way.
 
     >>> from shardplan.movement.weights.refit import refit
     >>> from shardplan.movement.weights.weights import Weights
@@ -54,6 +63,7 @@ def descriptors(plan: RefitPlan, rank: int, peer: int | None = None) -> Iterator
     RefitDescriptor(sends=False, peer=0, name='model.layers.0.mlp.down_proj.weight', offset=0, length=12, \
 peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
     """
+    direct(plan, "descriptors")
     found = plan.regions(rank)
     if peer is not None:
         found = found.where(found.peer(rank) == peer)
