@@ -1,4 +1,4 @@
-"""The fused grid and the emulated link on tiny shapes: the port, the calibration, results of all variants."""
+"""The fused grid, the emulated link and whole models: the port, the calibration, rows of all variants."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ pytest.importorskip("torch")
 from benchmarks.fused_constants import KindConstants, calibrated, chosen, predicted, variant_of
 from benchmarks.fused_emulated import LATENCY, EgressPort, row
 from benchmarks.fused_grid import GRID, LEARNT, ratio, variants
+from benchmarks.fused_models import MODELS, pair_of
+from benchmarks.fused_models import row as model_row
 from benchmarks.fused_pairs import KINDS, Sizes
 
 TRUE = KindConstants((1e-5, 1e-11, 0.0, 0.0), 2e-5, 5e9, 4e10, 1e-5, 0.01)
@@ -59,3 +61,22 @@ def test_a_row_of_the_emulated_link() -> None:
     found = row(Sizes("gemm", (1, 1, 1)), [one, two], 1.0, "natural", 2)
     assert found["ratio"] == pytest.approx(0.75)
     assert found["compute seconds"] == 2.0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_something_of_each_model_is_fused(name: str) -> None:
+    assert any(": fused, " in row for row in pair_of(name).rows)
+
+
+def test_a_row_of_a_model() -> None:
+    """Of a repetition the slowest rank counts, and ratios are of one repetition."""
+    common = {"rows": (), "calls": {"unfused": 0, "fused": 2}, "bytes": {"unfused": 5, "fused": 7}}
+    ranks = [
+        common | {"seconds": {"unfused": [1.0, 4.0, 2.0], "fused": [2.0, 2.0, 1.0]}, "difference": 0.0},
+        common | {"seconds": {"unfused": [2.0, 1.0, 1.0], "fused": [1.0, 1.0, 1.0]}, "difference": 1e-7},
+    ]
+    found = model_row(next(iter(MODELS)), ranks)
+    assert found["seconds"] == {"unfused": 2.0, "fused": 2.0}
+    assert found["fused / unfused"] == 0.5
+    assert found["received bytes"] == {"unfused": 10, "fused": 14}
+    assert (found["calls"], found["calls unfused"], found["difference"]) == ([2, 2], [0, 0], 1e-7)

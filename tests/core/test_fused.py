@@ -224,6 +224,25 @@ def test_the_gradient_is_that_of_the_steps() -> None:
         assert_alike(one, other)
 
 
+def test_bags_of_many_tables_are_one_op() -> None:
+    """As many as the public recommender has: 26."""
+    many = range(26)
+    given_ = "".join(f"  input %t{k}: f32[7, 4@x]\n  input %i{k}: i32[6, 2]\n" for k in many)
+    bags = "".join(
+        f"  %p{k} = embedding_bag(%t{k}, %i{k}): f32[6, 4@x]\n"
+        f'  %q{k} = expand(%p{k}; spec="b d -> b one=1 d"): f32[6, 1, 4@x]\n'
+        for k in many
+    )
+    parts = ", ".join(f"%q{k}" for k in many)
+    program = Program.parse(
+        f"program\n  mesh x=2\n{given_}{bags}  %c = concat({parts}; dim=1): f32[6, 26, 4@x]\n"
+        "  %y = all_to_all(%c; src_dim=2, dst_dim=0, axes=(x)): f32[6@x, 26, 4]\n  output %y"
+    )
+    found = all_fused(program)
+    assert len(found.steps) == 1
+    assert_alike(program, found)
+
+
 def test_bodies_that_are_none_are_refused() -> None:
     body = Program.parse(EXPERTS)
     with pytest.raises(TypingError, match="gemv_all_reduce: the body's one result is not that of one all_reduce"):

@@ -89,4 +89,5 @@ def cases() -> list[FusedCase]:
         program_case("dlrm step", recommender()),
         job_case("llama decode", "llama", decode, {"tensor": 2, "global_batch": 4, "microbatch": 4}),
         job_case("mixture step", "moe", {"optimizer": "sgd"}, {"data": 2, "expert": 2, "global_batch": 4}),
+        job_case("dlrm job", "dlrm", {"optimizer": "sgd"}, {"data": 4, "expert": 4, "global_batch": 8}),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from shardplan.errors import ShardplanError, TopologyError
 from shardplan.fused.deciding.fuse import fuse
 from shardplan.fused.deciding.rows import REASONS, Fusion, FusionRow
 from shardplan.hardware.prices.fused import FusedConstants
-from strategy.jobs import model
+from strategy.jobs import arrays, model, stepped
 
 # Compute-bound on a fast network: nothing pays.
 SLOW_TILES = FusedConstants("shm", 0, 1e15, 1e15, 1e-3, ((1, 1.0), (2, 2.0)), source="made up")
@@ -156,6 +157,29 @@ def test_jobs_are_fused_program_by_program_and_simulated() -> None:
     times = [sp.simulate(one, box(2)).seconds for one in (job, found.program)]
     # Without work to hide the move of 384 bytes, each of the four runs takes a signal of 1 us more.
     assert times[1] - times[0] == pytest.approx(4e-6, rel=0.1)
+
+
+def test_a_step_of_the_recommender_of_partition_is_fused() -> None:
+    """Bags and their all-to-all: nothing of them is saved for the way back, which reads the joint value alone."""
+    strategy = sp.Strategy(data=2, expert=2, global_batch=4)
+    job = sp.partition(model("dlrm", optimizer="sgd", dtype="f32"), strategy)
+    found = fuse(job, box(2), EAGER)
+    assert [(row.op, row.reason) for row in found.rows] == [
+        ("gemm_all_to_all", "several_users"),  # what a ReLU and its gradient read
+        ("embedding_bag_all_to_all", "fused"),
+        ("gemm_all_to_all", "effect_between"),
+    ]
+    assert not [t for t in job.programs[0, "F"].output_types if t.shape[1:] == (1, 8)]
+    for key, program in found.program.programs.items():
+        apart = decomposed(program)
+        assert apart.output_types == job.programs[key].output_types
+        assert len(apart.steps) == len(job.programs[key].steps)
+    big = job.model.resize(batch=4)
+    given = {n: x.astype(np.float32) if x.dtype == np.float64 else x for n, x in arrays(big, big.program).items()}
+    want, got = stepped(job, given), stepped(found.program, given)
+    assert want.keys() == got.keys() and {"gradient.tables.0", "loss"} < {*want}
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x)
 
 
 def _steps(program: Program) -> Iterator[Step]:

@@ -25,6 +25,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import TypingError, line
 
+FARTHEST = 512  # steps behind a move that are looked at: a recommender has two for each of its tables
 DTYPES = ("f32", "bf16", "f16")  # of which there are kernels
 Place = tuple[int, ...]  # numbers of steps: of repeats, each in the body of the one before, then of the move
 _THROUGH = (Elementwise, Expand, Reshape, Cast, Concat)  # what may stand between, or blocks there
@@ -95,7 +96,7 @@ def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tupl
         if isinstance(op, Einsum | EmbeddingBag):
             ends.add(type(op))
             behind.add(k)
-        elif isinstance(op, _THROUGH) and len(behind) < 1 + 3 * THIN:
+        elif isinstance(op, _THROUGH) and len(behind) < FARTHEST:
             behind.add(k)
             pending += program.steps[k].operands
     bags = EmbeddingBag in ends

@@ -263,6 +263,19 @@ class Concat(Composed):
             parts.append(d(Elementwise(" + ".join(ascii_lowercase[: len(some)])), *some))
         return parts
 
+    def pull(
+        self,
+        draft: Draft,
+        operands: Sequence[str],
+        results: Sequence[str],
+        cotangents: Sequence[str],
+        wanted: Sequence[bool],
+    ) -> Sequence[str | None]:
+        """The cotangent in parts: of the operands only the sizes are read, so that none is saved for it."""
+        sizes = tuple(draft.types[o].shape[self.dim] for o in operands)
+        found = draft.every(Split(self.dim, sizes), cotangents[0])
+        return [part if want else None for part, want in zip(found, wanted, strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class Split(Composed):
