@@ -183,7 +183,9 @@ def test_what_a_repeat_holds(program: Program) -> None:
         and not any("repeat" in s.op.name for s in op.body.steps)
     ):
         carried = program.input_types[0].local_bytes()
-        assert want.workspace_bytes <= books.workspace_bytes <= want.workspace_bytes + carried
+        # A repeat's staging is that of its worst device; with uneven results another one may hold most around it.
+        uneven = sum(int(np.ptp(t.elements())) * t.itemsize for t in program.output_types)
+        assert want.workspace_bytes <= books.workspace_bytes <= want.workspace_bytes + carried + uneven
 
 
 @settings(max_examples=80, deadline=None)

@@ -18,6 +18,7 @@ from benchmarks.peers.hlo import largest_bytes, parse_hlo
 import conformance
 import shardplan as sp
 from benchmarks import suites
+from core.test_fused import BAGS, EXPERTS, GEMV, all_fused
 from execution.jax_child import main
 from shardplan.core.accounting import account
 from shardplan.core.box_table import BoxTable
@@ -187,8 +188,17 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
         (Together(Program({"x": two, "y": partial}, [
             Step(AllGather(0, ("b",)), ("x",), ("0",)), Step(AllReduce(("a",)), ("y",), ("1",))
         ], ("1", "0"))), [two, partial]),
+        *fused_ops(),
     ]  # fmt: skip
     return out
+
+
+def fused_ops() -> Iterator[tuple[Op, list[TensorType]]]:
+    """What can be fused of three programs, with the types of its operands; every table has seven rows."""
+    for text in (EXPERTS, GEMV, BAGS.replace("f32[5,", "f32[7,")):
+        program = all_fused(Program.parse(text))
+        step = program.steps[-1]
+        yield step.op, list(program.step_types(step)[0])
 
 
 def single(op: Any, types: list[TensorType]) -> Program:

@@ -215,8 +215,9 @@ def test_killed_runs_go_on_and_end_in_the_same_bytes(tmp_path: Path) -> None:
     want = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
     rng = random.Random(0)
     out = tmp_path / "killed"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(source), str(out)], env=os.environ)
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(source), str(out)], env=environment)
         begun = time.monotonic()
         wanted = rng.randrange(1, 8)
         while child.poll() is None and len(list(out.glob("*.safetensors"))) < wanted and time.monotonic() < begun + 60:
