@@ -6,7 +6,8 @@ is planted in a forked child: its function is compiled again from the altered so
 one's code, so that everybody who imported it has it; then pytest runs the tests there. Processes that they launch have
 the fault, too (`planting/`).
 
-`python -m tests.planted` tries all of them and lists those that survive; names select some.
+`python -m tests.planted` (`make faults`) tries all of them and lists those that survive; names select some. The tests
+try a share of them, which turns with the commit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import textwrap
 import tomllib
 import traceback
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import astuple, dataclass
 from importlib import import_module
@@ -57,6 +59,13 @@ def listed() -> tuple[Fault, ...]:
     tables = sorted((Path(__file__).parent / "faults").glob("*.toml"))
     raw = [f for table in tables for f in tomllib.loads(table.read_text())["fault"]]
     return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw)
+
+
+def share(faults: Sequence[Fault], parts: int) -> tuple[Fault, ...]:
+    """Return one of some shares of the faults, spread over all rooms: which one, the commit says."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return tuple(faults[int(said or "0", 16) % parts :: parts])
 
 
 def function_of(name: str) -> tuple[FunctionType, ModuleType]:

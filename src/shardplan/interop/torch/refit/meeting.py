@@ -2,7 +2,8 @@
 
 A meeting has a number, which is how often a rank has come, and the largest of all ranks: a rank that was started again
 finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `arrivals/RANK`,
-and below the number `said/RANK` (what each runs), `verdict`, the group's own keys, and those of `faults`.
+and below the number `said/RANK` (what each runs), `connected/RANK`, `verdict`, the group's own keys, and those of
+`faults`.
 """
 
 from __future__ import annotations
@@ -112,10 +113,15 @@ class RefitMeeting:
         return f"{self.number}/{part}"
 
     def state(self) -> GroupState:
-        """Return the state of a process group of gloo, made now for these ranks in their order."""
+        """Return the state of a process group of gloo, made now for these ranks in their order.
+
+        No rank has it before all have: one that left at once would end connections that others are still making.
+        """
         try:
             own = PrefixStore(self._key("gloo"), self.store)
             group = dist.ProcessGroupGloo(own, self.ranks.index(self.rank), len(self.ranks), self.limit)
+            self.store.set(self._key(f"connected/{self.rank}"), "")
+            self.store.wait([self._key(f"connected/{rank}") for rank in self.ranks], self.limit)
         except (RuntimeError, dist.DistError) as error:
             raise BackendError(f"{self.name}, rank {self.rank}: {line(str(error).splitlines()[0])}") from None
         return GroupState(group, PrefixStore(self._key("faults"), self.store), self.ranks)
