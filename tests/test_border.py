@@ -636,13 +636,9 @@ def ran(arguments: list[str]) -> tuple[int, str, str]:
 @pytest.mark.parametrize("block", range(10))
 def test_the_command_line_prints_one_object_or_one_line(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 commands, seeded; the lab is not started: what it is asked is read first."""
-    from shardplan.execution.lab import session
-    from shardplan.execution.lab.needs import Unavailable
+    from shardplan.execution.lab import needs
 
-    def no_lab(*_: Any, **__: Any) -> None:
-        raise Unavailable("there is no lab here")
-
-    monkeypatch.setattr(session.Lab, "__init__", no_lab)
+    monkeypatch.setattr(needs, "missing", lambda: "there is no lab here")
     Path("plan.json").write_text("")
     PLAN.save("plan.json")
     for arguments in drawn_arguments(300, 20211201)[block::10]:

@@ -19,7 +19,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, TopologyError, line
-from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task
+from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task, needs
 from shardplan.execution.lab.cluster import Leaf, Rate
 from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
 from shardplan.execution.lab.results import Sweep
@@ -303,11 +303,7 @@ def lab_sweep_command(
     found = _run_sweep(chosen, path, read_engine(engine), repetitions, most_late, progress, say)
     if png is not None:
         save_points(Path(png), found.experiments)
-    object_ = {
-        "out": str(path),
-        "noise_floor": found.floor,
-        "experiments": [done_object(d) for d in found.experiments],
-    }
+    object_ = {"out": str(path), "noise_floor": found.floor, "experiments": [done_object(d) for d in found.experiments]}
     return LabAnswer(sweep_text(found, path.name), object_)
 
 
@@ -324,6 +320,8 @@ def _run_sweep(
     before = Sweep.load(path) if path.exists() else None
     have = {d.experiment for d in before.experiments if not d.error} if before else set[Experiment]()
     todo = [e for e in chosen if e not in have]
+    if todo:
+        needs.require()  # before the estimate, which takes a minute for the standard sweep
     if say is not None and todo:
         minutes = estimate(todo, repetitions, engine) / 60
         say(f"{len(todo)} experiments of {len(chosen)} to measure, about {minutes:.0f} minutes; result in {path.name}")
