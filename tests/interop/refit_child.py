@@ -36,6 +36,31 @@ def sides(colocated: bool, wide: str, narrow: str) -> tuple[Weights, Weights]:
     return a, b
 
 
+NODES = """name = "two nodes"
+[[levels]]
+name = "node"
+size = 2
+link = "switch"
+bandwidth = "1 GB/s"
+latency = "1 us"
+[[levels]]
+name = "gpu"
+size = 2
+link = "switch"
+bandwidth = "10 GB/s"
+latency = "1 us"
+"""
+
+
+def relaying(limit, wide: str, narrow: str):
+    """Two servers of one node that are fed once between them."""
+    a, _ = sides(False, wide, narrow)
+    b = Weights.load("vllm-llama", CONFIG, tensor=1, replica=2, devices=[2, 3], dtype=narrow)
+    plan = refit(a, b, sp.Topology.parse(NODES), limit, relay=True)
+    assert plan.relays and sum(plan.received_bytes) * 2 == sum(refit(a, b).received_bytes)
+    return plan
+
+
 def tensors(named: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: to_torch(np.array(a)) for name, a in named.items()}
 
@@ -76,20 +101,20 @@ class Model:
 
 def padding(plan, rank: int) -> dict[str, np.ndarray]:
     """Where no element arrives."""
-    found = plan.regions(rank)
-    mine = found.where(found.target == rank)
     names = plan.target.parameters(rank)
     out = [np.ones(shape, bool).reshape(-1) for _, shape, _ in names]
-    for k in range(len(mine)):
-        at = mine.target_offset[k]
-        for d in range(4):
-            at = np.add.outer(at, np.arange(mine.sizes[k][d]) * mine.target_strides[k][d])
-        out[mine.target_parameter[k]][np.asarray(at).reshape(-1)] = False
+    for found in (plan.regions(rank), plan.passed_on(rank)):
+        mine = found.where(found.target == rank)
+        for k in range(len(mine)):
+            at = mine.target_offset[k]
+            for d in range(4):
+                at = np.add.outer(at, np.arange(mine.sizes[k][d]) * mine.target_strides[k][d])
+            out[mine.target_parameter[k]][np.asarray(at).reshape(-1)] = False
     return {n: o.reshape(s) for (n, s, _), o in zip(names, out, strict=True)}
 
 
-def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: str) -> None:
-    plan = refit(*sides(colocated, wide, narrow), memory_limit=limit)
+def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: str, relay: bool = False) -> None:
+    plan = relaying(limit, wide, narrow) if relay else refit(*sides(colocated, wide, narrow), memory_limit=limit)
     model = Model(plan, rank)
     both = (
         {"source": model.source, "target": model.target} if all(model.on) else {"model": model.source or model.target}
@@ -107,14 +132,15 @@ def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: 
         model.check(5)
 
 
-def run_counted(rank: int, store: str) -> None:
+def run_counted(rank: int, store: str, relay: bool) -> None:
     import torch.distributed as dist
 
     from shardplan.execution.torch import group_state
     from shardplan.interop.torch.refit import handle
     from shardplan.movement.weights import owners
 
-    plan = refit(*sides(False, "f32", "bf16"), memory_limit=20_000)
+    limit, kinds = 20_000, ("f32", "bf16")
+    plan = relaying(limit, *kinds) if relay else refit(*sides(False, *kinds), memory_limit=limit)
     model = Model(plan, rank)
     made: Counter[str] = Counter()
 

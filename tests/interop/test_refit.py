@@ -31,8 +31,14 @@ def test_colocated_models_copy_in_place_what_stays(limit: int | None) -> None:
     run("equal", 2, colocated=True, limit=limit, wide="f32", narrow="bf16")
 
 
-def test_the_second_call_plans_agrees_and_allocates_nothing() -> None:
-    run("counted")
+@pytest.mark.parametrize("limit", [None, 2_000])
+def test_receivers_of_a_node_pass_on_what_one_of_them_got(limit: int | None) -> None:
+    run("equal", colocated=False, limit=limit, wide="f32", narrow="bf16", relay=True)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_the_second_call_plans_agrees_and_allocates_nothing(relay: bool) -> None:
+    run("counted", relay=relay)
 
 
 def test_a_rank_with_another_plan_is_named_on_all() -> None:

@@ -17,14 +17,6 @@ from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
 
 
-def direct(plan: RefitPlan, what: str) -> None:
-    """Raise `LayoutError` for a plan whose receivers pass on what they get, which transports do not run."""
-    if plan.relays:
-        raise LayoutError(
-            f"{what} of a plan with relays; legal is one of refit(..., relay=False), where none passes on"
-        )
-
-
 class RefitDescriptor(NamedTuple):
     """One run of bytes: at `offset` of the own parameter `name`, to or from `peer_offset` of the peer's `peer_name`.
 
@@ -63,7 +55,10 @@ def descriptors(plan: RefitPlan, rank: int, peer: int | None = None) -> Iterator
     RefitDescriptor(sends=False, peer=0, name='model.layers.0.mlp.down_proj.weight', offset=0, length=12, \
 peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
     """
-    direct(plan, "descriptors")
+    if plan.relays:
+        raise LayoutError(
+            "descriptors of a plan with relays; legal is one of refit(..., relay=False), where none passes on, or Refit"
+        )
     found = plan.regions(rank)
     if peer is not None:
         found = found.where(found.peer(rank) == peer)

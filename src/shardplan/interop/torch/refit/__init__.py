@@ -3,6 +3,7 @@
 Reading order:
 
 - `tensors`    the parameters of a live module, by the names of a table
+- `hops`       from owners to receivers, and between receivers of a node
 - `chunks`     what two ranks exchange, cut into messages that fit a memory limit
 - `exchange`   staging, and views of parameters and of staging, made once
 - `meeting`    the store, who has come, and that all run one plan

@@ -1,7 +1,8 @@
 """What two ranks exchange in a refit, cut into messages: both ends cut alike, since they list the same regions.
 
 A pair of ranks has one slot of staging at each end, and its messages follow each other through it. The slots of a rank
-take at most the memory limit together; what the limit leaves is shared in proportion to what pairs move.
+take at most the memory limit together; what the limit leaves is shared in proportion to what pairs move. The slots of
+the second hop lie where those of the first did, which is over by then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 from shardplan.errors import Infeasible
 from shardplan.hardware.units import format_bytes
+from shardplan.interop.torch.refit.hops import RefitHop
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
 
@@ -30,17 +32,17 @@ class RefitChunk:
     nbytes: int
 
 
-def slots(plan: RefitPlan) -> dict[tuple[int, int], int]:
-    """Return the bytes of the slot of every pair (source rank, target rank), a multiple of `ALIGNED`.
+def slots(hop: RefitHop) -> dict[tuple[int, int], int]:
+    """Return the bytes of the slot of every pair (sender, receiver) of a hop, a multiple of `ALIGNED`.
 
     Raises `Infeasible` where the plan's memory limit has no room for the least slots.
     """
-    source, target, total = (a.tolist() for a in plan.traffic)
+    source, target, total = (a.tolist() for a in hop.traffic)
     pairs = list(zip(source, target, strict=True))
-    limit = plan.memory_limit
+    limit = hop.plan.memory_limit
     if limit is None:
         return {pair: _up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
-    beside = scratch_bytes(plan)
+    beside = scratch_bytes(hop.plan)
     room_for = limit - beside
     held: dict[int, int] = {}
     for reserved in RESERVED:
@@ -82,9 +84,9 @@ def _up(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def chunks(plan: RefitPlan, rows: RefitRegions, slot: int) -> list[RefitChunk]:
+def chunks(hop: RefitHop, rows: RefitRegions, slot: int) -> list[RefitChunk]:
     """Return the messages of a pair: its regions in order, none longer than the slot."""
-    width = np.array([plan.itemsizes(m)[2] for m in range(len(plan.moves))], dtype=np.int64)
+    width = hop.widths
     rows = _split(rows, width, slot)
     if not len(rows):
         return []

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from shardplan.core.dtypes import itemsize
 from shardplan.errors import LayoutError
-from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, pieces, scratch_bytes, slots
+from shardplan.interop.torch.refit.hops import RefitHop, hops
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
@@ -50,7 +49,7 @@ class RefitMessage:
 
 
 class RefitExchange:
-    """The messages of one rank, in rounds: at most one to and one from every peer in each."""
+    """The messages of one rank, in rounds: at most one to and one from every peer in each, hop by hop."""
 
     def __init__(
         self,
@@ -61,23 +60,64 @@ class RefitExchange:
         device: torch.device,
     ) -> None:
         """Cut, and make staging on a device; raises `Infeasible` where the memory limit has no room."""
-        self.plan, self.rank, self.device = plan, rank, device
-        self.source, self.target = source, target
-        found = plan.regions(rank)
-        size = slots(plan)
-        self.cut: dict[tuple[int, int], list[RefitChunk]] = {}
-        for s, t in np.unique(np.stack([found.source, found.target], axis=1), axis=0).tolist():
-            if s != t:
-                self.cut[s, t] = chunks(plan, found.where((found.source == s) & (found.target == t)), size[s, t])
-        self.here = found.where((found.source == rank) & (found.target == rank))
-        self.staging = torch.empty(self._staged(), dtype=torch.uint8, device=device)
-        self.scratch: torch.Tensor | None = None
+        self.rank, self.source, self.target = rank, source, target
+        self.hops = [
+            HopExchange(hop, rank, (target, target) if hop.inside else (source, target), device)
+            for hop in hops(plan, rank)
+        ]
+        staged = max(hop.staged for hop in self.hops)
+        self.staging = torch.empty(staged, dtype=torch.uint8, device=device)
         self.bind()
 
     @property
     def nbytes(self) -> int:
         """The bytes of staging and scratch: what the handle holds beside the parameters."""
-        return self.staging.nbytes + (0 if self.scratch is None else self.scratch.nbytes)
+        return self.staging.nbytes + sum(hop.scratch.nbytes for hop in self.hops if hop.scratch is not None)
+
+    def bind(self) -> None:
+        """Make every view again: after the parameters have moved."""
+        # A target may hold tensors that were made in inference mode, of which only such views may be written.
+        held = [x for side in (self.source, self.target) if side is not None for x in side.locals]
+        self.inference = any(x.is_inference() for x in held)
+        self.rounds = [each for hop in self.hops for each in hop.bind(self.staging)]
+        self.local = self._local()
+
+    def _local(self) -> RefitCopies:
+        """The copies between the parameters of a rank that has both sides, whose plans have one hop."""
+        first = self.hops[0]
+        if not len(first.here):
+            return RefitCopies()
+        assert self.source is not None and self.target is not None
+        mine = {x.untyped_storage().data_ptr() for x in self.source.locals if x.numel()}
+        if any(x.untyped_storage().data_ptr() in mine for x in self.target.locals if x.numel()):
+            raise LayoutError(
+                f"rank {self.rank}: source and target share memory; legal are two models with tensors of their own"
+            )
+        return first.local()
+
+
+class HopExchange:
+    """The messages of one rank in one hop."""
+
+    def __init__(
+        self,
+        hop: RefitHop,
+        rank: int,
+        ends: tuple[BoundTensors | None, BoundTensors | None],
+        device: torch.device,
+    ) -> None:
+        """Cut what goes between the tensors of a rank that send and that receive, `ends`; errors as of `slots`."""
+        self.hop, self.rank, self.device = hop, rank, device
+        self.ends = {True: ends[0], False: ends[1]}
+        found = hop.regions(rank)
+        size = slots(hop)
+        self.cut: dict[tuple[int, int], list[RefitChunk]] = {}
+        for s, t in np.unique(np.stack([found.source, found.target], axis=1), axis=0).tolist():
+            if s != t:
+                self.cut[s, t] = chunks(hop, found.where((found.source == s) & (found.target == t)), size[s, t])
+        self.here = found.where((found.source == rank) & (found.target == rank))
+        self.scratch: torch.Tensor | None = None
+        self.staged = self._staged()
 
     def _staged(self) -> int:
         """The bytes of all slots; a slot is as long as its longest message that is staged."""
@@ -90,27 +130,32 @@ class RefitExchange:
             total += -(-longest // 16) * 16
         return total
 
-    def bind(self) -> None:
-        """Make every view again: after the parameters have moved."""
-        # A target may hold tensors that were made in inference mode, of which only such views may be written.
-        held = [x for side in (self.source, self.target) if side is not None for x in side.locals]
-        self.inference = any(x.is_inference() for x in held)
+    def bind(self, staging: torch.Tensor) -> list[tuple[list[RefitMessage], list[RefitMessage]]]:
+        """Return the messages sent and received in every round, with views of the parameters and of staging."""
         self.bound = {
-            sends: None if side is None else [x.view(-1) for x in side.locals]
-            for sends, side in ((True, self.source), (False, self.target))
+            sends: None if side is None else [x.view(-1) for x in side.locals] for sends, side in self.ends.items()
         }
-        self.rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
+        rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
         for pair, found in self.cut.items():
             sends = pair[0] == self.rank
             for k, chunk in enumerate(found):
-                if k == len(self.rounds):
-                    self.rounds.append(([], []))
-                self.rounds[k][0 if sends else 1].append(self._message(pair, chunk, sends))
-        self.local = self._local()
+                if k == len(rounds):
+                    rounds.append(([], []))
+                rounds[k][0 if sends else 1].append(self._message(staging, pair, chunk, sends))
+        return rounds
+
+    def local(self) -> RefitCopies:
+        """Return the copies of what stays, from the own tensors that send to those that receive."""
+        copies = RefitCopies()
+        for k in range(len(self.here)):
+            move = int(self.here.move[k])
+            plus = self.hop.dtypes(move, True)[2] + self.hop.dtypes(move, False)[2]
+            self._copy(copies, self._own(self.here, k, False), self._own(self.here, k, True), plus)
+        return copies
 
     def _straight(self, chunk: RefitChunk, sends: bool) -> bool:
         """Whether a message is one contiguous run of a parameter in the dtype that travels."""
-        side = self.source if sends else self.target
+        side = self.ends[sends]
         if len(chunk.rows) != 1 or side is None or side.held[0].local.device != self.device:
             return False
         strides = (chunk.rows.source_strides if sends else chunk.rows.target_strides)[0].tolist()
@@ -119,31 +164,22 @@ class RefitExchange:
             if size > 1 and stride != length:
                 return False
             length *= size
-        own, wire, plus = self._dtypes(int(chunk.rows.move[0]), sends)
+        own, wire, plus = self.hop.dtypes(int(chunk.rows.move[0]), sends)
         return own == wire and not plus
 
-    def _dtypes(self, move: int, sends: bool) -> tuple[torch.dtype, torch.dtype, int]:
-        """Return the dtype of a rank's own parameter and that which travels, and what is added on this side."""
-        m = self.plan.moves[move]
-        source, target = self.plan.source.families[m.source_family], self.plan.target.families[m.target_family]
-        casts = itemsize(target.dtype) < itemsize(source.dtype)  # the sender does
-        plus = source.entry.plus - target.entry.plus if casts == sends else 0
-        own = torch_dtype(source.dtype if sends else target.dtype)
-        return own, torch_dtype(target.dtype if casts else source.dtype), plus
-
-    def _message(self, pair: tuple[int, int], chunk: RefitChunk, sends: bool) -> RefitMessage:
+    def _message(self, staging: torch.Tensor, pair: tuple[int, int], chunk: RefitChunk, sends: bool) -> RefitMessage:
         peer = pair[1] if sends else pair[0]
         if self._straight(chunk, sends):
             own = self._own(chunk.rows, 0, sends)
             data = torch.as_strided(own, (own.numel(),), (1,), own.storage_offset())
             return RefitMessage(peer, data.view(torch.uint8), RefitCopies())
         start = self.begin[pair]
-        data = self.staging[start : start + chunk.nbytes]
+        data = staging[start : start + chunk.nbytes]
         copies = RefitCopies()
         at = chunk.at.tolist()
         for k in range(len(chunk.rows)):
             own = self._own(chunk.rows, k, sends)
-            _, wire, plus = self._dtypes(int(chunk.rows.move[k]), sends)
+            _, wire, plus = self.hop.dtypes(int(chunk.rows.move[k]), sends)
             staged = data[at[k] : at[k] + own.numel() * wire.itemsize].view(wire).view(own.shape)
             self._copy(copies, *((staged, own) if sends else (own, staged)), plus)
         return RefitMessage(peer, data, copies)
@@ -170,26 +206,9 @@ class RefitExchange:
             return
         wide = torch.float64 if torch.float64 in (into.dtype, out_of.dtype) else torch.float32
         if self.scratch is None:
-            self.scratch = torch.empty(scratch_bytes(self.plan) // 8, dtype=torch.float64, device=into.device)
+            self.scratch = torch.empty(scratch_bytes(self.hop.plan) // 8, dtype=torch.float64, device=into.device)
         scratch = self.scratch.view(wide)
         for at, sizes in pieces(tuple(into.shape), scratch.numel()):
             within = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
             part = into[within]
             copies.added.append((part, out_of[within], scratch[: part.numel()].view(part.shape), plus))
-
-    def _local(self) -> RefitCopies:
-        """The copies between the parameters of a rank that has both sides."""
-        copies = RefitCopies()
-        if not len(self.here):
-            return copies
-        assert self.source is not None and self.target is not None
-        mine = {x.untyped_storage().data_ptr() for x in self.source.locals if x.numel()}
-        if any(x.untyped_storage().data_ptr() in mine for x in self.target.locals if x.numel()):
-            raise LayoutError(
-                f"rank {self.rank}: source and target share memory; legal are two models with tensors of their own"
-            )
-        for k in range(len(self.here)):
-            move = int(self.here.move[k])
-            plus = self._dtypes(move, True)[2] + self._dtypes(move, False)[2]
-            self._copy(copies, self._own(self.here, k, False), self._own(self.here, k, True), plus)
-        return copies

@@ -14,7 +14,6 @@ from shardplan.errors import BackendError, LayoutError, TimedOut, shown
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.descriptors import direct
 from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, store_of
@@ -114,7 +113,6 @@ class Refit:
         """
         if not isinstance(plan, RefitPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"Refit of {shown(plan)}; legal is what shardplan.refit returns")
-        direct(plan, "Refit")
         self.plan, self.finish, self.timeout, self.name = plan, finish, float(timeout), name
         store, self.rank = _meeting_place(store, group, rank, plan.ranks, self.timeout)
         if self.rank not in plan.ranks:
@@ -294,6 +292,7 @@ class Refit:
             "source": f"{self.plan.source.table.name} {self.plan.source.hash}",
             "target": f"{self.plan.target.table.name} {self.plan.target.hash}",
             "only": shown(self.plan.only),
+            "relays": str(bool(self.plan.relays)),
             "memory limit": str(self.plan.memory_limit),
         }
         agreed(self._meeting.gather(said), self.said)
