@@ -6,6 +6,7 @@ import torch
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.interop.torch.refit.chunks import chunks, slots
+from shardplan.interop.torch.refit.hops import RefitHop
 from shardplan.interop.torch.refit.serving import served_by
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import refit
@@ -109,7 +110,7 @@ def test_messages_hold_every_element_once_within_their_slots(limit: int | None) 
     a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
     b = Weights.load("vllm-llama", CONFIG, tensor=2, devices=[2, 3])
     plan = refit(a, b, memory_limit=limit)
-    size = slots(plan)
+    size = slots(RefitHop(plan, False))
     held: dict[int, int] = {}
     for (s, t), n in size.items():
         held[s], held[t] = held.get(s, 0) + n, held.get(t, 0) + n
@@ -118,7 +119,7 @@ def test_messages_hold_every_element_once_within_their_slots(limit: int | None) 
         ends: list[list[tuple[int, ...]]] = []
         for rank in (s, t):
             found = plan.regions(rank)
-            cut = chunks(plan, found.where((found.source == s) & (found.target == t)), slot)
+            cut = chunks(RefitHop(plan, False), found.where((found.source == s) & (found.target == t)), slot)
             assert all(c.nbytes <= slot for c in cut)
             rows = [
                 (int(c.rows.source_parameter[k]), int(c.rows.source_offset[k]), *c.rows.sizes[k].tolist(), int(c.at[k]))
@@ -136,13 +137,13 @@ def test_a_limit_without_room_names_the_least() -> None:
     a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
     plan = refit(a, Weights.load("vllm-llama", CONFIG, tensor=2, devices=[2, 3]), memory_limit=20)
     with pytest.raises(Infeasible) as error:
-        slots(plan)
+        slots(RefitHop(plan, False))
     assert error.value.least_bytes == 32
     assert str(error.value) == (
         "a refit within 20 B a rank: rank 2 needs 32 bytes for a message to or from each of its peers; legal is that "
         "or more"
     )
-    assert max(slots(refit(plan.source, plan.target, memory_limit=32)).values()) == 16
+    assert max(slots(RefitHop(refit(plan.source, plan.target, memory_limit=32), False)).values()) == 16
 
 
 def test_a_version_is_that_of_the_tensors_and_not_of_a_handle() -> None:
