@@ -89,9 +89,13 @@ class Model:
             self.source[name].copy_(a)
 
     def check(self, seed: int) -> None:
+        self.check_is(self.values(seed))
+
+    def check_is(self, values) -> None:
+        """Compare the target with what the reference makes of the source's values."""
         if self.target is None:
             return
-        want = self.plan.apply(self.values(seed))[self.rank]
+        want = self.plan.apply(values)[self.rank]
         padded = padding(self.plan, self.rank)
         for name, x in self.target.items():
             got = to_numpy(x)
@@ -132,7 +136,7 @@ def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: 
         model.check(5)
 
 
-def run_counted(rank: int, store: str, relay: bool) -> None:
+def run_counted(rank: int, store: str, relay: bool, changed: bool) -> None:
     import torch.distributed as dist
 
     from shardplan.execution.torch import group_state
@@ -158,7 +162,7 @@ def run_counted(rank: int, store: str, relay: bool) -> None:
         patch.object(owners, "move_of", counted("plan", owners.move_of)),
         patch.object(group_state, "GRACE", 60.0),
     ):
-        sync = Refit(plan, model.source or model.target, rank=rank, store=store, timeout=20)
+        sync = Refit(plan, model.source or model.target, rank=rank, store=store, timeout=20, changed_only=changed)
         assert made == {"group": 1, "plan": 1, "agreement": 1}, made
         model.set(1)
         sync()

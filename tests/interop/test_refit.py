@@ -36,9 +36,9 @@ def test_receivers_of_a_node_pass_on_what_one_of_them_got(limit: int | None) -> 
     run("equal", colocated=False, limit=limit, wide="f32", narrow="bf16", relay=True)
 
 
-@pytest.mark.parametrize("relay", [False, True])
-def test_the_second_call_plans_agrees_and_allocates_nothing(relay: bool) -> None:
-    run("counted", relay=relay)
+@pytest.mark.parametrize(("relay", "changed"), [(False, False), (True, True)])
+def test_the_second_call_plans_agrees_and_allocates_nothing(relay: bool, changed: bool) -> None:
+    run("counted", relay=relay, changed=changed)
 
 
 def test_a_rank_with_another_plan_is_named_on_all() -> None:

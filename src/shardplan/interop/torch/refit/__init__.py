@@ -6,6 +6,7 @@ Reading order:
 - `hops`       from owners to receivers, and between receivers of a node
 - `chunks`     what two ranks exchange, cut into messages that fit a memory limit
 - `exchange`   staging, and views of parameters and of staging, made once
+- `deltas`     which messages are sent again, by a hash of each
 - `meeting`    the store, who has come, and that all run one plan
 - `commit`     one version for all ranks, or none
 - `serving`    the version that a target holds, kept with its tensors

@@ -70,6 +70,11 @@ class RefitExchange:
         self.bind()
 
     @property
+    def rounds(self) -> list[tuple[list[RefitMessage], list[RefitMessage]]]:
+        """The rounds of all hops, one behind the other."""
+        return [each for hop in self.hops for each in hop.rounds]
+
+    @property
     def nbytes(self) -> int:
         """The bytes of staging and scratch: what the handle holds beside the parameters."""
         return self.staging.nbytes + sum(hop.scratch.nbytes for hop in self.hops if hop.scratch is not None)
@@ -79,7 +84,8 @@ class RefitExchange:
         # A target may hold tensors that were made in inference mode, of which only such views may be written.
         held = [x for side in (self.source, self.target) if side is not None for x in side.locals]
         self.inference = any(x.is_inference() for x in held)
-        self.rounds = [each for hop in self.hops for each in hop.bind(self.staging)]
+        for hop in self.hops:
+            hop.bind(self.staging)
         self.local = self._local()
 
     def _local(self) -> RefitCopies:
@@ -130,19 +136,18 @@ class HopExchange:
             total += -(-longest // 16) * 16
         return total
 
-    def bind(self, staging: torch.Tensor) -> list[tuple[list[RefitMessage], list[RefitMessage]]]:
-        """Return the messages sent and received in every round, with views of the parameters and of staging."""
+    def bind(self, staging: torch.Tensor) -> None:
+        """Make the messages sent and received in every round, with views of the parameters and of staging."""
         self.bound = {
             sends: None if side is None else [x.view(-1) for x in side.locals] for sends, side in self.ends.items()
         }
-        rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
+        self.rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
         for pair, found in self.cut.items():
             sends = pair[0] == self.rank
             for k, chunk in enumerate(found):
-                if k == len(rounds):
-                    rounds.append(([], []))
-                rounds[k][0 if sends else 1].append(self._message(staging, pair, chunk, sends))
-        return rounds
+                if k == len(self.rounds):
+                    self.rounds.append(([], []))
+                self.rounds[k][0 if sends else 1].append(self._message(staging, pair, chunk, sends))
 
     def local(self) -> RefitCopies:
         """Return the copies of what stays, from the own tensors that send to those that receive."""

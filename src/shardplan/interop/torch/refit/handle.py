@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.refit.commit import RefitCommit
+from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, store_of
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
@@ -87,6 +89,7 @@ class Refit:
         target: Any = None,
         timeout: float = TIMEOUT,
         name: str = "refit",
+        changed_only: bool = False,
     ) -> None:
         """Bind the model, meet the other ranks, and make everything that calls need.
 
@@ -103,6 +106,8 @@ class Refit:
             target: likewise, the server's, a model of its own.
             timeout: seconds that any wait may take.
             name: tells refits apart that meet in one store, in unlike orders on their ranks.
+            changed_only: send only the messages whose bytes differ from those of the last call, by a hash of each; all,
+                where a receiver has not what that call brought. Equal on all ranks; `finish` must change nothing.
 
         Raises:
             LayoutError: parameters that are missing, additional or misshapen, all at once; a rank with another plan,
@@ -123,6 +128,9 @@ class Refit:
         self._exchange = RefitExchange(plan, self.rank, self.source, self.target, torch.device("cpu"))
         held = [] if self.target is None else self.target.held
         self._served = served_by(held[0].tensor) if held else ServedVersion()
+        self._deltas = [HopDeltas(hop) for hop in self._exchange.hops] if changed_only else []
+        self._left = -1  # how often the target had changed when the last call ended
+        self.sent_bytes = 0  # of this rank at the last call
         self._commit = RefitCommit(plan.ranks, self.rank)
         self._meeting = RefitMeeting(store, plan.ranks, self.rank, name, self.timeout)
         self._texts = (
@@ -150,6 +158,7 @@ class Refit:
         finish: Callable[[Any], object] | None = None,
         timeout: float = TIMEOUT,
         name: str = "refit",
+        changed_only: bool = False,
     ) -> Refit:
         """Prepare a refit from one's own side alone: the sides' texts and hashes are exchanged, and each rank plans.
 
@@ -165,6 +174,7 @@ class Refit:
             finish: as of `Refit`.
             timeout: seconds that any wait may take.
             name: as of `Refit`.
+            changed_only: likewise.
 
         Raises:
             LayoutError: two sides that disagree (a config, a shape, a tensor that only one has), in one line, or ranks
@@ -173,7 +183,9 @@ class Refit:
         """
         place = store_of(store, (*weights.devices, rank), rank, timeout)
         plan = joined(weights, side, rank, place, (memory_limit, topology, only), timeout, name)
-        return Refit(plan, model, rank=rank, store=place, finish=finish, timeout=timeout, name=name)
+        return Refit(
+            plan, model, rank=rank, store=place, finish=finish, timeout=timeout, name=name, changed_only=changed_only
+        )
 
     # What a loop calls
 
@@ -210,7 +222,8 @@ class Refit:
         """End the process group and give the staging back; calling afterwards is an error."""
         self._closed = True
         self._leave()
-        del self._exchange.staging, self._exchange.rounds
+        self._deltas = []
+        del self._exchange.staging, self._exchange.hops
 
     def __enter__(self) -> Self:
         return self
@@ -233,6 +246,7 @@ class Refit:
             if self._state is None:
                 self._meet()
             assert self._state is not None
+            everything = self._served.changes != self._left
             self._served.begin()
             watch = TorchWatch(
                 self.plan.ranks, self.rank, self.said, self._digest, self._texts, self.timeout, self._state
@@ -241,13 +255,15 @@ class Refit:
             try:
                 watch.begin("")
                 with torch.inference_mode() if self._exchange.inference else torch.no_grad():
-                    self._move(watch, wire)
+                    self._move(watch, wire, everything)
                 found = self._commit.run(wire, version, self._following)
             except BaseException as error:
                 watch.broke(error, wire)
                 wire.abandon()
                 raise
-            self._following = found + 1
+            self._following, self._left, self.sent_bytes = found + 1, self._served.changes, wire.sent
+            for deltas in self._deltas:
+                deltas.keep()
             self._served.succeed(found)
             return found
         except BaseException as error:
@@ -257,27 +273,34 @@ class Refit:
         finally:
             self._busy.release()
 
-    def _move(self, watch: TorchWatch, wire: TorchWire) -> None:
+    def _move(self, watch: TorchWatch, wire: TorchWire, everything: bool) -> None:
         moved = [side.moved() for side in (self.source, self.target) if side is not None]  # each of them looks
         if any(moved):
             self._exchange.bind()
-        exchange = self._exchange
-        for k, (sends, receives) in enumerate(exchange.rounds):
-            watch.begin_step(k)
-            ins, _ = wire.post([(m.peer, m.data) for m in receives], [])
-            outs = []
-            for message in sends:
-                message.copies.run()
-                outs += wire.post([], [(message.peer, message.data)])[1]
-            if not k:
-                exchange.local.run()  # while the first messages travel
-            for message, pending in zip(receives, ins, strict=True):
-                wire.wait([pending])
-                message.copies.run()
-            wire.wait(outs)
-        if not exchange.rounds:
-            exchange.local.run()
-        watch.begin_step(len(exchange.rounds))
+        local, step = self._exchange.local, 0
+        for hop, deltas in zip_longest(self._exchange.hops, self._deltas):
+            if deltas is not None:
+                watch.begin_step(step)
+                deltas.settle(wire, everything or any(moved))
+            for k, (sends, receives) in enumerate(hop.rounds):
+                watch.begin_step(step)
+                if deltas is not None:
+                    sends, receives = deltas.some(k, sends, receives)
+                ins, _ = wire.post([(m.peer, m.data) for m in receives], [])
+                outs = []
+                for message in sends:
+                    message.copies.run()
+                    outs += wire.post([], [(message.peer, message.data)])[1]
+                if not step:
+                    local.run()  # while the first messages travel
+                for message, pending in zip(receives, ins, strict=True):
+                    wire.wait([pending])
+                    message.copies.run()
+                wire.wait(outs)
+                step += 1
+        if not step:
+            local.run()
+        watch.begin_step(step)
         if self.target is not None and self.finish is not None:
             self.finish(self.target.model)
 
@@ -285,7 +308,8 @@ class Refit:
 
     @property
     def _digest(self) -> str:
-        return hashlib.sha256(f"{self.plan.hash} {self.plan.memory_limit}".encode()).hexdigest()
+        text = f"{self.plan.hash} {self.plan.memory_limit} {bool(self._deltas)}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _meet(self) -> None:
         said = {
@@ -293,6 +317,7 @@ class Refit:
             "target": f"{self.plan.target.table.name} {self.plan.target.hash}",
             "only": shown(self.plan.only),
             "relays": str(bool(self.plan.relays)),
+            "changed_only": str(bool(self._deltas)),
             "memory limit": str(self.plan.memory_limit),
         }
         agreed(self._meeting.gather(said), self.said)

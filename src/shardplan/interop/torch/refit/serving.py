@@ -11,16 +11,18 @@ from shardplan.errors import BackendError
 class ServedVersion:
     """What a target holds: a version, or why there is none."""
 
-    __slots__ = ("reason", "torn", "version")
+    __slots__ = ("changes", "reason", "torn", "version")
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.reason = "no refit has run"
+        self.changes = 0  # how often a refit, of any handle, has begun
         self.torn = False  # whether a refit has failed and no full one has succeeded since
 
     def begin(self) -> None:
         """Take the version back: parameters are about to change."""
         self.version, self.reason = None, "a refit is under way"
+        self.changes += 1
 
     def fail(self, error: BaseException) -> None:
         """Say why there is none: parameters may be torn, until a full refit has succeeded."""
