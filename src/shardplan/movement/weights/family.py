@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,13 +56,7 @@ class StoredFamily:
 
     def coordinate(self, axes: Sequence[str]) -> np.ndarray:
         """Return the row-major number of every device's coordinate on some axes: int64 [devices], in mesh order."""
-        shape = tuple(self.axes.values())
-        grid = np.indices(shape, dtype=np.int64, sparse=True) if shape else ()
-        order = list(self.axes)
-        number = np.zeros(shape, dtype=np.int64)
-        for axis in axes:
-            number = number * self.axes[axis] + grid[order.index(axis)]
-        return number.reshape(-1)
+        return _numbers(tuple(self.axes.items()), tuple(axes))
 
     @property
     def present(self) -> np.ndarray:
@@ -156,6 +151,18 @@ class _Family:
                 named = [a for a in mine if a.tensor == tensor or _names(a, tensor)] or mine
                 found += self.atoms(named[0].factors, tensor) if named else []
         return found
+
+
+@lru_cache(maxsize=4096)  # every family of a side asks for the same few
+def _numbers(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> np.ndarray:
+    shape = tuple(size for _, size in sizes)
+    grid = dict(zip((axis for axis, _ in sizes), np.indices(shape, dtype=np.int64, sparse=True), strict=True))
+    number = np.zeros(shape, dtype=np.int64)
+    for axis in axes:
+        number = number * dict(sizes)[axis] + grid[axis]
+    number = number.reshape(-1)
+    number.setflags(write=False)
+    return number
 
 
 def _names(alternative: FormAlternative, tensor: str) -> bool:
