@@ -217,13 +217,17 @@ def _tensor_runs(
     dims = family.entry.form.dims
     has = [family.atoms(factors, tensor.name) for factors in dims]
     used = [a for atoms in has for a in atoms]
-    legal: set[str] = set()
+    every = [[d for a in dim.atoms for d in family.terms.digits(a, set(used))] for dim in tensor.dims]
+    legal = {d for digits in every for d in digits}
+    spare = {a for a in used if a not in legal and a in family.terms.sizes and family.terms.sizes[a] == 1}
+    wrong = next((a for a in used if a not in legal | spare or (used.count(a) > 1 and a in legal)), None)
+    if wrong is not None:
+        why = "stands twice" if wrong in legal else "is no digit of it"
+        raise family.fail(f"{wrong} {why} for {tensor.name} = {tensor.text}; legal is each digit of it once")
     out: list[DimRuns] = []
     claimed: set[int] = set()
     taken: dict[str, int] = {}
-    for k, dim in enumerate(tensor.dims):
-        digits = [d for a in dim.atoms for d in family.terms.digits(a, set(used))]
-        legal |= set(digits)
+    for k, (dim, digits) in enumerate(zip(tensor.dims, every, strict=True)):
         missing = [d for d in digits if d not in used and d not in dim.atoms]
         if missing:
             raise family.fail(
@@ -243,11 +247,6 @@ def _tensor_runs(
                     f"{tensor.dims[taken[axis]]} and {dim}; legal is one"
                 )
         out.append(found)
-    spare = {a for a in used if a not in legal and a in family.terms.sizes and family.terms.sizes[a] == 1}
-    wrong = next((a for a in used if a not in legal | spare or (used.count(a) > 1 and a in legal)), None)
-    if wrong is not None:
-        why = "stands twice" if wrong in legal else "is no digit of it"
-        raise family.fail(f"{wrong} {why} for {tensor.name} = {tensor.text}; legal is each digit of it once")
     for d, atoms in enumerate(has):
         owners = {
             k
