@@ -16,7 +16,7 @@ from movement import weights_more as more
 from movement.weights_cases import served_by_sglang
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive import LoaderTrial, derived
-from shardplan.movement.weights.derive.wholes import digits_of
+from shardplan.movement.weights.derive.wholes import AtomNames, atoms_of, digits_of
 from shardplan.movement.weights.probe import probe
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, made
@@ -176,6 +176,9 @@ def test_an_order_is_read_as_digits() -> None:
     assert digits_of(np.arange(12).reshape(3, 4).T.reshape(-1)) == [(4, 1), (3, 4)]
     assert digits_of(np.array([0, 2, 1, 3, 5, 4])) == []
     assert digits_of(np.array([3, 2, 1, 0])) == []
+    assert digits_of(np.array([0, 1, 2, 3, 4, 5, 7, 6])) == []
+    assert atoms_of(np.arange(6), [("a", 2), ("b", 3)], AtomNames()) == [("a", 2), ("b", 3)]
+    assert atoms_of(np.array([0, 1, 1, 2]), [("a", 4)], AtomNames()) is None  # an element twice
 
 
 def changed(
@@ -249,3 +252,9 @@ def test_trials_that_contradict_each_other_are_refused() -> None:
     second = changed(lambda w: w | {up: w[gate], gate: w[up]})
     with pytest.raises(LayoutError, match=r"up_proj|gate_proj"):
         derived([one, second])
+    q = Q.replace("layers.0", "layers.1")
+    third = changed(lambda w: w | {q: w[q][::-1].copy()})  # one layer is stored as the others are not
+    with pytest.raises(
+        LayoutError, match=r"layers\.1\S+q_proj\.weight\[0, 0\] of rank 0 is \S+\[31, 0\], and what is der"
+    ):
+        derived([third])
