@@ -42,10 +42,14 @@ LATENT = {
     "max_position_embeddings": 32,
 }  # fmt: skip
 GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8, "vocab_size": 70}
+MAVERICK = MOE | {"intermediate_size": 8, "intermediate_size_mlp": 24, "interleave_moe_layer_step": 2,
+                  "num_hidden_layers": 4}  # fmt: skip
 MAMBA = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4,
     "conv_kernel": 4, "expand": 2, "vocab_size": 70, "tie_word_embeddings": False,
 }  # fmt: skip
+# What the published checkpoints have before names of the text model alone.
+BEFORE = {"Llama4ForCausalLM": "language_model."}
 # The table on disk, the table in memory, transformers' config and class, and the sizes.
 TRANSFORMERS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("hf-llama", "hf-llama", "LlamaConfig", "LlamaForCausalLM", LLAMA),
@@ -55,10 +59,11 @@ TRANSFORMERS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("hf-deepseek-v3", "hf5-deepseek-v3", "DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT),
     ("hf-gpt2", "hf-gpt2", "GPT2Config", "GPT2Model", GPT2),
     ("hf5-gpt-oss", "hf5-gpt-oss", "GptOssConfig", "GptOssForCausalLM", MOE),
+    ("hf-llama4", "hf-llama4", "Llama4TextConfig", "Llama4ForCausalLM", MAVERICK),
     ("hf-mamba2", "hf-mamba2", "Mamba2Config", "Mamba2ForCausalLM", MAMBA),
 )
 # Sizes that a derivation did not see; of FSDP2 the mesh is another, too.
-UNSEEN: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 90, "n_layer": 3, "n_embd": 24, "intermediate_size": 40,
+UNSEEN: dict[str, Any] = {"num_hidden_layers": 5, "vocab_size": 90, "n_layer": 3, "n_embd": 24, "intermediate_size": 40,
                           "moe_intermediate_size": 12, "state_size": 6}  # fmt: skip
 GROUP = re.compile(r"\(([^()|:]*)\)(?!@)")  # parentheses that say nothing
 _NOT = "not probed: not installed in the environment of this run"
@@ -76,13 +81,14 @@ def loaded(
     transformers = importlib.import_module("transformers")
     torch = importlib.import_module("torch")
     save = importlib.import_module("safetensors.torch").save_file
-    save({n: torch.from_numpy(np.ascontiguousarray(a)) for n, a in named.items()}, folder / "model.safetensors",
-         metadata={"format": "pt"})  # fmt: skip
+    before = BEFORE.get(kind, "")
+    tensors = {n.removeprefix(before): torch.from_numpy(np.ascontiguousarray(a)) for n, a in named.items()}
+    save(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     made = getattr(transformers, config)(**sizes)
     (folder / "config.json").write_text(json.dumps(made.to_dict() | {"architectures": [kind], "dtype": "float32"}))
     model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if "rotary" not in n}
-    return {0: {n: t.detach().float().numpy() for n, t in held.items()}}
+    return {0: {before + n: t.detach().float().numpy() for n, t in held.items()}}
 
 
 def by_transformers(disk: str, memory: str, config: str, kind: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:

@@ -129,6 +129,8 @@ def made(kind: str, rng: random.Random) -> Config:
     c = config("llama" if kind in ("lora", "llama4") or kind.startswith("gpt-oss") else kind, rng)
     if kind in ("llama4", "gpt-oss", "gpt-oss-mxfp4"):
         c |= {"tie_word_embeddings": False, "num_local_experts": rng.choice([2, 4])}
+    if kind == "llama4":  # Scout, Maverick
+        c |= {"interleave_moe_layer_step": rng.choice([1, 2]), "intermediate_size_mlp": 2 * c["intermediate_size"]}
     if kind == "gpt-oss-mxfp4":
         c |= {"hidden_size": 64, "intermediate_size": rng.choice([64, 128]), "mxfp4": True}
     return c | {"lora_rank": rng.choice([2, 3])} if kind == "lora" else c

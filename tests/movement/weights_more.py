@@ -325,7 +325,7 @@ def served_moe(
 
 def llama4(c: Config, rng: np.random.Generator) -> Named:
     """On disk: transformers 000c33f, models/llama4/modeling_llama4.py (Llama4TextExperts)."""
-    e, d, f, v = c["hidden_size"], c["head_dim"], c["intermediate_size"], c["vocab_size"]
+    e, d, v = c["hidden_size"], c["head_dim"], c["vocab_size"]
     h, g, x = c["num_attention_heads"], c["num_key_value_heads"], c["num_local_experts"]
     o = "language_model."
     shapes: Shapes = {o + "model.embed_tokens.weight": (v, e), o + "model.norm.weight": (e,)}
@@ -336,9 +336,14 @@ def llama4(c: Config, rng: np.random.Generator) -> Named:
         q, s = p + "feed_forward.", p + "self_attn."
         shapes |= {p + "input_layernorm.weight": (e,), p + "post_attention_layernorm.weight": (e,)}
         shapes |= {s + "q_proj.weight": (h * d, e), s + "k_proj.weight": (g * d, e), s + "v_proj.weight": (g * d, e)}
-        shapes |= {s + "o_proj.weight": (e, h * d), q + "router.weight": (x, e)}
-        shapes |= {q + "experts.gate_up_proj": (x, e, 2 * f), q + "experts.down_proj": (x, f, e)}
-        q += "shared_expert."
+        shapes[s + "o_proj.weight"] = (e, h * d)
+        if (n + 1) % c["interleave_moe_layer_step"]:  # Llama4TextDecoderLayer: is not one of config.moe_layers
+            f = c["intermediate_size_mlp"]
+        else:
+            f = c["intermediate_size"]
+            shapes |= {q + "router.weight": (x, e)}
+            shapes |= {q + "experts.gate_up_proj": (x, e, 2 * f), q + "experts.down_proj": (x, f, e)}
+            q += "shared_expert."
         shapes |= {q + "gate_proj.weight": (f, e), q + "up_proj.weight": (f, e), q + "down_proj.weight": (e, f)}
     return numbered(shapes, rng, {})
 
@@ -346,7 +351,9 @@ def llama4(c: Config, rng: np.random.Generator) -> Named:
 def llama4_served(
     c: Config, w: Named, tensor: int = 1, pipeline: int = 1, replica: int = 1, stages: list[int] | None = None
 ) -> dict[int, Named]:
-    """vLLM 0036d38: models/llama4.py (permute_qk_weight_for_rotary; fused experts are transposed and chunked)."""
+    """vLLM 0036d38: models/llama4.py (permute_qk_weight_for_rotary; fused experts are transposed and chunked); 0121c95:
+    Llama4DecoderLayer, a LlamaMLP where there are no experts.
+    """  # fmt: skip
     d, g, h = c["head_dim"], c["num_key_value_heads"], c["num_attention_heads"]
     counts = stages or [c["num_hidden_layers"] // pipeline] * pipeline
     o = "language_model."
@@ -366,7 +373,7 @@ def llama4_served(
         for n in range(sum(counts[:stage]), sum(counts[: stage + 1])):
             p = f"{o}model.layers.{n}."
             s, q = p + "self_attn.", p + "feed_forward."
-            for name in (p + "input_layernorm.weight", p + "post_attention_layernorm.weight", q + "router.weight"):
+            for name in (p + "input_layernorm.weight", p + "post_attention_layernorm.weight"):
                 own[name] = w[name]
             groups = max(g // tensor, 1)
             shard = t * g // tensor
@@ -378,10 +385,13 @@ def llama4_served(
             ]
             own[s + "qkv_proj.weight"] = np.concatenate(three)
             own[s + "o_proj.weight"] = part(w[s + "o_proj.weight"], tensor, t, 1)
-            gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
-            own[q + "experts.w13_weight"] = np.concatenate([part(gate, tensor, t, 1), part(up, tensor, t, 1)], axis=1)
-            own[q + "experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
-            q += "shared_expert."
+            if (n + 1) % c["interleave_moe_layer_step"] == 0:
+                own[q + "router.weight"] = w[q + "router.weight"]
+                gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
+                both = [part(gate, tensor, t, 1), part(up, tensor, t, 1)]
+                own[q + "experts.w13_weight"] = np.concatenate(both, axis=1)
+                own[q + "experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
+                q += "shared_expert."
             gate, up, down = (w[f"{q}{m}_proj.weight"] for m in ("gate", "up", "down"))
             own[q + "gate_up_proj.weight"] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
             own[q + "down_proj.weight"] = part(down, tensor, t, 1)

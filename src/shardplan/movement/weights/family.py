@@ -295,7 +295,7 @@ def _dim_runs(
     numbers = tuple(a for a in axes_of(hole) if a not in family.axes)
     cut = [axes_of(hole), *(axes_of(dims[d]) for d in storage)]
     axes = tuple(dict.fromkeys(a for some in cut for a in some if a in family.axes))
-    ranged = tensor.ranges[dim] != (0, tensor.sizes[dim])
+    ranged = tensor.ranges[dim] != range(tensor.sizes[dim])
     if ranged and (not hole or any(family.atoms(dims[d], tensor.name) for d in storage)):
         raise family.fail(
             f"{said} of {tensor.name} has a range and stands in memory; legal is a dim that stands in the name"
@@ -360,7 +360,7 @@ def _hole_places(
             raise family.fail(str(error)) from None
         for local, digits in enumerate(expanded(pieces)):
             value = sum(v * weights.weights[atom] for atom, v in digits.items())
-            if not weights.first <= value < weights.stop or any(literals.get(k, v) != v for k, v in digits.items()):
+            if value not in weights.legal or any(literals.get(k, v) != v for k, v in digits.items()):
                 continue
             known = number | digits | {f"{atom}.local": local for atom in digits}
             out.append(HolePlace(value, tuple(known[f] for f in fields)))
