@@ -122,6 +122,8 @@ def other(kind: str, rng: random.Random) -> Config:
 
 def made(kind: str, rng: random.Random) -> Config:
     """A config of a kind of model."""
+    if kind == "deepseek-mtp":
+        return latent(kind, rng) | {"tie_word_embeddings": False, "hidden_size": 8, "num_nextn_predict_layers": 1}
     if kind.startswith("deepseek"):
         return latent(kind, rng)
     if kind in ("gpt2", "mamba2"):
@@ -139,7 +141,8 @@ def made(kind: str, rng: random.Random) -> Config:
 def checkpoint(kind: str, c: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """What Hugging Face has on disk."""
     special = {
-        "deepseek": more.deepseek, "deepseek-fp8": more.deepseek, "llama4": more.llama4, "gpt2": more.gpt2,
+        "deepseek": more.deepseek, "deepseek-mtp": more.deepseek_mtp, "deepseek-fp8": more.deepseek,
+        "llama4": more.llama4, "gpt2": more.gpt2,
         "gpt-oss": more.gpt_oss, "gpt-oss-mxfp4": more.gpt_oss, "mamba2": more.mamba2, "lora": more.lora,
     }  # fmt: skip
     return special.get(kind, frameworks.checkpoint)(c, rng)
@@ -269,6 +272,10 @@ TABLES: dict[str, dict[str, Side]] = {
         "hf-deepseek-v3-fp8": (frameworks.hugging_face, hf, {}),
         "vllm-deepseek-v3-fp8": (more.deepseek_served, latent_server, {}),
         "vllm-deepseek-v3-fp8-ep": (more.deepseek_served, latent_server, {"on": True}),
+    },
+    "deepseek-mtp": {
+        "hf-deepseek-v3-mtp": (frameworks.hugging_face, hf, {}),
+        "megatron-deepseek-v3-mtp": (more.deepseek_mtp_megatron, latent_trainer, {}),
     },
     "llama4": {
         "hf-llama4": (frameworks.hugging_face, hf, {}),

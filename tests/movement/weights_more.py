@@ -140,6 +140,68 @@ def deepseek_megatron(
     return out
 
 
+def deepseek_mtp(c: Config, rng: np.random.Generator) -> Named:
+    """On disk: deepseek-ai/DeepSeek-V3 0b39205, README_WEIGHTS.md: one more layer under the next number, with experts;
+    embed_tokens and shared_head.head share parameters with the model; enorm, hnorm and eh_proj beside the layer.
+    """  # fmt: skip
+    n, e = c["num_hidden_layers"], c["hidden_size"]
+    out = deepseek(c | {"num_hidden_layers": n + 1}, rng)
+    p = f"model.layers.{n}."
+    most = sum(a.size for a in out.values())
+    for name, shape in (("enorm", (e,)), ("hnorm", (e,)), ("eh_proj", (e, 2 * e)), ("shared_head.norm", (e,))):
+        size = math.prod(shape)
+        out[f"{p}{name}.weight"] = (np.arange(size, dtype=np.float32) + most + 1).reshape(shape)
+        most += size
+    out[p + "embed_tokens.weight"] = out["model.embed_tokens.weight"]
+    out[p + "shared_head.head.weight"] = out["lm_head.weight"]
+    return out
+
+
+def deepseek_mtp_megatron(
+    c: Config, w: Named, tensor: int = 1, pipeline: int = 1, data: int = 1, chunks: int = 1, divisible: int = 128,
+    expert: int = 1, etp: int = 1, **more: Any,
+) -> dict[int, Named]:  # fmt: skip
+    """Megatron-LM 00611e6, multi_token_prediction.py (mtp_on_this_rank: the last stage; eh_proj column parallel) and
+    gpt_model.py (`pre_process or mtp_process` has an embedding); Megatron-Bridge 067f987, models/deepseek/common.py.
+    """  # fmt: skip
+    out = deepseek_megatron(c, w, tensor, pipeline, data, chunks, divisible, expert=expert, etp=etp, **more)
+    p = f"model.layers.{c['num_hidden_layers']}."
+    for rank, own in out.items():
+        stage, rest = divmod(rank, data * tensor)
+        if stage < pipeline - 1:
+            continue
+        t, et, ep = rest % tensor, rest % etp, rest // etp % expert
+        m = f"{chunks - 1}.mtp.layers.0."
+        embed = w[p + "embed_tokens.weight"]
+        rows = -(-len(embed) // (divisible * tensor)) * divisible * tensor
+        own[f"{chunks - 1}.embedding.word_embeddings.weight"] = part(pad_rows(embed, rows), tensor, t)
+        for mine, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+            own[f"{m}{mine}.weight"] = w[f"{p}{theirs}.weight"]
+        own[m + "eh_proj.weight"] = part(w[p + "eh_proj.weight"], tensor, t)
+        m += "mtp_model_layer."
+        s, q = m + "self_attention.", p + "self_attn."
+        whole = {
+            m + "input_layernorm.weight": p + "input_layernorm.weight",
+            m + "pre_mlp_layernorm.weight": p + "post_attention_layernorm.weight",
+            s + "linear_q_down_proj.weight": q + "q_a_proj.weight",
+            s + "linear_q_up_proj.layer_norm_weight": q + "q_a_layernorm.weight",
+            s + "linear_kv_down_proj.weight": q + "kv_a_proj_with_mqa.weight",
+            s + "linear_kv_up_proj.layer_norm_weight": q + "kv_a_layernorm.weight",
+            m + "mlp.router.weight": p + "mlp.gate.weight",
+            m + "mlp.router.expert_bias": p + "mlp.gate.e_score_correction_bias",
+        }
+        own |= {name: w[other] for name, other in whole.items()}
+        own[s + "linear_q_up_proj.weight"] = part(w[q + "q_b_proj.weight"], tensor, t)
+        own[s + "linear_kv_up_proj.weight"] = part(w[q + "kv_b_proj.weight"], tensor, t)
+        own[s + "linear_proj.weight"] = part(w[q + "o_proj.weight"], tensor, t, 1)
+        own |= _gated(w, p + "mlp.shared_experts.", m + "mlp.shared_experts.linear_fc{}.weight", tensor, t)
+        each = c["n_routed_experts"] // expert
+        for x in range(each):
+            name = m + "mlp.experts.linear_fc{}.weight" + str(x)
+            own |= _gated(w, p + f"mlp.experts.{ep * each + x}.", name, etp, et)
+    return out
+
+
 def _gated(w: Named, p: str, name: str, n: int, k: int) -> Named:
     """Megatron-Bridge GatedMLPMapping: gate and up are cut, then joined; down is cut on its second dim."""
     gate, up, down = (w[f"{p}{m}_proj.weight"] for m in ("gate", "up", "down"))
