@@ -5,7 +5,8 @@ sessions: a pair of tables, shapes, degrees, and what the frameworks hold, by th
 session goes through what a user has, in its order: the proof of coverage, the binding of live tensors, the live handles
 (all ranks as threads on gloo), a probe of the tables with the converters as the frameworks' loaders, and `diff` of the
 target with the checkpoint, both as files. What the target would have held decides whether a fault does harm: those that
-do none are counted apart; what is refused before anything moves counts as found. Every session is also run without its fault, where nothing may be found.
+do none are counted apart; what is refused before anything moves counts as found. Every session is also run without its
+fault, where nothing may be found.
 """
 
 from __future__ import annotations
